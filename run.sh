@@ -48,6 +48,7 @@ usage: ./run.sh                         train configs/tiny.py
        ./run.sh test [pytest args]      run the tests, in the repository's folder
        ./run.sh lint                    run ruff, pyright and shellcheck
        ./run.sh setup                   only prepare the environment
+       ./run.sh notebooks               open notebooks/ in JupyterLab, installed beside the rest
 
 commands:
 TEXT
@@ -64,6 +65,7 @@ removed then. Delete .venv to start anew.
                         compiler that plans for GPUs
   JAXTRAIN_CUDNN=1      install cuDNN (1.3 GB) beside that compiler: plans then ask it for the workspace of attention. 0 removes
                         it. Not set: as before. CUDA 12 includes it
+  JAXTRAIN_JAX=0.11|0.12  install jax 0.11.2, or 0.12.0.1. Not set: as before, at first 0.11.2
   JAXTRAIN_DRY_RUN=1    print what would be installed and run, and do neither
   JAXTRAIN_VERBOSE=1    print the variables that run.sh sets for a run
 
@@ -92,11 +94,14 @@ gpu_here() {
   [[ $(timeout 30 nvidia-smi -L 2>/dev/null) == *GPU\ * ]]
 }
 
-choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -), cudnn (cudnn or -); $1: dev or -
-  local had_packages='' had_dev='' had_cudnn='' _
-  if [[ -f $stamp ]]; then read -r _ had_packages had_dev had_cudnn _ <"$stamp" || true; fi
-  dev=$1
-  if [[ $had_dev == dev ]]; then dev=dev; fi # once there they stay, or `test` and `train` in turn would reinstall each time
+choose() { # sets packages (plan, cuda12, cuda13), why, dev, notebooks and cudnn (their name or -), jax (0.11, 0.12);
+  # $1: the tools that a command needs: dev, notebooks or -
+  local had_packages='' had_dev='' had_cudnn='' had_jax='' had_notebooks='' _
+  if [[ -f $stamp ]]; then read -r _ had_packages had_dev had_cudnn had_jax had_notebooks _ <"$stamp" || true; fi
+  dev=- notebooks=-
+  # Installed tools stay, or `test` and `train` in turn would reinstall each time.
+  if [[ $1 == dev || $had_dev == dev ]]; then dev=dev; fi
+  if [[ $1 == notebooks || $had_notebooks == notebooks ]]; then notebooks=notebooks; fi
   case ${JAXTRAIN_CUDA-} in
     12 | 13)
       [[ $OSTYPE == linux* ]] || fail 2 "JAXTRAIN_CUDA=$JAXTRAIN_CUDA: CUDA packages exist for Linux only, and this is $OSTYPE; unset it"
@@ -128,16 +133,22 @@ choose() { # sets packages (plan, cuda12, cuda13), why, dev (dev or -), cudnn (c
     '') if [[ $had_cudnn == cudnn ]]; then cudnn=cudnn; fi ;;
     *) fail 2 "JAXTRAIN_CUDNN=$JAXTRAIN_CUDNN: must be 0 or 1; unset it to keep what is there" ;;
   esac
+  case ${JAXTRAIN_JAX-} in
+    0.11 | 0.12) jax=$JAXTRAIN_JAX ;;
+    '') if [[ $had_jax == 0.12 ]]; then jax=0.12; else jax=0.11; fi ;;
+    *) fail 2 "JAXTRAIN_JAX=$JAXTRAIN_JAX: must be 0.11 or 0.12; unset it to keep what is there" ;;
+  esac
 }
 
 locked() { # the requirement files in force, one a line
-  echo "$root/requirements/$packages.txt"
+  if [[ $jax == 0.11 ]]; then echo "$root/requirements/$packages.txt"; else echo "$root/requirements/$packages-jax$jax.txt"; fi
   if [[ $cudnn == cudnn && $packages == plan ]]; then echo "$root/requirements/plan-cudnn.txt"; fi
   if [[ $dev == dev ]]; then echo "$root/requirements/dev.txt"; fi
+  if [[ $notebooks == notebooks ]]; then echo "$root/requirements/notebooks.txt"; fi
 }
 
 state() { # all that an installation depends on, to be compared as a whole; the first word is the version of this script's ways
-  echo "2 $packages $dev $cudnn python $(<"$root/.python-version")"
+  echo "4 $packages $dev $cudnn $jax $notebooks python $(<"$root/.python-version")"
   local file
   locked | while IFS= read -r file; do cat "$file"; done
 }
@@ -219,7 +230,7 @@ install() ( # a subshell: what it exports and where it changes to ends with it
   state >"$stamp"
 )
 
-prepare() { # prepare dev|-
+prepare() { # prepare dev|notebooks|-
   choose "$1"
   if current; then return; fi
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
@@ -282,6 +293,12 @@ case ${1-} in
     (start -m ruff format --check .)
     if [[ -z ${JAXTRAIN_DRY_RUN-} ]]; then "$venv/bin/shellcheck" run.sh requirements/lock.sh .ci/run tests/campaign/*.sh tests/reference/*.sh deploy/*.sbatch; fi
     start -m pyright
+    ;;
+  notebooks)
+    shift
+    prepare notebooks
+    cd "$root/notebooks"
+    start -m jupyterlab "$@"
     ;;
   *)
     is_command "$1" || unknown "$1"

@@ -1,18 +1,20 @@
-"""Registers, shared memory and tensor cores of the Pallas attention kernels, by NVIDIA's assembler. No GPU is needed.
+"""Registers and shared memory of the Pallas attention kernels on Hopper, by NVIDIA's assembler. No GPU is needed.
 
-    .venv/bin/python -m benchmarks.attention_tiles --chips h200 a100
+    .venv/bin/python -m benchmarks.attention_tiles
 
-For each chip, type and head_dim, and each of the three kernels: registers of a thread, spilled bytes, bytes of shared memory,
-and the tensor core instructions. A kernel that does not fit is an error of the compiler.
+For each head_dim and each of the four kernels (the forward pass in e4m3 up to a head_dim of 192): registers of a thread at
+launch, spilled bytes, bytes of shared memory, WGMMA instructions, and whether the assembler runs some of them one by one. A
+kernel that does not fit is an error of the compiler. It complains that nvdisasm is missing, which is not needed.
 """
 
 import argparse
+import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,90 +22,78 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.kernels.attention import Rows, Spec, pallas
+from jaxtrain.kernels.attention import KERNEL, Rows, Spec, implementation, pallas
 from jaxtrain.plan import topology
 
-HEAD_DIMS = (64, 128, 256)
-DUMP = {"xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": "ptx", "xla_gpu_experimental_enable_fusion_autotuner": False}
-NAME = re.compile(rf"{pallas.PREFIX}(\w+)")
-
-
-def assembler() -> Path:
-    """Return ptxas of the plan extra. Raises FileNotFoundError where it is not installed."""
-    for folder in map(Path, sys.path):
-        for found in folder.glob("nvidia/*/bin/ptxas"):
-            return found
-    raise FileNotFoundError("ptxas: not installed. Install the plan extra: pip install jaxtrain[plan]")
+HEAD_DIMS = (64, 128, 192, 256)
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # the assembler's warning C7510
+FACTS = ("registers", "spilled", "shared", "wgmma", "serialized")
 
 
 def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8, K: int = 2) -> None:
-    """Compile forward and backward for a described chip, and dump what the compiler makes."""
+    """Compile forward and backward for a described chip, and dump the compiler's files. spec.fp8: the forward in e4m3."""
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
-    dtype = jnp.float32 if spec.dtype == "f32" else jnp.bfloat16
-    q, k = (jax.ShapeDtypeStruct((2, T, heads, spec.head_dim), dtype, sharding=whole) for heads in (N, K))
+    q, k = (jax.ShapeDtypeStruct((2, T, heads, spec.head_dim), jnp.bfloat16, sharding=whole) for heads in (N, K))
     ids = jax.ShapeDtypeStruct((2, T), jnp.int32, sharding=whole)
 
     def both(q, k, v, do, segments, positions):
-        prepared = pallas.prepare(Rows(segments, positions, segments, positions), spec)
-        o, back = jax.vjp(lambda q, k, v: pallas.attention(q, k, v, prepared, spec), q, k, v)
+        module = implementation("pallas", spec)
+        prepared = module.prepare(Rows(segments, positions, segments, positions), spec)
+        o, back = jax.vjp(lambda q, k, v: module.attention(q, k, v, prepared, spec), q, k, v)
         return o, *back(do)
 
-    manual = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P()))
-    manual.lower(q, k, k, q, ids, ids).compile(compiler_options={"xla_dump_to": str(folder), **DUMP})
+    manual = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=str(folder)):
+        manual.lower(q, k, k, q, ids, ids).compile()
 
 
-def taken(folder: Path, name: re.Pattern[str] = NAME) -> dict[str, dict[str, int | str]]:
-    """Return registers, memory and tensor cores of each kernel, from the dumps.
+def taken(folder: Path, prefix: str) -> dict[str, dict[str, int | str]]:
+    """Return FACTS of each kernel whose name has this prefix, from the dumps.
 
-    Args:
-        name: pattern of the kernels' names; its group names them in the table.
+    Raises:
+        ValueError: the dumps are not as expected.
     """
     out: dict[str, dict[str, int | str]] = {}
-    for file in folder.glob("*.ptx"):
-        text = file.read_text()
-        entry, target = re.search(rf"\.entry {name.pattern}", text), re.search(r"\.target (\w+)", text)
-        if not entry or not target:
-            continue
-        command = [assembler(), "-v", f"--gpu-name={target[1]}", file, "-o", "/dev/null"]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spilled, registers = re.search(r"(\d+) bytes spill stores", printed), re.search(r"Used (\d+) registers", printed)
-        if not spilled or not registers:
-            raise ValueError(f"{file.name}: ptxas printed no registers: {printed[:200]}")
-        cores = "wgmma" if "wgmma.mma_async" in text else "mma" if re.search(r"\bmma\.sync", text) else "none"
-        out[entry[1]] = {"registers": int(registers[1]), "spilled": int(spilled[1]), "tensor cores": cores}
-    for file in folder.glob("*.thunk_sequence.txt"):
-        for line in file.read_text().splitlines():
-            kernel, shared = name.search(line), re.search(r"shared_memory: (\d+)", line)
-            if kernel and shared:
-                out[kernel[1]]["shared"] = int(shared[1])
+    for file in folder.glob("*.ptxas"):
+        printed, ptx = file.read_text(), file.with_suffix(".ptx").read_text()
+        kernel = re.search(rf"{prefix}(\w+?)_mosaic", printed)
+        spilled, registers = re.search(r"frame, (\d+) bytes spill", printed), re.search(r"Used (\d+) registers", printed)
+        shared = re.search(r"smem_scratch_bytes=(\d+)", file.with_suffix(".resources.txt").read_text())
+        if not (kernel and spilled and registers and shared):
+            raise ValueError(f"{file.name}: the assembler printed no registers: {printed[:200]}")
+        out[kernel[1]] = {
+            "registers": int(registers[1]),
+            "spilled": int(spilled[1]),
+            "shared": int(shared[1]),
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "serialized": "yes" if SERIALIZED in printed else "no",
+        }
     return out
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.attention_tiles", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--chips", nargs="+", default=["h200", "a100"], help="%(default)s")
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "f32"], help="%(default)s")
+    parser.add_argument("--chip", default="h200", help="h100 or h200 (default: %(default)s)")
+    parser.add_argument("--softcap", type=float, default=0.0, help="of scores; 0: off (default: %(default)s)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and return the exit code."""
     args = parser().parse_args(argv)
-    print("| chip | type | head_dim | kernel | queries x keys | warps | stages | registers | spilled | shared | tensor cores |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for chip in args.chips:
-        for dtype in args.dtypes:
-            for head_dim in HEAD_DIMS:
-                with tempfile.TemporaryDirectory() as folder:
-                    compile_into(Path(folder), chip, Spec(head_dim, dtype, True, 8))
-                    found = taken(Path(folder))
-                for kernel, tile in pallas.tiles(dtype, head_dim).items():
-                    one = found[f"{kernel}_causal"]
-                    facts = " | ".join(str(one[x]) for x in ("registers", "spilled", "shared", "tensor cores"))
-                    size = f"{tile.queries} x {tile.keys} | {tile.warps} | {tile.stages}"
-                    print(f"| {chip} | {dtype} | {head_dim} | {kernel} | {size} | {facts} |", flush=True)
+    print("| head_dim | kernel | queries x keys | stages | registers | spilled | shared | wgmma | serialized |")
+    print("|---:|---|---|---:|---:|---:|---:|---:|---|")
+    for head_dim in HEAD_DIMS:
+        found: dict[str, dict[str, int | str]] = {}
+        for fp8 in ("", KERNEL) if pallas.FORWARD_FP8 in pallas.tiles(head_dim) else ("",):
+            with tempfile.TemporaryDirectory() as folder:
+                compile_into(Path(folder), args.chip, Spec(head_dim, "bf16", True, 8, softcap=args.softcap, fp8=fp8))
+                found |= taken(Path(folder), pallas.PREFIX)
+        for kernel, tile in pallas.tiles(head_dim).items():
+            facts = " | ".join(str(found[f"{kernel}_causal"][x]) for x in FACTS)
+            print(f"| {head_dim} | {kernel} | {tile.queries} x {tile.keys} | {tile.stages} | {facts} |", flush=True)
     return 0
 
 

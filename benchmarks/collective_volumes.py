@@ -1,4 +1,4 @@
-"""Bytes that each layout communicates, beside the formula of its paper: docs/collectives.md.
+"""Bytes that each layout communicates, compared with the formula of its paper: docs/evidence/collectives.md.
 
     python -m benchmarks.collective_volumes [--write]
 
@@ -23,7 +23,7 @@ from jaxtrain.plan.result import Collective, Plan
 from jaxtrain.plan.search.parallel import Request
 from jaxtrain.train.auto_remat import expert_room
 
-PAGE = "docs/collectives.md"
+PAGE = "docs/evidence/collectives.md"
 COMMAND = "python -m benchmarks.collective_volumes --write"
 CONFIG = "configs/llama3_8b.py"
 BF16, F32 = 2, 4  # bytes

@@ -1,17 +1,22 @@
-"""Host memory and speed of an import: a synthetic checkpoint of Llama's shape, random and sharded, onto 8 CPU devices.
+"""Host memory and speed of an import and an export: a random, sharded checkpoint of Llama's shape, onto 8 CPU devices.
 
 python -m benchmarks.import_memory --gigabytes=4 --folder=/tmp/import
 
-Prints the import's own report, then one line of JSON. Peak memory is that of the process while it imports, the arrays on its
-devices included, less what it held before; size is that of the safetensors files. --gigabytes=16.06 is Llama 3 8B in bfloat16.
+Prints the reports of both commands, then one line of JSON. Each command runs in a process of its own. Peak memory is that of
+the process during the command, the arrays on its devices included, less its memory before. Size is that of the safetensors
+files. A plain copy of them is timed in the same run. Files are dropped from the page cache before they are read.
+--gigabytes=16.06 is Llama 3 8B in bfloat16.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SHARD = 1 << 30
 
@@ -78,48 +83,90 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def forget(folder: Path) -> None:
+    """Drop the files of a folder from the page cache."""
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(size: int, seconds: float) -> dict[str, float]:
+    """Return seconds and GB/s in words."""
+    return {"seconds": round(seconds, 2), "gb_per_s": round(size / 1e9 / seconds, 3)}
+
+
+def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, found: Any) -> None:
+    """Run one command in this process and put its devices, peak memory and time into `found`."""
+    import jax
+
+    from jaxtrain.checkpoint.arrays import orbax
+
+    jax.block_until_ready(jax.device_put(0.0))
+    orbax()
+    command = prepared(kind, source, out, shard_size)
+    before, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    reset_peak()
+    command()
+    seconds, peak = time.perf_counter() - started, (memory("VmHWM") - before) / size
+    report = {"peak_over_size": round(peak, 3), "cpu_seconds": round(time.process_time() - cpu, 2), **timed(size, seconds)}
+    found.put((jax.local_device_count(), report))
+
+
+def prepared(kind: str, source: Path, out: Path, shard_size: str) -> Callable[[], None]:
+    """Return the import or the export, with everything imported that it needs."""
+    if kind == "import":
+        from jaxtrain.hf.folder import open_folder
+        from jaxtrain.hf.importing import import_folder
+
+        folder = open_folder(source)
+        return lambda: import_folder(folder, out, "auto", print)
+    from jaxtrain.hf.exporting import export
+
+    return lambda: export(str(source), out, shard_size=shard_size)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=(__doc__ or "").partition("\n")[0])
     p.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint, about")
     p.add_argument("--folder", type=Path, required=True, help="a scratch folder with space for twice the checkpoint")
+    p.add_argument("--shard-size", default="5GB", help="of a file of the export, at most (5GB)")
     return p
 
 
 def main() -> None:
-    """Write a checkpoint, import it, and print its memory and time."""
+    """Write a checkpoint, copy it, import it, export it, and print memory and time."""
     # Before jax is imported; not at import, which the tests of the docs do.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     args = parser().parse_args()
-    theirs, ours = args.folder / "theirs", args.folder / "ours"
-    for folder in (theirs, ours):
+    theirs, ours, back = (args.folder / name for name in ("theirs", "ours", "back"))
+    for folder in (theirs, ours, back):
         shutil.rmtree(folder, ignore_errors=True)
-    made = os.fork()  # so that writing it takes no memory of this process
-    if not made:
-        write(theirs, args.gigabytes)
-        os._exit(0)
-    if os.waitpid(made, 0)[1]:
-        raise SystemExit("the synthetic checkpoint could not be written")
+    processes = multiprocessing.get_context("spawn")
+    found = processes.Queue()
 
-    import jax
+    def alone(call: Callable[..., None], *given: Any) -> None:
+        process = processes.Process(target=call, args=given)
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{call.__name__} failed with exit code {process.exitcode}")
 
-    from jaxtrain.checkpoint.arrays import orbax
-    from jaxtrain.hf.folder import open_folder
-    from jaxtrain.hf.importing import import_folder
-
-    jax.block_until_ready(jax.device_put(0.0))
-    orbax()
-    folder = open_folder(theirs)
-    before, started = memory("VmRSS"), time.perf_counter()
-    reset_peak()
-    import_folder(folder, ours, "auto", print)
-    report = {
-        "devices": jax.local_device_count(),
-        "size_gb": folder.bytes / 1e9,
-        "peak_over_size": (memory("VmHWM") - before) / folder.bytes,
-        "seconds": time.perf_counter() - started,
-    }
+    alone(write, theirs, args.gigabytes)
+    size = sum(file.stat().st_size for file in theirs.glob("*.safetensors"))
+    report: dict[str, Any] = {"size_gb": round(size / 1e9, 3)}
+    forget(theirs)
+    started = time.perf_counter()
+    shutil.copytree(theirs, back)
+    report["copy"] = timed(size, time.perf_counter() - started)
+    shutil.rmtree(back)
+    for kind, source, out in (("import", theirs, ours), ("export", ours, back)):
+        forget(source)
+        alone(measure, kind, source, out, size, args.shard_size, found)
+        report["devices"], report[kind] = found.get()
+        shutil.rmtree(source)
     print(json.dumps(report))
     shutil.rmtree(args.folder)
 

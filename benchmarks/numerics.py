@@ -7,7 +7,7 @@ Trains on one device from `seeds` initial weights and prints a table: the traini
 held-out text after the last one, as means over the seeds. Beside each: its difference from the first row, that of the seed
 which differs most, and the largest difference at any time of the training loss over 20 steps. The last rows repeat the first
 with optimizer.eps 1% and 2% off: their differences are chance. On a CPU, FP8 matmuls are emulated: rounded as on a GPU, summed
-in float32. The commands above take minutes there; docs/precision.md and docs/memory.md have their tables.
+in float32. The commands above take minutes there; docs/evidence/fp8_training.md and docs/evidence/moments.md have their tables.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
         state, values = program.train_step(state, place_batch(train.batch(i), program.batch, program.context))
         seen.append(values["loss"])
     how = (program.eval_batch, program.context, run.eval.sequences)
-    loss = evaluate.evaluate(program.eval_step, state.params, held_out, *how)
+    loss = evaluate.evaluate(program.eval_step, state.params, held_out, *how)["loss"]
     return np.array([float(x) for x in seen]), loss
 
 

@@ -1,6 +1,6 @@
-"""MaxText's compiled train step beside ours, read by one meter: same model, batch, layout and dtypes, on described H200s.
+"""MaxText's compiled train step and ours, by one estimator: same model, batch, layout and dtypes, on described H200s.
 
-    .venv/bin/python -m benchmarks.peer_maxtext --python=/path/to/maxtext/bin/python --markdown=docs/peer_maxtext.md
+    .venv/bin/python -m benchmarks.peer_maxtext --python=/path/to/maxtext/bin/python --markdown=docs/evidence/peer_maxtext.md
 
 Compiles Llama 3 8B, one sequence of 8192 tokens a GPU, fsdp=8, for eight described H200s: MaxText's step in the environment of
 MaxText that `--python` names (benchmarks/peer_maxtext_step.py), ours here. Then reads all of them alike: peak memory as XLA
@@ -45,7 +45,7 @@ REPO = Path(__file__).resolve().parent.parent
 STEP = Path(__file__).with_name("peer_maxtext_step.py")
 TOPOLOGY = "h200:8"
 CONFIG = ["--config=configs/llama3_8b.py", "--config.train.grad_accum=1", "--config.train.global_batch=8"]
-COMMAND = "python -m benchmarks.peer_maxtext --python=PATH --markdown=docs/peer_maxtext.md"
+COMMAND = "python -m benchmarks.peer_maxtext --python=PATH --markdown=docs/evidence/peer_maxtext.md"
 EXPLAINED = "## What explains the differences"
 
 # The same work, in MaxText's keys. Moments are float32 by its defaults, gradients clipped to norm 1, z-loss and dropout off.

@@ -1,4 +1,4 @@
-"""Planned step times beside published ones: docs/planned_vs_published.md, and the ranges that plans expect.
+"""Planned step times compared with published ones: docs/evidence/planned_vs_published.md, and the ranges that plans expect.
 
     python -m benchmarks.published [--write]
 
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import studies
 from benchmarks.studies import MODELS
 from jaxtrain import flops
-from jaxtrain.config import Model, RunConfig, default_config, resolve
+from jaxtrain.config import Model, RunConfig, default_config, flatten, resolve, to_dict
 from jaxtrain.page.numbers import percent
 from jaxtrain.page.sections import markdown_table
 from jaxtrain.plan import rates
@@ -36,7 +36,7 @@ from jaxtrain.plan.search.cache import relevant
 from jaxtrain.plan.search.parallel import Request
 from jaxtrain.plan.topology import Topology
 
-PAGE = "docs/planned_vs_published.md"
+PAGE = "docs/evidence/planned_vs_published.md"
 COMMAND = "python -m benchmarks.published --write"
 DATA = tomllib.loads(Path(__file__).with_name("published_runs.toml").read_text(encoding="utf-8"))
 STORED = Path(__file__).with_name("published_plans.json")
@@ -162,9 +162,14 @@ class Row:
 
 
 def digest(request: Request) -> str:
-    """Return a digest of the config, the machine and the rates of a plan."""
+    """Return a digest of the config, the machine and the rates of a plan.
+
+    Keys at their defaults are left out, so that a new key leaves stored plans as they are.
+    """
     chosen = dataclasses.asdict(request.rates) if request.rates else None
-    facts = [relevant(request.run, request.topology), request.topology.name, chosen]
+    defaults = dict(flatten(to_dict(RunConfig())))
+    keys = {k: v for k, v in relevant(request.run, request.topology).items() if v != defaults[k]}
+    facts = [keys, request.topology.name, chosen]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -4,15 +4,12 @@
 
 A grouped matmul of rows, sorted by expert, with the weights of their experts, (R, D) by (E, D, F) in bfloat16, and its two
 gradients, compiled for a described GPU. For each program: its temporary memory, and its FLOPs over those of the rows with the
-weights of their own experts. For each Pallas kernel: its registers and memory, by NVIDIA's assembler.
+weights of their own experts. Registers and shared memory of the Pallas kernels: benchmarks/expert_tiles.py.
 """
 
 import argparse
-import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,8 +18,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import attention_tiles
-from benchmarks.attention_tiles import DUMP
 from jaxtrain.kernels.experts import pallas
 from jaxtrain.plan import topology
 from jaxtrain.plan.program import hlo
@@ -33,9 +28,9 @@ PRECISION = jax.lax.Precision.DEFAULT
 
 
 def compiled(
-    f: Callable[..., object], shapes: Sequence[tuple[tuple[int, ...], str]], chip: str, option: str, folder: str
+    f: Callable[..., object], shapes: Sequence[tuple[tuple[int, ...], str]], chip: str, option: str
 ) -> tuple[float, float]:
-    """Compile `f` for one such GPU, and dump what the compiler makes. Return (GiB of temporaries, FLOPs of matmuls).
+    """Compile `f` for one such GPU. Return (GiB of temporaries, FLOPs of matmuls).
 
     Args:
         option: of XLA, switched on; "": none.
@@ -44,7 +39,7 @@ def compiled(
     whole = NamedSharding(mesh, P())
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole) for shape, dtype in shapes]
     by_hand = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-    options = {"xla_dump_to": folder, **DUMP} | ({option: True} if option else {})
+    options = {"xla_gpu_experimental_enable_fusion_autotuner": False} | ({option: True} if option else {})
     executable: Any = by_hand.lower(*arguments).compile(compiler_options=options)
     module = hlo.parse(executable.as_text())
     done = (work(module, where, i, {}) for i, where, _, _ in hlo.walk(module))
@@ -77,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables and return the exit code."""
+    """Print the table and return the exit code."""
     args = parser().parse_args(argv)
     R, D, F, E = args.rows, args.d_model, args.d_ff, args.experts
     forward = ((R, D), "bfloat16"), ((E, D, F), "bfloat16"), ((E,), "int32")
@@ -88,14 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{args.chip}, jax {jax.__version__}: {R} rows of {D}, {E} experts of {D} x {F}, bfloat16\n")
     print("| by | option of XLA | pass | temporaries GiB | FLOPs, times the rows' own |")
     print("|---|---|---|---:|---:|")
-    with tempfile.TemporaryDirectory() as folder:
-        for by, option, name, f, shapes, products in cases:
-            gib, flops = compiled(f, shapes, args.chip, option, folder)
-            print(f"| {by} | {option} | {name} | {gib:.2f} | {flops / (2.0 * R * D * F * products):.2f} |", flush=True)
-        kernels = attention_tiles.taken(Path(folder), re.compile(rf"{pallas.PREFIX}(\w+)"))
-    print("\n| kernel | registers | spilled | shared | tensor cores |\n|---|---:|---:|---:|---|")
-    for kernel, facts in sorted(kernels.items()):
-        print("|", " | ".join([kernel, *(str(facts[x]) for x in ("registers", "spilled", "shared", "tensor cores"))]), "|")
+    for by, option, name, f, shapes, products in cases:
+        gib, flops = compiled(f, shapes, args.chip, option)
+        print(f"| {by} | {option} | {name} | {gib:.2f} | {flops / (2.0 * R * D * F * products):.2f} |", flush=True)
     return 0
 
 

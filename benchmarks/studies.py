@@ -2,9 +2,10 @@
 
 A page has two parts. The text above `MARK` is written by hand. The text below it is written by the study:
 
-    python -m benchmarks.published --write           docs/planned_vs_published.md
-    python -m benchmarks.what_fits --write           docs/what_fits.md
-    python -m benchmarks.collective_volumes --write  docs/collectives.md
+    python -m benchmarks.published --write           docs/evidence/planned_vs_published.md
+    python -m benchmarks.what_fits --write           docs/evidence/what_fits.md
+    python -m benchmarks.collective_volumes --write  docs/evidence/collectives.md
+    python -m benchmarks.limits --write              docs/evidence/limits.md
 
 Without --write a study prints its part. No GPU is needed. Finished plans are cached, so that a study can be stopped and
 started again.
@@ -111,7 +112,7 @@ def publish(page: str, lines: Sequence[str], write: bool) -> None:
     """Write the generated part of a page of the repository, or print it.
 
     Args:
-        page: such as docs/what_fits.md. Its text above MARK is kept.
+        page: such as docs/evidence/what_fits.md. Its text above MARK is kept.
     """
     text = "\n".join(lines) + "\n"
     if not write:

@@ -1,4 +1,4 @@
-"""What fits: well-known models on 1 to 128 GPUs: docs/what_fits.md.
+"""What fits: well-known models on 1 to 128 GPUs: docs/evidence/what_fits.md.
 
     python -m benchmarks.what_fits [--write]
 
@@ -29,7 +29,7 @@ from jaxtrain.plan.search.parallel import Outcome, Request, cores, plan_many
 from jaxtrain.plan.search.space import changes, meshes, remat_policies, training_check, with_overrides
 from jaxtrain.plan.topology import Topology
 
-PAGE = "docs/what_fits.md"
+PAGE = "docs/evidence/what_fits.md"
 COMMAND = "python -m benchmarks.what_fits --write"
 ROWS = ("llama2_7b", "llama2_13b", "llama_30b", "llama2_70b", "llama_175b", "llama_180b", "llama3_405b")
 MACHINES = ("h200:1", "h200:2", "h200:4", "h200:8", "h200:8x2", "h200:8x4", "h200:8x16")

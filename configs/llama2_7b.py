@@ -15,14 +15,14 @@ Another number of GPUs keeps the batch and changes the accumulation: --config=co
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.families.llama import PRESETS
+from jaxtrain.models import preset
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Variant `gpus=8`: how many GPUs the batch is divided over."""
     variant = parse_arg(arg, gpus=8)
     config = default_config()
-    config.model.update(PRESETS["llama2_7b"])
+    config.model.update(preset("llama2_7b"))
 
     config.data.source = "data/fineweb-edu-llama2.tok"
     config.data.eval_source = "data/fineweb-edu-llama2.val.tok"

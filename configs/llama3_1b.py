@@ -17,14 +17,14 @@ On one GPU, the same batch with more accumulation:
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.families.llama import PRESETS
+from jaxtrain.models import preset
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Variant `gpus=8`: how many GPUs the batch is divided over."""
     variant = parse_arg(arg, gpus=8)
     config = default_config()
-    config.model.update(PRESETS["llama3_1b"])
+    config.model.update(preset("llama3.2_1b"))
 
     # Llama 3.2 gives text the same ids as Llama 3, so all sizes train from one token file. To start from published weights
     # with their own special tokens, prepare with --tokenizer=hf:unsloth/Llama-3.2-1B and name it here.

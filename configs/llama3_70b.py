@@ -16,21 +16,28 @@ memory, which leaves memory for a batch of 64 by accumulation; docs/memory.md co
     --config=configs/llama3_70b.py:int8
     --config=configs/llama3_70b.py:f32
 
-On 16 GPUs or more the batch is 256 sequences, divided over them by accumulation, and on 64 or more the step saves as many
-activations as fit: --config=configs/llama3_70b.py:gpus=64
+Say how many GPUs there are, and batch, mesh and remat follow (docs/cluster.md has the plan of each size):
+
+    --config=configs/llama3_70b.py:gpus=64
 """
 
 import ml_collections
 
-from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.families.llama import PRESETS
+from jaxtrain.config import ConfigError, Problem, default_config, parse_arg
+from jaxtrain.models import preset
+
+GPUS = 8  # unless gpus=N says otherwise
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `gpus=8`, how many GPUs the batch is divided over; `int8` and `f32`, how moments are stored on one node."""
-    variant = parse_arg(arg, gpus=8, int8=False, f32=False)
+    """Variants: `gpus=8`, for how many GPUs batch, mesh and remat are; `int8` and `f32`, how moments are stored on one node."""
+    variant = parse_arg(arg, gpus=GPUS, int8=False, f32=False)
+    if variant.gpus & (variant.gpus - 1):
+        below = 1 << variant.gpus.bit_length() - 1
+        fix = f"Fix: --config=configs/llama3_70b.py:gpus={below}, or {2 * below}."
+        raise ConfigError([Problem("--config=FILE:gpus", variant.gpus, "must be a power of two", fix)])
     config = default_config()
-    config.model.update(PRESETS["llama3_70b"])
+    config.model.update(preset("llama3_70b"))
 
     config.data.source = "data/fineweb-edu-llama3.tok"
     config.data.eval_source = "data/fineweb-edu-llama3.val.tok"
@@ -47,8 +54,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.grad_accum = config.train.global_batch // variant.gpus
     config.train.steps = 50_000  # 105 B tokens
 
-    # Over all GPUs, of all nodes: one node has no room for the state twice, nor for two sets of gradients.
-    config.mesh.data = 1
+    # Over all GPUs, of up to 8 nodes: one node has no room for the state twice, nor for two sets of gradients. A ring through
+    # more nodes is too long, 24 us for each: groups of 64 GPUs hold a copy each, and sum their gradients once a step.
+    config.mesh.data = max(1, variant.gpus // 64)
     config.mesh.fsdp = -1
     # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, of which 134 are
     # usable. Both moments are bfloat16 (beta2 = 0.95 moves the second by up to 5% a step, far above bfloat16's 0.4%). That
@@ -69,8 +77,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         if variant.gpus == 8:
             config.train.global_batch, config.train.grad_accum = 64, 8
     elif variant.gpus >= 64:
-        # The state takes an eighth of that, or less: what costs a matmul is saved too, as far as it fits. On 64 GPUs the
-        # compiled step is 6% shorter by plan, at 129 GiB instead of 64.
+        # The state takes an eighth of that: what costs a matmul is saved too, as far as it fits. By plan that is 16% more
+        # tokens/s on 64 GPUs, at 126 GiB instead of 64.
         config.remat.policy, config.remat.tensors = "auto", ""
 
     config.optimizer.lr = 1.5e-4

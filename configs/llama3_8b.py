@@ -25,7 +25,7 @@ with 8192 tokens, on a file of documents that are long themselves.
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.families.llama import PRESETS
+from jaxtrain.models import preset
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     (131,072 and 1,048,576 tokens, on 8 GPUs)."""
     variant = parse_arg(arg, **{"half": False, "gpus": 8, "long": False, "1m": False})
     config = default_config()
-    config.model.update(PRESETS["llama3_8b"])
+    config.model.update(preset("llama3_8b"))
 
     config.data.source = "data/fineweb-edu-llama3.tok"
     config.data.eval_source = "data/fineweb-edu-llama3.val.tok"

@@ -18,14 +18,16 @@ With one expert a GPU its products can be in FP8 (docs/experts.md): --config.pre
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.families.mixtral import PRESETS
+from jaxtrain.models import preset
+
+GPUS = 8  # unless gpus=N says otherwise
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Variant `gpus=8`: how many GPUs the batch is divided over."""
-    variant = parse_arg(arg, gpus=8)
+    variant = parse_arg(arg, gpus=GPUS)
     config = default_config()
-    config.model.update(PRESETS["mixtral_8x7b"])
+    config.model.update(preset("mixtral_8x7b"))
 
     config.data.source = "data/fineweb-edu-mixtral.tok"
     config.data.eval_source = "data/fineweb-edu-mixtral.val.tok"

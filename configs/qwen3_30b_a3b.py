@@ -17,14 +17,16 @@ divided over GPUs instead, each whole on one: --config=configs/qwen3_30b_a3b.py:
 import ml_collections
 
 from jaxtrain.config import default_config, parse_arg
-from jaxtrain.models.families.qwen3_moe import PRESETS
+from jaxtrain.models import preset
+
+GPUS = 8  # unless gpus=N says otherwise
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """Variants: `gpus=8`, how many GPUs the batch is divided over; `exchange`, tokens travel to experts, not weights."""
-    variant = parse_arg(arg, gpus=8, exchange=False)
+    variant = parse_arg(arg, gpus=GPUS, exchange=False)
     config = default_config()
-    config.model.update(PRESETS["qwen3_30b_a3b"])
+    config.model.update(preset("qwen3_30b_a3b"))
 
     config.data.source = "data/fineweb-edu-qwen3.tok"
     config.data.eval_source = "data/fineweb-edu-qwen3.val.tok"

@@ -1,14 +1,38 @@
-"""jaxtrain: a JAX SPMD trainer with named-axis sharding. Importing it touches no device and imports no jax.
+"""Train and finetune transformer language models in JAX, on a mesh of NVIDIA GPUs.
 
-This file runs on Python 3.8 too, so that a start outside the environment ends with a sentence.
+    import jaxtrain as jt
+
+    config = jt.load("llama3_8b", mesh={"fsdp": 4, "tensor": 2})    a config of configs/, or a path
+    table = jt.shardings(config, "h200:8")      the sharding of every array on a machine without its GPUs
+    table["layers.mlp.gate"].draw()             the devices of each shard
+    plan = jt.plan(config, "h200:8")            memory, communication and step time of the compiled step
+    jt.search("llama3_8b", "h200:8")            the fastest layouts that fit
+
+    result = jt.train("tiny", "runs/tiny")      train or resume; result.metrics, result.checkpoints
+    run = jt.open_run("runs/tiny")              run.to_pandas(), run.write_report()
+    jt.generate("runs/tiny", "def ")            text from a run, a checkpoint or a Hugging Face folder
+    jt.evaluate("runs/tiny", ["x = 1\\n"])      loss and bits per byte of texts
+    jt.parity("tiny", "one,fsdp2,tensor2")      whether layouts take the same steps
+
+`help(jaxtrain.api)` describes each function. `python -m jaxtrain` lists the commands.
 """
 
+# Importing jaxtrain touches no device and imports no jax. This file runs on Python 3.8 too, so that a start outside the
+# environment ends with a sentence.
+
+import importlib
 import importlib.util
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtrain.api import evaluate, generate, load, open_run, parity, plan, search, shardings, train
 
 __version__ = "0.1.0"
+__all__ = ["evaluate", "generate", "load", "open_run", "parity", "plan", "search", "shardings", "train"]
+MODULES = ("parity", "plan", "train")  # functions of the API with the name of a module (callable_module.py)
 
 
 def _check_environment() -> None:
@@ -45,3 +69,17 @@ _check_environment()
 is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain.COMMAND`
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_interrupted)
+
+
+def __getattr__(name: str) -> object:
+    """Return a function of the Python API, imported when it is first used."""
+    if name in MODULES:
+        return importlib.import_module("jaxtrain." + name)
+    if name in __all__:
+        return getattr(importlib.import_module("jaxtrain.api"), name)
+    raise AttributeError("module 'jaxtrain' has no attribute " + repr(name))
+
+
+def __dir__() -> list:
+    """Return the names of the Python API."""
+    return [*__all__, "__version__"]

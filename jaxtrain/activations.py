@@ -1,4 +1,4 @@
-"""What a layer's activations are called, and which of them each remat policy keeps.
+"""Names of a layer's activations, and the activations that each remat policy saves.
 
 The model marks these tensors with `checkpoint_name`. A tensor that is kept (or offloaded to the host) for the backward
 pass need not be computed a second time. No jax here: FLOP counts and config checks read it.
@@ -9,6 +9,8 @@ from jaxtrain.config import Problem, Remat, choices, nearest
 # Name of an activation -> what it is.
 ACTIVATIONS = {
     "attention_norm": "normalised input of the attention block",
+    "q_latent": "latent of queries, before its norm (latent attention)",
+    "kv_latent": "latent of keys and values before its norm, and the rotary key before rotary (latent attention)",
     "q": "queries, after rotary",
     "k": "keys, after rotary",
     "v": "values",
@@ -26,6 +28,8 @@ ACTIVATIONS = {
 AXES: dict[str, tuple[str | None, ...]] = {
     "layer_input": ("batch", "residual", None),
     "attention_norm": ("batch", "residual", None),
+    "q_latent": ("batch", "sequence", None),
+    "kv_latent": ("batch", "sequence", None),
     "q": ("batch", "sequence", "heads", None),
     "k": ("batch", "sequence", "kv_heads", None),
     "v": ("batch", "sequence", "kv_heads", None),
@@ -43,14 +47,16 @@ PLACES = ("keep", "offload", "recompute")
 
 GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
 
+LATENTS = ("q_latent", "kv_latent")  # of multi-head latent attention alone
+
 # Policy -> activations it keeps. "none" keeps unnamed ones too, all but gathered weights; "custom" is read from remat.tensors.
 KEPT = {
     "none": tuple(ACTIVATIONS),
     "full": (),
-    "dots": GEMM_OUTPUTS,
-    "attention": ("q", "k", "v", "attention_out", "attention_lse"),
+    "dots": (*LATENTS, *GEMM_OUTPUTS),
+    "attention": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse"),
     # What costs a GEMM or an attention call; less where that does not fit (auto_remat.py).
-    "auto": ("q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
+    "auto": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
 }
 POLICIES = choices("remat.policy")
 

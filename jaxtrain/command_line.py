@@ -8,6 +8,7 @@ wrong with them at once, calls the command's own function, and turns its excepti
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import re
 import select
@@ -17,7 +18,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jaxtrain
 from jaxtrain import launch
@@ -279,6 +280,36 @@ class ArgumentParser(argparse.ArgumentParser):
 
     may_be_empty: tuple[str, ...] = ()
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options, allow_abbrev=False)
+
+    def parse_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
+        """Parse as argparse does, after a check of the options' names: a mistyped one is not reported as a missing one."""
+        words = sys.argv[1:] if args is None else list(args)
+        if problems := self._unknown_options(words):
+            sys.exit(launch.report(problems))
+        return super().parse_args(words, namespace)
+
+    def _unknown_options(self, words: Sequence[str]) -> list[Problem]:
+        """Return the problems of options that neither this parser nor its subcommand has, and of an unknown subcommand."""
+        words = words[: words.index("--")] if "--" in words else words
+        for action in self._actions:
+            if not isinstance(action, argparse._SubParsersAction):
+                continue
+            if not words or words[0].startswith("-"):  # argparse names the missing subcommand
+                return []
+            if words[0] in action.choices:
+                return action.choices[words[0]]._unknown_options(words[1:])
+            close = difflib.get_close_matches(words[0], action.choices, 1) or action.choices
+            return [Problem("command", words[0], "is unknown", f"Fix: {self.prog} {' | '.join(close)}.")]
+        words = [word for word in words if not re.match(r"--[^=]*\s", word)]  # a value, as of --separator "--- "
+        actions = [action for action in self._actions if action.dest != "help"]
+        named = [(name.removeprefix("--"), action) for action in actions for name in action.option_strings]
+        options = {name: "" for name, action in named if action.nargs != 0}
+        switches = {name: "yes" for name, action in named if action.nargs == 0}
+        _, _, problems = launch.split(words, options, switches, [], config=False)
+        return [p for p in problems if p.rule == launch.NO_OPTION and p.key != "--help"]
+
     def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
         """Parse as argparse does, without the empty path that would mean the current folder."""
         words = sys.argv[1:] if args is None else list(args)
@@ -395,6 +426,20 @@ def make_console(width: int = WIDTH) -> "Console":
 
     console = Console()
     return console if console.is_terminal else Console(width=width)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Open a function of (name, bytes) for each part of `total` bytes that is done; it draws a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    lines = sys.stdout.isatty()  # rich writes lines of stdout to its console, above the bar
+    with Progress(*columns, console=console, transient=True, redirect_stdout=lines, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name, size: bar.update(task, advance=size, description=name)
 
 
 def check_output_file(text: str) -> str:

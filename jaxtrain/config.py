@@ -174,6 +174,8 @@ class Model:
             "qwen2",
             "qwen3",
             "qwen3_moe",
+            "gpt_oss",
+            "deepseek_v3",
             "gemma2",
             "gemma3",
         ),
@@ -183,13 +185,28 @@ class Model:
     d_model: int = key(128, "width of the residual stream", at_least=1)
     num_heads: int = key(4, "query heads", at_least=1)
     num_kv_heads: int = key(4, "key/value heads; num_heads must be a multiple", at_least=1)
-    head_dim: int = key(0, "width of a head; 0: d_model / num_heads", at_least=0)
+    head_dim: int = key(
+        0, "width of a head; 0: d_model / num_heads, with kv_lora_rank qk_nope_head_dim + qk_rope_head_dim", at_least=0
+    )
     d_ff: int = key(384, "width of the feed-forward block (each of gate and up)", at_least=1)
     vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary", at_least=1)
+    dense_layers: int = key(0, "of a model with experts: its first blocks that have none", at_least=0)
+    dense_d_ff: int = key(0, "width of the feed-forward block of dense_layers", at_least=0)
+    kv_lora_rank: int = key(
+        0,
+        "latent attention (DeepSeek-V2): width of the latent that keys and values are made of; 0: other attention",
+        at_least=0,
+    )
+    q_lora_rank: int = key(0, "with kv_lora_rank: width of the latent that queries are made of; 0: none", at_least=0)
+    qk_nope_head_dim: int = key(0, "with kv_lora_rank: the part of a query's and a key's head that is not rotated", at_least=0)
+    qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part, of keys the same for all heads", at_least=0)
+    v_head_dim: int = key(0, "with kv_lora_rank: width of a value's head", at_least=0)
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", above=0)
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
+    attention_out_bias: bool = key(False, "bias on attention's output projection")
+    attention_sinks: bool = key(False, "each query head has a learnt logit in the sum of softmax, without a value")
     sandwich_norm: bool = key(False, "RMSNorm also on what attention and feed-forward add to the residual stream")
     sliding_window: int = key(0, "a token sees this many positions, itself included; 0: all before it", at_least=0)
     attention_pattern: str = key(
@@ -202,22 +219,46 @@ class Model:
     local_rope_base: float = key(0.0, "base in layers that see sliding_window, never scaled; 0: as in the others", at_least=0)
     rope_scaling: str = key(
         "none",
-        "llama3: long wavelengths are stretched, as in Llama 3.1; linear: all are",
-        choices=("none", "llama3", "linear"),
+        "llama3: long wavelengths are stretched, as in Llama 3.1; yarn: as in YaRN; linear: all are",
+        choices=("none", "llama3", "linear", "yarn"),
     )
-    rope_factor: float = key(8.0, "llama3, linear: how much wavelengths are stretched", at_least=1)
+    rope_factor: float = key(8.0, "llama3, linear, yarn: how much wavelengths are stretched", at_least=1)
     rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched in full", above=0)
     rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this stay as they are")
-    rope_original_len: int = key(8192, "llama3: sequence length the model was first trained with", at_least=1)
+    rope_original_len: int = key(8192, "llama3, yarn: sequence length the model was first trained with", at_least=1)
+    rope_beta_fast: float = key(32.0, "yarn: pairs with more turns than this in original_len stay as they are", above=0)
+    rope_beta_slow: float = key(1.0, "yarn: pairs with fewer turns than this are stretched in full", above=0)
+    rope_truncate: bool = key(True, "yarn: the pairs between which frequencies are interpolated are rounded to whole ones")
+    rope_attention_factor: float = key(
+        0.0, "yarn: factor of rotated queries and of keys; 0: 0.1 ln(rope_factor) + 1, or by rope_mscale", at_least=0
+    )
+    rope_mscale: float = key(
+        0.0,
+        "yarn: with rope_mscale_all_dim the factor is the quotient of 0.1 mscale ln(rope_factor) + 1 with either; 0: off",
+        at_least=0,
+    )
+    rope_mscale_all_dim: float = key(0.0, "yarn: see rope_mscale; 0: off", at_least=0)
     num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens", at_least=0)
     experts_per_token: int = key(2, "experts that each token goes through", at_least=1)
     router: str = key("softmax", "function that makes an expert's score of the router's logits", choices=("softmax", "sigmoid"))
     renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
     router_bias: bool = key(False, "a bias for each expert decides, with its score, who is chosen; moved by moe.bias_rate")
+    router_logit_bias: bool = key(False, "a learnt bias of each expert's logit, part of its score")
+    expert_bias: bool = key(False, "biases on gate, up and down projections of experts")
+    routed_scaling: float = key(1.0, "factor of the chosen experts' scores, after renormalize", above=0)
+    router_groups: int = key(1, "groups of neighbouring experts, of which a token uses groups_per_token", at_least=1)
+    groups_per_token: int = key(
+        1, "groups whose experts a token may choose: those with the largest sum of two biased scores", at_least=1
+    )
     shared_d_ff: int = key(0, "width of a feed-forward block for all tokens beside the experts; 0: none", at_least=0)
     init_std: float = key(
         0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0
     )
+
+    @property
+    def stacked_layers(self) -> int:
+        """Blocks that are alike, and run in a loop or on pipeline stages: all but `dense_layers`."""
+        return self.num_layers - self.dense_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,17 +292,22 @@ class Moe:
 
     impl: str = key(
         "auto",
-        "grouped matmuls by a Pallas kernel (pallas), or by XLA (ragged: jax.lax.ragged_dot)",
+        "grouped matmuls by Pallas kernels (pallas: Hopper, bf16), or by XLA (ragged: jax.lax.ragged_dot)",
         choices=("auto", "pallas", "ragged"),
     )
     capacity_factor: float = key(
         0.0, "tokens an expert takes, in multiples of an even share, others are dropped; 0: none ever is", at_least=0
     )
     buffer: float = key(
-        1.25, "with mesh.expert and no capacity: room in one exchange, in even shares; more takes several", above=0
+        1.25,
+        "with mesh.expert and no capacity: room of the first all-to-all, in even loads; the rest takes further, smaller ones",
+        above=0,
     )
     balance_loss: float = key(
         0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch", at_least=0
+    )
+    sequence_balance_loss: float = key(
+        0.0, "times the load-balancing loss of each sequence by itself (DeepSeek-V3), mean of layers", at_least=0
     )
     z_loss: float = key(
         0.001, "times the squared log of the router's partition function (Zoph et al. 2022), mean of layers", at_least=0
@@ -305,12 +351,18 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which attention kernel."""
+    """Which attention kernel, and the type of its matmuls."""
 
     impl: str = key(
         "auto",
         "attention kernel; auto: the log names the kernel and the reason",
         choices=("auto", "cudnn", "pallas", "chunked", "reference"),
+    )
+    forward: str = key(
+        "compute",
+        "type of the matmuls of attention's forward pass: the compute type; or fp8: e4m3, on Hopper, emulated on CPU. The "
+        "backward pass is in the compute type, by attention.impl",
+        choices=("compute", "fp8"),
     )
     ulysses: int = key(
         0,
@@ -362,7 +414,12 @@ class Data:
 
     source: str = key(
         "stdlib",
-        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | FILE.mix | package.module:name",
+        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name; without weights, files are mixed "
+        "in proportion to their tokens",
+    )
+    source_schedule: str = key(
+        "",
+        "other weights or files from a step on: STEP: FILE.tok=WEIGHT,...; STEP: ...; each file continues where it stopped",
     )
     eval_source: str = key(
         "",
@@ -385,7 +442,7 @@ class Data:
         at_least=0,
     )
     seed: int = key(0, "order of the sequences", at_least=0)
-    prefetch: int = key(2, "batches prepared ahead of the step, by one thread; 0: none", at_least=0)
+    prefetch: int = key(2, "batches prepared ahead of the step, by one thread", at_least=1)
 
     @property
     def masks_documents(self) -> bool:
@@ -444,11 +501,25 @@ class Train:
 class Loss:
     """What is made small."""
 
-    name: str = key("cross_entropy", "the loss function", choices=("cross_entropy",), importable=True)
+    name: str = key(
+        "cross_entropy",
+        "the loss function; dpo: direct preference optimisation, on token files of pairs",
+        choices=("cross_entropy", "dpo"),
+        importable=True,
+    )
+    beta: float = key(
+        0.1, "dpo: weight of the divergence from the reference model; a higher value keeps the model nearer to it", above=0
+    )
+    label_smoothing: float = key(0.0, "dpo: the probability that a pair has its preference reversed", at_least=0, below=0.5)
     z_loss: float = key(
         0.0, "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off", at_least=0
     )
     chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1)
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the loss compares the members of pairs."""
+        return self.name == "dpo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -522,7 +593,7 @@ class Eval:
 class Checkpoint:
     """What is saved, and what a resumed run may change."""
 
-    dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH; '': WORKDIR/checkpoints")
+    dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH, or s3://BUCKET/PATH; '': WORKDIR/checkpoints")
     every_steps: int = key(500, "and after the last step; 0: only then", at_least=0)
     keep: int = key(2, "newest checkpoints kept", at_least=1)
     keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none", at_least=0)
@@ -911,13 +982,14 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
 def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """ConfigDict -> RunConfig with every derived value filled in, and the problems found on the way.
 
-    Derived: `model.head_dim` from d_model / num_heads, `dtypes.*` from `precision`.
+    Derived: `model.head_dim` from d_model / num_heads or the parts of a latent model's heads, `dtypes.*` from `precision`.
     """
     tree = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
     run, problems = from_dict(tree)
     model = run.model
     if model.head_dim == 0 and model.num_heads > 0:
-        model = dataclasses.replace(model, head_dim=model.d_model // model.num_heads)
+        latent = model.qk_nope_head_dim + model.qk_rope_head_dim
+        model = dataclasses.replace(model, head_dim=latent if model.kv_lora_rank else model.d_model // model.num_heads)
     preset = {"params": "f32", "m": "f32", "v": "f32", "grads": "f32"}
     preset["reduce"] = run.compute if run.compute in ("f32", "bf16") else "f32"
     chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
@@ -948,7 +1020,8 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
                     raise ValueError("there is no use for less than one")
         except (ValueError, KeyError):
             what = "a whole number, 1 or more" if kind is int else "true or false" if kind is bool else "text"
-            problems.append(Problem(f"--config=FILE:{item}", None, f"must be {what}", f"For example {name}={defaults[name]}."))
+            example = defaults[name] or ("true" if kind is bool else 1)
+            problems.append(Problem(f"--config=FILE:{item}", None, f"must be {what}", f"For example {name}={example}."))
     if problems:
         raise ConfigError(problems)
     return ml_collections.FrozenConfigDict(chosen)

@@ -1,4 +1,4 @@
-"""Who holds which tokens when `mesh.seq` splits a sequence, and how its ranks share the work of attention. No jax.
+"""Placement of a sequence's tokens over the ranks of `mesh.seq`, and the division of attention among them. No jax.
 
 A rank of the seq axis is (ring place, place in its Ulysses group): rank = ring place x ulysses + place in the group, so that
 a group, whose all-to-alls are the larger traffic, is made of neighbours.

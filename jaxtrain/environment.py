@@ -1,4 +1,5 @@
-"""The environment variables of a run: a table per GPU, what the config adds, and what the shell may not slip in.
+"""The environment variables of a run: a table for each GPU, additions of the config, and variables of the shell that are
+refused.
 
 Two people who start one config should get one run. So the variables that change what GPUs compute, or how fast, are part of the
 config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names those of the shell that may stay.

@@ -1,4 +1,4 @@
-"""Every key of a config on one page: as text with values and who set them, or as the markdown of docs/config.md."""
+"""Every key of a config on one page: as text with values and origins, or as the markdown of docs/config.md."""
 
 import dataclasses
 import sys

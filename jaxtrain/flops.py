@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs, how many parameters a model has, and what part of a GPU's peak that is.
+"""FLOPs per token, parameters of a model, and MFU.
 
 Per token and layer, forward, with model width D, N query and K key/value heads of width H, feed-forward width F, sequence
 length T, and 2 FLOPs per multiply-add:
@@ -20,12 +20,23 @@ width S,
 
     feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
 
-and whatever E is, MFU counts these active FLOPs only. Where experts take a fixed number of tokens (moe.capacity_factor, in even
-shares), a GPU computes all of their places, filled or not: that is in HFU (`beyond`).
+and of the first layers that have no experts (model.dense_layers) 2 * 3 D times their own width. Whatever E is, MFU counts these
+active FLOPs only. Where experts take a fixed number of tokens (moe.capacity_factor, in even shares), a GPU computes all of
+their places, filled or not: that is in HFU (`beyond`).
+
+Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
+width H = P + r for queries and keys, of which r are rotated, and of width W for values,
+
+    projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
+    attention      2 N (H + W) T                         ("full"), half of it ("causal")
+
+as training computes it, with the keys and values of every head. Where a kernel takes values no narrower than keys, the zeros
+that fill them up are in neither MFU nor HFU.
 """
 
 import dataclasses
 import fnmatch
+from collections.abc import Sequence
 
 from jaxtrain import windows
 from jaxtrain.activations import kept
@@ -51,9 +62,16 @@ def head_dim(model: Model) -> int:
     return model.head_dim or model.d_model // model.num_heads
 
 
-# Weights of a model's matrix products -> the activations they make. A tied head is the embedding.
+def value_dim(model: Model) -> int:
+    """Return the width of a value's head."""
+    return model.v_head_dim or head_dim(model)
+
+
+# Weights of a model's matrix products -> the activations they make. A tied head is the embedding. wkv_up makes v too.
+_ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wo": "attention_proj"}
+_ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
 _MADE = {
-    **{f"layers.attention.{name}": made for name, made in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "attention_proj"))},
+    **{f"layers.attention.{name}": made for name, made in _ATTENTION.items()},
     **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     "layers.mlp.router": "router",
@@ -62,15 +80,27 @@ _BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.sca
 _EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 
 
-def products(model: Model, rows: float = 0.0) -> dict[str, float]:
+def projections(model: Model) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of one layer's attention weights, by their last names."""
+    d, n, h = model.d_model, model.num_heads, head_dim(model)
+    if not model.kv_lora_rank:
+        return {"wq": (d, n * h), **dict.fromkeys(("wk", "wv"), (d, model.num_kv_heads * h)), "wo": (n * h, d)}
+    q, r, w = model.q_lora_rank, model.kv_lora_rank, value_dim(model)
+    queries = {"wq_down": (d, q), "wq_up": (q, n * h)} if q else {"wq": (d, n * h)}
+    up = n * (model.qk_nope_head_dim + w)
+    return queries | {"wkv_down": (d, r + model.qk_rope_head_dim), "wkv_up": (r, up), "wo": (n * w, d)}
+
+
+def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
     """Forward FLOPs per token of one layer's GEMMs, by weight (names without layer numbers).
 
     rows: of experts' GEMMs for each token, in place of the experts that it goes through.
+    dense: of one of model.dense_layers; the names are those of the other layers.
     """
-    d, h = model.d_model, head_dim(model)
-    heads, kv_heads = model.num_heads * h, model.num_kv_heads * h
-    into = {"wq": heads, "wk": kv_heads, "wv": kv_heads, "wo": heads}
-    found = {f"layers.attention.{name}": 2.0 * d * width for name, width in into.items()}
+    d = model.d_model
+    found = {f"layers.attention.{name}": 2.0 * into * out for name, (into, out) in projections(model).items()}
+    if dense:
+        return found | dict.fromkeys(_EXPERTS, 2.0 * d * model.dense_d_ff)
     each = (rows or model.experts_per_token) if model.num_experts else 1
     found |= dict.fromkeys(_EXPERTS, 2.0 * d * model.d_ff * each)
     if model.shared_d_ff:
@@ -80,12 +110,29 @@ def products(model: Model, rows: float = 0.0) -> dict[str, float]:
     return found
 
 
-def gemms(model: Model, rows: float = 0.0) -> dict[str, float]:
+def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
     """Forward FLOPs per token of one layer's GEMMs, by the activation they make (names of `activations.ACTIVATIONS`)."""
     out: dict[str, float] = {}
-    for name, cost in products(model, rows).items():
+    for name, cost in products(model, rows, dense).items():
         out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
+    if model.kv_lora_rank:
+        out["v"] = out["k"] * value_dim(model) / (model.qk_nope_head_dim + value_dim(model))
+        out["k"] -= out["v"]
     return out
+
+
+def layers(model: Model, rows: float = 0.0) -> float:
+    """Forward FLOPs per token of all layers' GEMMs."""
+    linear = model.stacked_layers * sum(gemms(model, rows).values())
+    return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
+
+
+def by_weight(model: Model) -> dict[str, float]:
+    """Forward FLOPs per token of the GEMMs of every weight below the head, all layers of a stack together."""
+    found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
+    for i in range(model.dense_layers):
+        found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
+    return found
 
 
 def attention(model: Model, seq_len: int) -> Flops:
@@ -98,13 +145,13 @@ def attention(model: Model, seq_len: int) -> Flops:
     for kind, layers in windows.layers_by_kind(model):
         window = min(windows.window(model, kind) or seq_len, seq_len)
         causal += layers / model.num_layers * (window - window**2 / (2 * seq_len))
-    per_position = 4 * model.num_heads * head_dim(model)
+    per_position = 2 * model.num_heads * (head_dim(model) + value_dim(model))
     return Flops(per_position * causal, per_position * seq_len)
 
 
 def forward(model: Model, seq_len: int) -> Flops:
     """Forward FLOPs per token."""
-    linear = model.num_layers * sum(gemms(model).values()) + 2 * model.d_model * model.vocab_size
+    linear = layers(model) + 2 * model.d_model * model.vocab_size
     return Flops(linear, linear) + attention(model, seq_len) * model.num_layers
 
 
@@ -119,12 +166,17 @@ def newton_schulz(model: Model) -> float:
     Of a matrix with sides a <= b an iteration multiplies it by its transpose, that by itself, and the sum with the matrix:
     2 a^2 b + 2 a^3 + 2 a^2 b. There are five.
     """
-    d, h = model.d_model, head_dim(model)
-    columns = [*[model.num_heads * h] * 2, *[model.num_kv_heads * h] * 2, *[model.d_ff] * 3 * max(1, model.num_experts)]
+    d, attention_weights = model.d_model, list(projections(model).values())
+    columns = [model.d_ff] * 3 * max(1, model.num_experts)
     if model.num_experts:
         columns += [model.num_experts, *[model.shared_d_ff] * (3 if model.shared_d_ff else 0)]
-    sides = [(min(d, n), max(d, n)) for n in columns]
-    return 5.0 * model.num_layers * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
+
+    def one(matrices: Sequence[tuple[int, int]]) -> float:
+        sides = [(min(pair), max(pair)) for pair in matrices]
+        return 5.0 * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
+
+    stacked = one([*attention_weights, *((d, n) for n in columns)])
+    return model.stacked_layers * stacked + model.dense_layers * one([*attention_weights, *[(d, model.dense_d_ff)] * 3])
 
 
 def learns(run: RunConfig, name: str) -> bool:
@@ -140,8 +192,7 @@ def passes_layers(run: RunConfig) -> bool:
 def adapters(run: RunConfig) -> float:
     """Forward FLOPs per token of the adapters of all layers: 2 R (inputs + outputs) for each weight that has one."""
     m, d = run.model, run.model.d_model
-    heads, kv_heads = m.num_heads * head_dim(m), m.num_kv_heads * head_dim(m)
-    ends = {"wq": d + heads, "wk": d + kv_heads, "wv": d + kv_heads, "wo": heads + d}
+    ends = {name: sum(pair) for name, pair in projections(m).items()}
     ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
     return m.num_layers * 2 * run.lora.rank * sum(ends.get(name, 0) for name in parts_of(run.lora.targets))
 
@@ -155,7 +206,7 @@ def training(run: RunConfig) -> Flops:
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     head = 2 * m.d_model * m.vocab_size
-    saved = sum(m.num_layers * cost for name, cost in products(m).items() if not learns(run, name))
+    saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
     if passes_layers(run):
@@ -174,17 +225,21 @@ def head(run: RunConfig) -> float:
 
 
 def beyond(run: RunConfig) -> Flops:
-    """FLOPs per token that a run computes beside the model's, for HFU: what remat computes a second time, and the places of
-    experts beyond an even load. With a capacity below 1 tokens are dropped, and it may be less than nothing."""
+    """Return the FLOPs per token that a run computes beside the model's, for HFU.
+
+    They are those that remat computes a second time, the second forward matmul with the head of a loss of pairs, and those of
+    places of experts beyond an even load. With a capacity below 1 tokens are dropped, and they may be negative.
+    """
     back = passes_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
+    twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs
     rows = expert_rows(run)
     if not run.model.num_experts or rows == run.model.experts_per_token:
-        return extra
-    spare = run.model.num_layers * (sum(gemms(run.model, rows).values()) - sum(gemms(run.model).values()))
+        return extra + Flops(twice, twice)
+    spare = layers(run.model, rows) - layers(run.model)
     again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
     passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: of activations, and of weights that learn
-    return extra + again + Flops(spare, spare) * passes
+    return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
 
 
 def expert_rows(run: RunConfig) -> float:
@@ -206,6 +261,7 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     - q, k, v where they are not kept; with qk_norm q and k in any case, since its backward pass reads what was normed, which
       only "dots" keeps;
     - the attention kernel unless both its output and its log-sum-exp are kept;
+    - of latent attention both latents where they are not kept, since the backward pass of their norms reads them;
     - wo unless its output is kept, or the residual stream after it; its output with sandwich_norm, whose backward reads it;
     - gate and up where they are not kept, those of experts too; the router, whose scores no policy keeps but "none";
     - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
@@ -217,18 +273,23 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     if remat.policy == "none":
         return Flops(0.0, 0.0)
     have = kept(remat)
-    cost = gemms(model, rows)
     made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
-    linear = sum(cost[name] for name in ("q", "k", "v", "mlp_gate", "mlp_up") if name not in made) + cost.get("router", 0.0)
+    again = [name for name in ("q", "k", "v", "q_latent", "kv_latent", "mlp_gate", "mlp_up") if name not in made]
+    again += ["router"]
     if not have & ({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"}):
-        linear += cost["attention_proj"]
-    total = Flops(linear, linear)
+        again += ["attention_proj"]
+
+    def linear(cost: dict[str, float], count: int, every: int) -> float:
+        of_all = count * sum(cost.get(name, 0.0) for name in again)
+        inner = 0 if "mlp_down" in have else count - (0 if model.sandwich_norm else -(-count // every))
+        return of_all + inner * cost["mlp_down"]
+
+    found = linear(gemms(model, rows), model.stacked_layers, remat.every)
+    if model.dense_layers:
+        found += linear(gemms(model, dense=True), model.dense_layers, 1)
+    total = Flops(found, found)
     if not {"attention_out", "attention_lse"} <= have:
-        total += attention(model, seq_len)
-    total *= model.num_layers
-    if "mlp_down" not in have:
-        inner = model.num_layers - (0 if model.sandwich_norm else -(-model.num_layers // remat.every))
-        total += Flops(cost["mlp_down"], cost["mlp_down"]) * inner
+        total += attention(model, seq_len) * model.num_layers
     return total
 
 
@@ -244,22 +305,24 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 def parameters(model: Model) -> dict[str, int]:
     """Number of parameters by part, and their "total". A tied head has none of its own; of a model with experts "mlp" is the
-    shared one."""
-    d, h, layers = model.d_model, head_dim(model), model.num_layers
-    q, kv = model.num_heads * h, model.num_kv_heads * h
-    attention_params = 2 * d * q + 2 * d * kv
+    shared one, and that of layers without experts."""
+    d, h, count, stacked = model.d_model, head_dim(model), model.num_layers, model.stacked_layers
+    attention_params = sum(into * out for into, out in projections(model).values())
     if model.qkv_bias:
-        attention_params += q + 2 * kv
+        attention_params += (model.num_heads + 2 * model.num_kv_heads) * h
     if model.qk_norm:
         attention_params += 2 * h
+    attention_params += d * model.attention_out_bias + model.num_heads * model.attention_sinks
+    attention_params += model.q_lora_rank + model.kv_lora_rank  # norms of the latents
     experts = model.num_experts
+    dense = model.dense_layers * 3 * d * model.dense_d_ff
     parts = {
         "embedding": model.vocab_size * d,
-        "attention": layers * attention_params,
-        "mlp": layers * 3 * d * (model.shared_d_ff if experts else model.d_ff),
-        "experts": layers * experts * 3 * d * model.d_ff,
-        "router": layers * experts * (d + model.router_bias),
-        "norms": layers * (4 if model.sandwich_norm else 2) * d + d,
+        "attention": count * attention_params,
+        "mlp": stacked * 3 * d * (model.shared_d_ff if experts else model.d_ff) + dense,
+        "experts": stacked * experts * (3 * d * model.d_ff + (2 * model.d_ff + d) * model.expert_bias),
+        "router": stacked * experts * (d + model.router_bias + model.router_logit_bias),
+        "norms": count * (4 if model.sandwich_norm else 2) * d + d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }
     return parts | {"total": sum(parts.values())}

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its attempts: what its ledger adds up to. No jax here.
+"""The wall time of a run by cause, over all attempts, summed from its ledger. No jax here.
 
 Goodput is the part of the wall time in which steps were taken that counted. Time after an end that was wanted (exit code 0, or
 130 for Ctrl-C) until somebody went on is "stopped" and no part of it. ledger.py writes the file.

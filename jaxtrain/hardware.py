@@ -1,4 +1,4 @@
-"""What GPUs can do, what this machine has, and how much of a GPU's memory a run may use. No jax: this is read before it starts.
+"""Properties of GPUs, the devices of this machine, and the memory budget of a run. No jax: this is read before it starts.
 
 Peaks are dense rates. Data sheets print rates with 2:4 sparsity, which are twice as high and which training never sees.
 A GPU that is not in the table is None, never a guess: MFU against the wrong peak is worse than no MFU.

@@ -1,4 +1,4 @@
-"""Which packages are installed here, by the versions that their own metadata tells. No jax."""
+"""Versions of the installed packages, from their metadata. No jax."""
 
 import functools
 import hashlib
@@ -24,6 +24,11 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def remedy(extra: str) -> str:
+    """Return the sentence with the command that installs an extra of pyproject.toml into run.sh's environment."""
+    return f"In the folder of jaxtrain, run: uv pip install --python .venv/bin/python -r pyproject.toml --extra {extra}"
 
 
 @functools.cache

@@ -57,6 +57,7 @@ class Launch:
     overrides: tuple[tuple[str, str], ...]
     argv: tuple[str, ...]
     notes: tuple[str, ...] = ()  # how values of the file were fitted to those of the command line
+    gpus: int = 0  # that the file's mesh and remat were chosen for: gpus=N of the variant, or the file's GPUS; 0: any number
 
     @property
     def name(self) -> str:
@@ -69,6 +70,17 @@ class Launch:
         """Return config file and overrides as arguments of any command."""
         file = f"{self.config_file}:{self.variant}" if self.variant else self.config_file
         return [f"--config={file}", *(f"--config.{key}={value}" for key, value in self.overrides)]
+
+    def other_size(self, gpus: int) -> str:
+        """Return a line that names the variant for `gpus` GPUs; "" if the config is for that number, or for any."""
+        if self.gpus in (0, gpus):
+            return ""
+        others = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
+        variant = ",".join([*others, f"gpus={gpus}"])
+        return (
+            f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}. "
+            f"For those: --config={self.config_file}:{variant}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +120,7 @@ def load(
     given, overrides, problems = split(argv, options, switches, arguments)
     path, variant = _file_and_variant(given.pop("config", _relative(DEFAULT_CONFIG)))
     launch = Launch(path, variant, tuple((k, "true" if text == BARE else text) for k, text in overrides), tuple(argv))
-    config, wrong = read_file(path, variant or None)
+    config, gpus, wrong = read_file(path, variant or None)
     problems += wrong
     file_read = config is not None
     config = config if config is not None else default_config()
@@ -128,7 +140,7 @@ def load(
         key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
         for key, value in flatten(to_dict(run))
     }
-    launch = dataclasses.replace(launch, notes=tuple(notes))
+    launch = dataclasses.replace(launch, notes=tuple(notes), gpus=gpus)
     return Loaded(run, problems, origins, asked, launch, options | dict.fromkeys(switches, "") | given, file_read)
 
 
@@ -293,8 +305,9 @@ def _relative(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, list[Problem]]:
-    """The ConfigDict of a config file's `get_config(variant)`; None with the reasons where there is none.
+def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
+    """The ConfigDict of a config file's `get_config(variant)`, and the number of GPUs that its layout is for (0: any); None
+    with the reasons where there is none.
 
     The file is executed without being imported, so that no __pycache__ appears beside it.
     """
@@ -305,20 +318,24 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         stems = {Path(p).stem: p for p in known}
         close = [file.stem] if file.stem in stems else difflib.get_close_matches(file.stem, stems, 1)
         remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(known)}."
-        return None, [
-            Problem("--config", path, "is empty" if not path else "is a folder" if file.is_dir() else "no such file", remedy)
-        ]
+        return (
+            None,
+            0,
+            [Problem("--config", path, "is empty" if not path else "is a folder" if file.is_dir() else "no such file", remedy)],
+        )
     module = types.ModuleType("jaxtrain_config_file")
     module.__file__ = str(file)
     try:
         exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
         if not hasattr(module, "get_config"):
-            return None, [
-                Problem("--config", path, "defines no get_config", "Define get_config(arg=None) as configs/tiny.py does.")
-            ]
+            return (
+                None,
+                0,
+                [Problem("--config", path, "defines no get_config", "Define get_config(arg=None) as configs/tiny.py does.")],
+            )
         config = module.get_config(variant) if variant else module.get_config()
     except ConfigError as e:
-        return None, e.problems
+        return None, 0, e.problems
     # A config file is a user's program: whatever it raises is a mistake in that file, to be shown with its line.
     except Exception as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(file)]
@@ -328,11 +345,15 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         remedy = "Mend the file."
         if isinstance(e, TypeError) and variant and "argument" in first:
             remedy = f"This file takes no variant: leave out ':{variant}'."
-        return None, [Problem("--config", path, f"{where} {type(e).__name__}: {first}", remedy)]
+        return None, 0, [Problem("--config", path, f"{where} {type(e).__name__}: {first}", remedy)]
     if not isinstance(config, ml_collections.ConfigDict):
         rule = f"get_config returned {type(config).__name__}, not a ConfigDict"
-        return None, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]
-    return config, []
+        return None, 0, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]
+    asked = re.search(r"\bgpus=([\d_]+)", variant or "")
+    gpus = getattr(module, "GPUS", 0)
+    if not isinstance(gpus, int):  # a constant of the file's own
+        return config, 0, []
+    return config, int(asked[1]) if gpus and asked else gpus, []
 
 
 def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:

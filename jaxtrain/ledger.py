@@ -1,4 +1,4 @@
-"""The ledger of a run's wall time: an append-only file of what each attempt spent it on. No jax here.
+"""The ledger of a run's wall time: an append-only file with the causes of each attempt's time. No jax here.
 
 `goodput.jsonl` in the run's folder is written by process 0. A line of kind `begin` opens an attempt, `spent` says what the time
 since the line before went to, `back` that the run went back to a step (so that the steps after it are taken twice), `end` how

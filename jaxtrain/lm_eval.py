@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain import hardware, launch
-from jaxtrain.checkpoint.errors import CheckpointError
+from jaxtrain import hardware, installed, launch
+from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import ArgumentParser, run_action
 from jaxtrain.commands import spelled
 from jaxtrain.config import Problem
@@ -49,7 +49,7 @@ def harness_model() -> type:
         ):
             import jax
 
-            from jaxtrain import generate
+            from jaxtrain import generation
             from jaxtrain.data.tokenizer import load_tokenizer
             from jaxtrain.scoring import Scorer
 
@@ -58,7 +58,7 @@ def harness_model() -> type:
                 raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
-            run, sampler, params, self.step = generate.load(workdir, jax.local_devices())
+            run, sampler, params, self.step = generation.load(workdir, jax.local_devices())
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
             self.ids: Any = load_tokenizer(tokenizer or run.data.tokenizer)
@@ -154,7 +154,6 @@ def parser() -> argparse.ArgumentParser:
         description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
         epilog="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
         "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",
-        allow_abbrev=False,
     )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
@@ -168,9 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser().parse_known_args(argv)
     problems = []
     if importlib.util.find_spec("lm_eval") is None:
-        problems.append(
-            Problem("lm_eval", None, "this package is not installed", "Install the extra `lm-eval` of pyproject.toml.")
-        )
+        problems.append(Problem("lm_eval", None, "this package is not installed", installed.remedy("lm-eval")))
     if not any(word == "--tasks" or word.startswith("--tasks=") for word in rest):
         problems.append(Problem("--tasks", None, "is missing", "Name tasks of the harness, comma-separated."))
     if reserved := [word for word in rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
@@ -195,6 +192,11 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         harness = HarnessCLI()
         harness.execute(harness.parse_args())
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):  # the harness's words for a name that it does not know
+            raise
+        names = str(error).partition(":")[2].strip()
+        raise TaskError(f"--tasks: the harness has no task {names}. List its tasks with: lm_eval ls tasks") from error
     finally:
         sys.argv = before_this
     return 0

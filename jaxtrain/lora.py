@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain import stored_form
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.hf.origin import open_origin
+from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params

@@ -65,6 +65,10 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name).expanduser()
     problems += remote("--workdir", loaded.options["workdir"])
     devices = distributed.all_devices(hardware.probe(), cluster)
+    other_size = loaded.launch.other_size(devices.count) if devices.kind == "gpu" else ""
+    if other_size:
+        notes = (*loaded.launch.notes, other_size)
+        loaded = dataclasses.replace(loaded, launch=dataclasses.replace(loaded.launch, notes=notes))
     if loaded.file_read:
         problems += validate(loaded.run, devices, workdir)
     if loaded.file_read and not bundle:
@@ -75,6 +79,8 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     if style == "text":
         explain.text(loaded, in_use(loaded.run, devices, workdir))
     if problems:
+        if other_size and not style:  # --explain has printed it
+            print(other_size, file=sys.stderr)
         return launch.report(problems)
     if style:
         return 0

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from jaxtrain.samples import Sample
 from jaxtrain.samples import read as read_samples
 from jaxtrain.samples import write as written
-from jaxtrain.shapes import EXPERT_METRICS
+from jaxtrain.shapes import EXPERT_METRICS, REWARD_METRICS
 
 TRAIN_KEYS = (
     "kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch",
@@ -33,6 +33,8 @@ TRAIN_KEYS = (
 )  # fmt: skip
 EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
 NAMED_EVAL_KEYS = ("kind", "step", "set", *EVAL_KEYS[2:])  # where data.eval_source names its sets
+# One source of a mixture: tokens and epochs read so far, and its weight at this step.
+SOURCE_KEYS = ("kind", "step", "source", "tokens", "epoch", "weight")
 # One GPU over the last seconds (jaxtrain/monitor): means, but the highest temperature. `gpu` is its index on its node.
 GPU_KEYS = (
     "kind", "step", "gpu", "process",
@@ -139,14 +141,17 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
-    """A line's numbers as trackers call them: train/loss, eval/loss, eval/SET/loss, and gpu/I/power_w, or gpu/P.I/power_w for
-    GPU I of a process P other than 0. Those not known are left out."""
+    """Return a line's numbers by their names in trackers: train/loss, eval/loss, eval/SET/loss, source/FILE/tokens and
+    gpu/I/power_w. GPU I of a process P other than 0 is gpu/P.I. Unknown numbers are left out."""
     place = line["kind"]
     if "set" in line:
         place += f"/{line['set']}"
     elif place == "gpu":
         place += f"/{line['process']}.{line['gpu']}" if line["process"] else f"/{line['gpu']}"
-    numbers = (item for item in line.items() if item[0] not in ("kind", "step", "set", "gpu", "process", "time_unix"))
+    elif place == "source":
+        place += f"/{line['source']}"
+    names = ("kind", "step", "set", "source", "gpu", "process", "time_unix")
+    numbers = (item for item in line.items() if item[0] not in names)
     return {f"{place}/{name}": value for name, value in numbers if isinstance(value, int | float)}
 
 
@@ -190,21 +195,28 @@ class Writers:
         self._file: BinaryIO | None = None
 
     def train(self, **line: Any) -> None:
-        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`, and of a model with experts EXPERT_METRICS;
-        TypeError names any missing or unknown."""
-        more = EXPERT_METRICS if EXPERT_METRICS[0] in line else ()
+        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`, of a model with experts EXPERT_METRICS, and
+        of a loss of pairs REWARD_METRICS; TypeError names any missing or unknown."""
+        more = [name for names in (REWARD_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
+
+    def source(self, **line: Any) -> None:
+        """Write one line on a source of a mixture. Takes all of SOURCE_KEYS but `kind`."""
+        self._write({"kind": "source", **line}, SOURCE_KEYS)
 
     def gpu(self, **line: Any) -> None:
         """Write one line on a GPU, from any process. Takes all of GPU_KEYS but `kind` and `time_unix`, as `train` does."""
         self._write({"kind": "gpu", **line, "time_unix": time.time()}, GPU_KEYS)
 
-    def eval(self, *, step: int, loss: float, bits_per_byte: float | None, perplexity: float, name: str = "") -> dict[str, Any]:
-        """Write one eval line, and return it: loss in nats per token; bits per byte is None where the tokenizer cannot tell
-        bytes. `name`: of the set, "" where there is one without a name."""
-        line: dict[str, Any] = {"kind": "eval", "step": step, "loss": loss}
-        line |= {"bits_per_byte": bits_per_byte, "perplexity": perplexity} | ({"set": name} if name else {})
-        self._write(line, NAMED_EVAL_KEYS if name else EVAL_KEYS)
+    def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:
+        """Write one eval line, and return it. Takes `loss` with the others of EVAL_KEYS (nats per token; bits per byte is None
+        where the tokenizer cannot tell bytes), or of a loss of pairs with REWARD_METRICS; TypeError as in `train`.
+
+        name: of the set, "" where there is one without a name.
+        """
+        line = {"kind": "eval", "step": step, **line} | ({"set": name} if name else {})
+        keys = NAMED_EVAL_KEYS if name else EVAL_KEYS
+        self._write(line, (*keys[:-2], *REWARD_METRICS) if REWARD_METRICS[0] in line else keys)
         return line
 
     def _write(self, line: dict[str, Any], keys: tuple[str, ...]) -> None:

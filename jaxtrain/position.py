@@ -1,4 +1,4 @@
-"""Which data a step reads: the next in order, past what was skipped after a divergence.
+"""The data of a step: the next in order, after batches that a divergence skipped.
 
 Positions are counted in tokens wherever they are stored, so that they survive a change of batch size or sequence length. What
 was skipped stands in `skipped_data.json` beside the checkpoints: it belongs to the run and not to one of its steps, since a run
@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.checkpoint import CheckpointError, files, place
-from jaxtrain.checkpoint.errors import Unreachable
+from jaxtrain.checkpoint import CheckpointError, Unreachable, files
+from jaxtrain.checkpoint.storage import Storage
 
 if TYPE_CHECKING:
-    from jaxtrain.checkpoint.place import AnyPath
+    from etils import epath
 
 NAME = "skipped_data.json"
 
@@ -54,7 +54,7 @@ class Positioned:
 
 
 def position(
-    directory: "AnyPath", step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None
+    directory: "epath.Path", step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None
 ) -> Position:
     """That of a run which has done `step` steps and read `tokens` tokens, skipped ones included, `per_step` in each batch.
 
@@ -65,11 +65,11 @@ def position(
     return Position(step, math.ceil(tokens / per_step), _batches(read(directory) if skipped is None else skipped, per_step))
 
 
-def read(directory: "AnyPath") -> list[dict[str, Any]]:
+def read(directory: "epath.Path") -> list[dict[str, Any]]:
     """What was skipped, oldest first: `tokens` [first, last), `steps`, `back_to`, `why`, `time_unix`. [] where nothing was."""
     path = directory / NAME
     try:
-        return files.unsealed(place.at(directory).read(path))["skipped"]
+        return files.unsealed(Storage(directory).read(path))["skipped"]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except Unreachable:
@@ -80,14 +80,16 @@ def read(directory: "AnyPath") -> list[dict[str, Any]]:
         ) from error
 
 
-def skip(directory: "AnyPath", tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int) -> list[dict[str, Any]]:
+def skip(
+    directory: "epath.Path", tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int
+) -> list[dict[str, Any]]:
     """Add a range of data [first, last) to what this run passes over, from its next start or rollback on.
 
     steps: the first and the last that it was skipped for. back_to: the checkpoint from which the run goes on. Returns all.
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
     known = [*read(directory), new]
-    place.at(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": known}))
+    Storage(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": known}))
     return known
 
 

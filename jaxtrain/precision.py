@@ -2,22 +2,24 @@
 
 from collections.abc import Iterable, Sequence
 
+from jaxtrain import flops
 from jaxtrain.config import Model, Problem, RunConfig, nearest
 from jaxtrain.hardware import Devices
 
-# Weights of a layer's matmuls in jaxtrain's own models, as parameters are named.
-WEIGHTS = (
-    *(f"layers.attention.{name}" for name in ("wq", "wk", "wv", "wo")),
-    *(f"layers.mlp.{name}" for name in ("gate", "up", "down")),
-)
-# Of those, what in a model with experts is not one matrix but one for each expert.
+# Weights of a model with experts that have one matrix for each expert.
 EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
 
 
+def uneven(run: RunConfig) -> bool:
+    """Return whether experts of a device have uneven numbers of rows, whose weights' gradients stay in bfloat16."""
+    alone = run.mesh.expert == run.model.num_experts and run.moe.impl == "auto"
+    return run.model.num_experts > 1 and not run.moe.capacity_factor and not alone
+
+
 def matmuls(model: Model) -> tuple[str, ...]:
-    """WEIGHTS, and those of a shared expert."""
-    return WEIGHTS + (tuple(f"layers.mlp.shared.{w}" for w in ("gate", "up", "down")) if model.shared_d_ff else ())
+    """Return the names of a model's matmul weights; of layers in a stack one name for all."""
+    return tuple(name for name in flops.by_weight(model) if name != "layers.mlp.router")
 
 
 def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:

@@ -1,4 +1,4 @@
-"""What a run says: `log.txt`, and the terminal with its one live line.
+"""The log of a run: `log.txt`, and the terminal with one line that updates in place.
 
 Every message takes one road, the logger named "jaxtrain": any module may use `logging.getLogger("jaxtrain")`, and while a
 `Console` is open its messages reach `log.txt` (`log.<process>.txt` for processes other than 0), each with its time and flushed
@@ -22,6 +22,8 @@ LOGGER = logging.getLogger("jaxtrain")
 # The columns of a progress line, by the metric they show; a metric without a value, or of 0 tokens dropped, is left out.
 COLUMNS = {
     "loss": "loss {:.4f}",
+    "rewards/accuracies": "accuracy {:.0%}",  # of pairs
+    "rewards/margins": "margin {:.3f}",
     "grad_norm": "grad {:.2f}",
     "lr": "lr {:.1e}",
     "tokens_per_s": "{:,.0f} tok/s",

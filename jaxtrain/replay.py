@@ -1,4 +1,4 @@
-"""A step that went wrong, kept whole, and taken again: `python -m jaxtrain.main --replay=BUNDLE`.
+"""Replay of a failed step from its saved state and batch: `python -m jaxtrain.main --replay=BUNDLE`.
 
     replay/step-7/bundle.json     the config, what was seen, digests of the state, versions, devices, the command
     replay/step-7/batch.npz       the batch as it came from the data pipeline
@@ -198,7 +198,7 @@ def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: M
 
 
 def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
-    total, weight = program.eval_step(params, micro)
+    total, weight, _ = program.eval_step(params, {name: micro[name] for name in program.eval_batch})
     return total / jnp.where(weight > 0, weight, 1.0)
 
 
@@ -221,13 +221,14 @@ def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str
         some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
         return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))
 
-    low, high = 0, run.model.num_layers
+    first = run.model.dense_layers  # the stack that is shortened begins there
+    low, high = first, run.model.num_layers
     if not spoiled(high):
         return ""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if spoiled(middle) else (middle, high)
-    return f"the forward pass of layer {high - 1}" + (" (or the embedding before it)" if high == 1 else "")
+    return f"the forward pass of layer {high - 1}" + (" (or what is before it)" if high == first + 1 else "")
 
 
 def _in_loss(program: Program, params: Any, micro: Any) -> str:

@@ -43,7 +43,7 @@ TABLE = (
         LAYOUT,
     ),
     Row(
-        ("attention.*", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
+        ("attention.impl", "attention.ulysses", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
         "free",
         "how the same function is computed; with moe.capacity_factor and mesh.seq, parallel.context is asked about as "
         "mesh.* is",
@@ -72,7 +72,7 @@ TABLE = (
         "the learning rate is a function of the step alone, nothing of it is stored",
     ),
     Row(
-        ("data.source",),
+        ("data.source", "data.source_schedule"),
         "free",
         "the mixture may change; each source then continues where it stopped, and a new one begins",
         INPUTS,
@@ -100,9 +100,7 @@ TABLE = (
         INPUTS,
     ),
     Row(("model.init_std",), "free", "used at a run's start only"),
-    Row(
-        ("init.*",), "free", "used at a run's start only; with adapters, where their base lies: another one is refused", INPUTS
-    ),
+    Row(("init.*",), "free", "used at a run's start only; with adapters, their base's path: another base is refused", INPUTS),
     Row(
         ("data.seq_len", "train.global_batch"),
         "ask",
@@ -113,9 +111,9 @@ TABLE = (
     Row(
         ("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place", INPUTS
     ),
-    Row(("loss.name", "loss.z_loss"), "ask", "losses before and after do not compare"),
+    Row(("loss.name", "loss.z_loss", "loss.beta", "loss.label_smoothing"), "ask", "losses before and after do not compare"),
     Row(
-        ("moe.capacity_factor", "moe.balance_loss", "moe.z_loss", "moe.bias_rate"),
+        ("moe.capacity_factor", "moe.balance_loss", "moe.sequence_balance_loss", "moe.z_loss", "moe.bias_rate"),
         "ask",
         "part of the recipe: which tokens experts drop, and how routers learn to spread them",
     ),
@@ -131,11 +129,14 @@ TABLE = (
             "model.experts_per_token",
             "model.router",
             "model.renormalize",
+            "model.routed_scaling",
+            "model.router_groups",
+            "model.groups_per_token",
         ),
         "ask",
         "the same weights compute another function",
     ),
-    Row(("precision", "fp8.*", "dtypes.*"), "ask", "rounding changes; stored tensors are converted"),
+    Row(("precision", "fp8.*", "attention.forward", "dtypes.*"), "ask", "rounding changes; stored tensors are converted"),
     Row(
         ("optimizer.momentum", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
         "ask",
@@ -167,14 +168,19 @@ TABLE = (
     Row(
         (
             *("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.sandwich_norm"),
-            *("model.router_bias", "model.shared_d_ff"),
+            *("model.attention_out_bias", "model.attention_sinks"),
+            *("model.router_bias", "model.router_logit_bias", "model.expert_bias"),
+            *("model.shared_d_ff", "model.dense_layers", "model.dense_d_ff"),
+            *("model.kv_lora_rank", "model.q_lora_rank", "model.v_head_dim"),
+            *("model.qk_nope_head_dim", "model.qk_rope_head_dim"),
         ),
         "never",
-        "adds or removes tensors",
+        "adds or removes tensors, or changes their shapes",
     ),
     Row(("model.vocab_size",), "never", "other tensors"),
 )
 
+EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # of a microbatch each
 # Which tokens a device holds at a time.
 DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", "attention.ulysses")
 
@@ -216,7 +222,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
         row = rows_for(name)[0]
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
-        if name == "train.grad_accum" and was.model.num_experts and (after["moe.balance_loss"] or after["moe.z_loss"]):
+        if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
             reason = "moe.balance_loss and moe.z_loss are those of a microbatch, and add up to others"
             row = dataclasses.replace(row, change="ask", reason=reason)
         if name == "data.max_segments" and {before[name], after[name]} == {0, config.MOST_DOCUMENTS}:

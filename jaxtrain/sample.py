@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxtrain import config, hardware, stores
-from jaxtrain.checkpoint.errors import CheckpointError
+from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import Command, Option, Parsed, run_command
 from jaxtrain.config import Problem
 from jaxtrain.startup import start_jax
@@ -87,7 +87,7 @@ def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str
     import jax
 
     from jaxtrain.data.tokenizer import load_tokenizer
-    from jaxtrain.generate import continue_all, load
+    from jaxtrain.generation import continue_all, load
 
     run, sampler, params, step = load(workdir, jax.local_devices(), base)
     tokenizer = load_tokenizer(tokenizer_path or run.data.tokenizer)

@@ -1,4 +1,4 @@
-"""How likely a model finds texts, and what it writes when it always takes the likeliest token: what evaluations by others ask.
+"""Log-probabilities of texts, and greedy continuations, for evaluation harnesses.
 
 Log-probabilities are those of the model's own logits, in float32, of the tokens asked for and no others. Rows of a batch are
 padded on the right, where a causal model does not look. Lengths are rounded up to powers of two, so few programs are compiled.
@@ -15,13 +15,13 @@ import numpy as np
 
 from jaxtrain import config
 from jaxtrain.config import RunConfig
-from jaxtrain.generate import Sampler
+from jaxtrain.generation import Sampler
 from jaxtrain.kernels import attention
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.sharding import LayoutError, make_placement, replicated
 from jaxtrain.train.definition import for_inference, make_definition
-from jaxtrain.train.kernel import attention_specs, hardware_of
+from jaxtrain.train.kernel import attention_specs
 
 SHORTEST = 64  # padded length of the shortest texts
 CHUNKS = (4096, 512, 64, 8, 1)  # tokens of prompts that are read at a time: few sizes, few programs
@@ -49,7 +49,7 @@ class Scorer:
         mesh = sampler.placement.mesh
         if sampler.placement.mesh_axes("layers"):
             stages = sampler.placement.size("stage")
-            raise LayoutError(f"mesh.stage = {stages}: scores are taken without stages. Load the model by generate.load.")
+            raise LayoutError(f"mesh.stage = {stages}: scores are taken without stages. Load the model by generation.load.")
         spread = dataclasses.replace(for_inference(run), mesh=config.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own splits no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))
@@ -58,7 +58,7 @@ class Scorer:
         # Each row is one document, so nothing is packed, however the model was trained.
         specs = tuple(dataclasses.replace(spec, packed=False, max_segments=1) for spec in attention_specs(run))
         longest = padded(self.max_length)
-        name, _ = attention.choose("auto", [(spec, longest) for spec in specs], hardware_of(mesh.devices.flat[0]))
+        name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
         definition = make_definition(spread, self.placement, Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._whole = replicated(self.placement)

@@ -17,8 +17,18 @@ Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
     segments     int32    document number within the row, from 1; 0 is padding, and a row's padding is at its end
     positions    int32    position within the document's part in this row, from 0
     weights      float32  how much each target counts in the loss; 0 where there is no target
+
+Batches of pairs have one more (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its
+pair p:
+
+    reference    float32  log-probability of a document's completion under the reference model, at its first token; 0 elsewhere
 """
 
+# Where tokens travel to their experts: the room of each round after the first, in even shares. A round has costs of its own,
+# beside those of its rows: a smaller one would have more of them, and a larger one more rows that are empty.
+FURTHER_ROUND = 0.25
+
+DENSE = "dense_layers"  # the name of the layers without experts before that stack
 STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension
 
 BATCH_KEYS = {
@@ -29,9 +39,16 @@ BATCH_KEYS = {
     "weights": "float32",
 }
 
+PAIR_KEYS = {"reference": "float32"}
+
+# Metrics of loss.name=dpo: means over pairs, under TRL's names. A reward is beta times the difference of a completion's
+# log-probabilities under the model and under the reference model.
+REWARD_METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+
 # What the step of a model with experts reports beside its loss, all means over its layers but the last.
 EXPERT_METRICS = (
     "balance_loss",  # 1 where loads are even
+    "sequence_balance_loss",  # the same of each sequence by itself; 0 where moe.sequence_balance_loss is
     "router_z_loss",
     "router_entropy",  # nats
     "dropped_tokens",  # share of all choices that a capacity left no room for

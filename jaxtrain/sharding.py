@@ -100,6 +100,11 @@ class Placement:
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
         return math.prod(self.mesh.shape.get(a, 1) for a in names)
 
+    def crosses_nodes(self, mesh_axes: Sequence[str]) -> bool:
+        """Return whether devices that differ in these mesh axes alone are on several nodes."""
+        group = self.mesh.devices[tuple(slice(None) if a in mesh_axes else slice(1) for a in self.mesh.axis_names)]
+        return len({node_of(device) for device in group.flat}) > 1
+
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         """Return the mesh axes that shard this logical axis."""
         if axis is None or (self.tokens_replicated and axis in TOKEN_AXES):

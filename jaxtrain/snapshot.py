@@ -1,4 +1,4 @@
-"""Copies of the state for its saves: what the loop waits for when a save is due.
+"""Copies of the state for its saves; the loop waits for the copies alone.
 
 The programs that copy and take digests are compiled in another thread, behind the first steps, so that the first save is no
 slower than the others (but for the digests of what rests in host memory). On GPUs copies go to pinned host memory a layer at a

@@ -1,4 +1,4 @@
-"""Moments that a checkpoint holds in another form than a run wants them: in 8-bit blocks, or not."""
+"""Moments whose stored form differs from the run's: in 8-bit blocks, or not."""
 
 import functools
 from collections.abc import Mapping

@@ -1,50 +1,54 @@
-"""Which places a path may name: a folder on a mounted disk, and for checkpoints a bucket of Google Cloud Storage, gs://.
+"""Addresses of object stores: which a path may have, before any client is imported.
 
-Needs neither jax nor any client: a config is refused by it before anything starts.
+A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
+its interface).
 """
 
 import importlib.util
 from pathlib import Path
 
-GCS = "gs://"
-SPECIAL = "#[]*?"  # to the client a version of an object, and patterns of names
+from jaxtrain import installed
+
+BUCKETS = {"gs://": "gcsfs", "s3://": "s3fs"}  # -> package of the client, which an extra installs
+EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}
+SPECIAL = "#[]*?"  # to the clients a version of an object, and patterns of names
 
 
-def is_bucket(place: object) -> bool:
-    """Whether it is an address that checkpoints can be written to without a file system."""
-    return str(place).startswith(GCS)
+def is_bucket(path: object) -> bool:
+    """Return whether a path is the address of a store that checkpoints can be in."""
+    return str(path).startswith(tuple(BUCKETS))
 
 
-def refused(place: str, checkpoints: bool = False) -> tuple[str, str] | None:
-    """Why this is no place for what is to be there, and what to do instead; None for a path, and for a bucket that will do.
+def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
+    """Return the broken rule and the remedy for a path that cannot be used; None for one that can.
 
-    checkpoints: whether it is checkpoints that lie there. Anything else is on a mounted file system.
+    checkpoints: whether it is for checkpoints. All other files must be on a mounted file system.
     """
-    scheme, there, rest = place.partition("://")
-    if not there:
+    scheme, separator, rest = path.partition("://")
+    one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves one, too
+    if not separator and not one_slash:
         return None
+    if one_slash and checkpoints:
+        return "names a local folder, not a bucket", f"Write {path[:2]}://BUCKET/PATH."
     if not checkpoints:
         return (
-            "object stores are not supported here: checkpoints may lie at gs://, all else is locked, appended to or read piece "
-            "by piece",
-            "Copy it to, or mount it as, a folder.",
+            "object stores are not supported here: checkpoints may be at gs:// or s3://, all other files are locked, appended "
+            "to or memory-mapped",
+            "Name a folder; a store can be mounted as one.",
         )
-    if scheme != "gs":
-        at_s3 = scheme == "s3"
-        copied = "`aws s3 sync`" if at_s3 else "the store's own tool"
-        mounted = " (Mountpoint for S3 cannot, s3fs can)" if at_s3 else ""
+    package = BUCKETS.get(f"{scheme}://")
+    if package is None:
         return (
-            f"object stores are not supported but gs://: Orbax writes to no other, and as a path it is a local folder "
-            f"'{scheme}:'",
-            f"Save to a disk and copy finished steps with {copied}, or mount the bucket as a folder that can rename "
-            f"folders{mounted}.",
+            f"object stores other than gs:// and s3:// are not supported: Orbax would write to a local folder '{scheme}:'",
+            "Save to a disk and copy finished steps with the store's own tool, or mount the store as a folder.",
         )
     if not rest.strip("/") or rest.startswith("/"):
-        return "names no bucket", "Write gs://BUCKET/PATH."
+        return "names no bucket", f"Write {scheme}://BUCKET/PATH."
     if wrong := [c for c in SPECIAL if c in rest]:
         return f"{wrong[0]!r} has a meaning of its own in names there", "Name a path without it."
-    if importlib.util.find_spec("gcsfs") is None:
-        return "gs:// needs the package `gcsfs`, which is not installed", "pip install 'jaxtrain[gcs]'"
+    if importlib.util.find_spec(package) is None:
+        rule = f"{scheme}:// needs the package `{package}`, which is not installed"
+        return rule, installed.remedy(EXTRAS[package])
     return None
 
 

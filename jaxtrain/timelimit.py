@@ -1,4 +1,4 @@
-"""Leaving before somebody else ends the run: `train.max_minutes`, or the end of a Slurm job."""
+"""Time limits: leave before `train.max_minutes` or the end of a Slurm job."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Ends a run that hangs, and leaves evidence of what it was doing. No jax here.
+"""Ends a run that hangs, and writes evidence of the cause. No jax here.
 
 What a run does has a budget each (`BUDGETS`, in seconds): the phases of its main thread, and what goes on beside it, such as a
 save in the background. A thread looks at the clock; where a budget is used up it writes a folder `hang-YYYYMMDD-HHMMSS` into

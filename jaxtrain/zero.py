@@ -11,7 +11,9 @@ After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float3
             step, and the step runs as ZeRO-1.
 
 The sum over replicas of a weight (over `data` beside `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch
-it is part of the layer's backward pass. With several it runs once, at the end of the step.
+it is part of the layer's backward pass. With several it runs once, at the end of the step; so it does where weights are
+gathered across nodes. There XLA's scheduler finds no place for it: by plan a step of Llama 3 70B on data=16 fsdp=64, one
+microbatch, exposed 0.96 of 1.51 s of communication, and 0.26 s with the sum at its end.
 
 Everything here computes with local shards, inside the step's shard_map.
 """
@@ -109,7 +111,7 @@ class Zero:
     numerics: Numerics
     reduce_once: bool  # gradients are reduced once a step; weights are gathered once, too
     gather_once: bool  # weights are gathered once a step
-    accumulates: bool  # several microbatches
+    sums_once: bool  # gradients are summed over replicas once a step
     grad_dtype: jnp.dtype  # of gradients summed over microbatches
 
     # ---- In a layer
@@ -143,13 +145,13 @@ class Zero:
     def ungathered(self, w: Any, axes: Axes) -> jax.Array:
         """Return a weight that is used without being gathered, in the master dtype."""
         spec = dataclasses.replace(self.gather_spec(axes, w.dtype), dims=())
-        return gather_weight(w, dataclasses.replace(spec, summed=()) if self.accumulates else spec)
+        return gather_weight(w, dataclasses.replace(spec, summed=()) if self.sums_once else spec)
 
     def _gather_master(self, w: jax.Array, axes: Axes, exact: bool) -> jax.Array:
         spec = self.gather_spec(axes, w.dtype if exact else self.numerics.compute)
         if self.reduce_once:
             spec = dataclasses.replace(spec, dims=(), summed=())
-        elif self.accumulates:
+        elif self.sums_once:
             spec = dataclasses.replace(spec, summed=())
         return checkpoint_name(gather_weight(w, spec), "weight")
 
@@ -229,7 +231,7 @@ class Zero:
             return reduce_gradient(g, spec if self.reduce_once else dataclasses.replace(spec, dims=())).astype(self.grad_dtype)
 
         def settled(g: jax.Array, axes: Axes) -> jax.Array:
-            deferred = self.reduce_once or (self.accumulates and self.placement.replica_axes(axes))
+            deferred = self.reduce_once or (self.sums_once and self.placement.replica_axes(axes))
             return self._by_layer(reduced, g, axes, g.dtype) if deferred else g.astype(self.grad_dtype)
 
         return jax.tree.map(settled, grads, axes)
@@ -271,4 +273,5 @@ def make_zero(run: RunConfig, placement: Placement, numerics: Numerics) -> Zero:
     once = s.zero == 1 or s.gather == "step"
     # A pipeline accumulates over microbatches however few they are.
     several = run.train.grad_accum > 1 or placement.size("stage") > 1
-    return Zero(placement, numerics, once, once or s.zero == 2, several, DTYPES[run.dtypes.grads])
+    sums_once = several or placement.crosses_nodes(placement.gather_axes("embed"))
+    return Zero(placement, numerics, once, once or s.zero == 2, sums_once, DTYPES[run.dtypes.grads])

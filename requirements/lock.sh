@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes requirements/{plan,cuda12,cuda13,plan-cudnn,dev,uv}.txt anew from pyproject.toml and constraints.in. Needs uv and a Python 3.12.
+# Writes requirements/{plan,cuda12,cuda13,plan-cudnn,dev,notebooks,uv}.txt anew from pyproject.toml and constraints.in, and
+# {plan,cuda12,cuda13}-jax0.12.txt: the same with the jax of constraints-jax0.12.in. Needs uv and a Python 3.12.
 # Versions already locked stay unless you pass --upgrade or --upgrade-package NAME.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,6 +31,13 @@ lock plan.txt pyproject.toml --extra plan --constraints requirements/constraints
 for extra in cuda12 cuda13; do
   lock $extra.txt pyproject.toml --extra $extra --constraints requirements/plan.txt --constraints requirements/constraints.in "$@"
 done
+# The second jax: a file starts as a copy, so that all but jax stays at the versions of the first.
+for extra in plan cuda12 cuda13; do
+  cp requirements/$extra.txt requirements/$extra-jax0.12.txt
+  { grep -v '^jax==' requirements/constraints.in; cat requirements/constraints-jax0.12.in; } |
+    lock $extra-jax0.12.txt pyproject.toml --extra $extra --constraints - "$@"
+done
 extra_of plan-cudnn | lock plan-cudnn.txt - --constraints requirements/cuda12.txt "$@"
 extra_of dev | lock dev.txt - --constraints requirements/plan.txt "$@"
+extra_of notebooks | lock notebooks.txt - --constraints requirements/plan.txt --constraints requirements/dev.txt "$@"
 echo 'uv>=0.8' | lock uv.txt - "$@"

@@ -23,6 +23,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import hardware
+from jaxtrain.kernels.attention.cudnn import NO_SCORE_MOD
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import assignment, hlo
 from jaxtrain.startup import start_jax
@@ -36,7 +37,13 @@ def program(rows, documents, T, S, N, K, H, causal=True, window=0, deterministic
     """The HLO of one backward call. documents: entries of each packed row, padding included; 0 for rows that are not packed."""
     kinds = fused.MaskType
     mask = (kinds.PADDING_CAUSAL if causal else kinds.PADDING) if documents else (kinds.CAUSAL if causal else kinds.NO_MASK)
-    static = {"scale": H**-0.5, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask}
+    static = {
+        "scale": H**-0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": mask,
+    } | NO_SCORE_MOD
     static |= {"layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window or None}
 
     def backward(q, k, v, out, do, stats, lengths, offsets):

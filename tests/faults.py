@@ -1,7 +1,7 @@
-"""What the fault tests share: a small run in processes of its own, and figures that docs/reliability.md shows.
+"""What the fault tests share: a small run in processes of its own, and figures that docs/evidence/faults.md shows.
 
 `./run.sh test tests/campaign --campaign` runs all of them and writes the figures that it measures beside the ledger
-(figures.json); docs/reliability.md shows them.
+(figures.json); docs/evidence/faults.md shows them.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def saving(workdir: Path, since: float = 0.0) -> bool:
     found = Checkpoints(workdir / "checkpoints")
     try:
         unfinished = [step for step, state in found.states().items() if state == "unfinished"]
-        return any((found.directory / str(step)).stat().st_ctime > since for step in unfinished)
+        return any(os.stat(found.directory / str(step)).st_ctime > since for step in unfinished)
     except FileNotFoundError:  # swept just now
         return False
 

@@ -45,9 +45,12 @@ SHIPPED: Mapping[str, tuple[str, str]] = {
     "llama3_8b_half": ("configs/llama3_8b.py:half", "h200:1"),
     "llama3_8b_long": ("configs/llama3_8b.py:long", "h200:8"),
     "llama3_8b_1m": ("configs/llama3_8b.py:1m", "h200:8"),
+    "llama3_70b_on_64": ("configs/llama3_70b.py:gpus=64", "h200:8x8"),
     "llama3_405b": ("configs/llama3_405b.py", "h200:8x16"),
     "mixtral_8x7b": ("configs/mixtral_8x7b.py", "h200:8"),
     "qwen3_30b_a3b": ("configs/qwen3_30b_a3b.py", "h200:8"),
+    "gpt_oss_20b": ("configs/gpt_oss_20b.py", "h200:8"),
+    "deepseek_v3": ("configs/deepseek_v3.py", "h200:8x16"),
 }
 
 Golden = dict[str, Any]  # the contents of a golden file

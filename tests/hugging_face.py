@@ -18,11 +18,11 @@ from jaxtrain.hf.names import entries
 
 HERE = Path(__file__).parent / "reference"
 sys.path.insert(0, str(HERE))
-from weights import random_tokens, random_weight  # noqa: E402
+from weights import DOCUMENTS, YARN, random_tokens, random_weight  # noqa: E402, F401
 
-GOLDEN = np.load(HERE / "golden" / "golden.npz")
-EXPERTS = ("mixtral", "qwen3_moe")
-FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", *EXPERTS)
+GOLDEN = {name: x for file in sorted((HERE / "golden").glob("*.npz")) for name, x in np.load(file).items()}
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "gpt_oss", *EXPERTS)
 TOKENS = random_tokens(128)
 
 
@@ -64,8 +64,7 @@ def imported(place: Path, name: str, dtype: str = "auto", **changes: Any) -> tup
 def exported(checkpoint: Path, out: Path, base: str = "", **how: Any) -> list[str]:
     """Writes a folder, and returns what was said."""
     said: list[str] = []
-    given = {"dtype": "auto", "shard_bytes": 10**9, "tokenizer": "", "force": False} | how
-    exporting.export(exporting.open_source(str(checkpoint), base), out, **given, say=said.append)
+    exporting.export(str(checkpoint), out, base=base, **{"shard_size": 10**9} | how, say=said.append)
     return said
 
 

@@ -29,6 +29,7 @@ def attention(
     *,
     dtype: str,
     softcap: float = 0.0,
+    sinks_G: Any = None,
     blocks: bool = False,
     xp: Any,
     einsum: Callable[..., Any],
@@ -60,6 +61,10 @@ def attention(
     blocks: attention is put together from blocks of keys, each of whose results is rounded once more. That adds, at most,
     u (P |v|) to o (and so half as much again to D's first part), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to dk
     and u (P^T |do|) to dv.
+
+    sinks_G: a score of each head that all queries see, whose value is zero. Then the results have a fifth: with p the sinks'
+    weights, the gradient -sum(p delta) over queries. Its bound is p D + |delta| p (sum(P d) + (S + 16) e), summed over queries,
+    and T e of the sum's size.
     """
     u, e = ROUNDOFF[dtype], EXACT
     (T, G, H), S = q_TGH.shape, k_SH.shape[0]
@@ -75,8 +80,13 @@ def attention(
         slope, d_slope = 1 - t * t, 2 * (8 * e + d / softcap)
         scores, d = softcap * t, d * slope + 8 * e * softcap
     top = xp.where(visible, scores, -1e30).max(-1, keepdims=True)
+    sink = 0.0
+    if sinks_G is not None:
+        top = xp.maximum(top, sinks_G[:, None, None])
+        sink = xp.exp(sinks_G[:, None, None] - top)
     P = xp.where(visible, xp.exp(xp.where(visible, scores - top, 0.0)), 0.0)
-    P = P / xp.maximum(P.sum(-1, keepdims=True), 1e-30)
+    total = xp.maximum(P.sum(-1, keepdims=True) + sink, 1e-30)
+    P, sink = P / total, sink / total
     dP = einsum("TGH,SH->GTS", do_TGH, v_SH)
     without_slope = P * (dP - (P * dP).sum(-1, keepdims=True))
     dS = without_slope * slope
@@ -96,9 +106,15 @@ def attention(
     again = u if blocks else 0.0
     more_dq, more_dk = einsum("GTS,SH->TGH", abs(dS), k) * scale, einsum("GTS,TGH->SH", abs(dS), q) * scale
     Pdo = einsum("GTS,TGH->SH", P, do)
-    return (o, dq, dk, dv), (
+    values = o, dq, dk, dv
+    bounds = (
         (u + again + S * e) * Pv + Fv + u * abs(o),
         scale * einsum("GTS,SH->TGH", E, k) + (again + S * e) * more_dq + u * abs(dq),
         scale * einsum("GTS,TGH->SH", E, q) + (again + T * G * e) * more_dk + u * (abs(dk) + abs(dk_parts).sum(1)),
         (u + again + T * G * e) * Pdo + einsum("GTS,TGH->SH", F, do) + u * (abs(dv) + abs(dv_parts).sum(1)),
     )
+    if sinks_G is None:
+        return values, bounds
+    delta = (P * dP).sum(-1)
+    of_sink = sink[..., 0] * abs(delta) * ((P * d).sum(-1) + (S + 16 + T) * e) + sink[..., 0] * D
+    return (*values, -(sink[..., 0] * delta).sum(-1)), (*bounds, of_sink.sum(-1))

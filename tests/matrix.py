@@ -52,11 +52,51 @@ MODELS = {
         "moe.z_loss": 0.0,
     },
     "experts": {"model.num_experts": 8, "model.d_ff": 32, "model.shared_d_ff": 32},
+    # Of DeepSeek-V3: latent attention with narrower values, a dense layer before the stack, groups of experts.
+    "latent": {
+        "model.num_layers": 5,
+        "model.dense_layers": 1,
+        "model.dense_d_ff": 48,
+        "model.num_kv_heads": 8,
+        "model.kv_lora_rank": 32,
+        "model.q_lora_rank": 48,
+        "model.qk_nope_head_dim": 8,
+        "model.qk_rope_head_dim": 8,
+        "model.v_head_dim": 12,
+        "model.num_experts": 8,
+        "model.d_ff": 32,
+        "model.shared_d_ff": 32,
+        "model.router": "sigmoid",
+        "model.router_bias": True,
+        "model.routed_scaling": 2.5,
+        "model.router_groups": 4,
+        "model.groups_per_token": 2,
+        "moe.balance_loss": 0.0,
+        "moe.z_loss": 0.0,
+    },
     # Room for all, so that none is dropped. Losses for even loads are those of each microbatch, which make another step.
     "experts with room": {
         "model.num_experts": 8,
         "model.d_ff": 32,
         "moe.capacity_factor": 4.0,
+        "moe.balance_loss": 0.0,
+        "moe.z_loss": 0.0,
+    },
+    "sinks": {
+        "model.num_layers": 2,
+        "model.family": "gpt_oss",
+        "model.num_experts": 8,
+        "model.d_ff": 32,
+        "model.qkv_bias": True,
+        "model.attention_out_bias": True,
+        "model.attention_sinks": True,
+        "model.router_logit_bias": True,
+        "model.expert_bias": True,
+        "model.sliding_window": 12,
+        "model.attention_pattern": "lg",
+        "model.rope_scaling": "yarn",
+        "model.rope_original_len": 32,
+        "model.rope_truncate": False,
         "moe.balance_loss": 0.0,
         "moe.z_loss": 0.0,
     },
@@ -205,6 +245,21 @@ LAYOUTS = {
         f"stage2xfsdp2xexpert2{TWO}/sharding.zero=1",
         f"stage2xexpert2xseq2{FOUR}/remat.policy=full/moe.buffer=0.5",
     ),
+    "latent": (
+        "fsdp4xtensor2",
+        "seq4",
+        "seq4/parallel.context=gather",
+        "fsdp2xseq4/parallel.context=ulysses/attention.impl=chunked",
+        "fsdp2xtensor2xseq2/remat.policy=full",
+        "expert4xtensor2/remat.policy=attention",
+        "fsdp2xexpert4/remat.policy=custom/remat.tensors=q_latent=keep,kv_latent=keep",
+        "data2xexpert2xtensor2/train.grad_accum=2/parallel.scan_layers=False",
+        "data2xfsdp4/train.grad_accum=2/sharding.zero=1",
+        "fsdp8/remat.policy=dots",
+        f"stage4xfsdp2{FOUR}",
+        f"stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
+        f"stage2xfsdp2xseq2{TWO}/pipeline.schedule=gpipe/sharding.zero=2",
+    ),
     "muon": (
         f"stage2xfsdp2{TWO}",
         "fsdp8",
@@ -223,6 +278,15 @@ LAYOUTS = {
         "fsdp4xseq2/parallel.context=ulysses/remat.policy=attention/attention.impl=chunked",
     ),
     "kinds in phase": (f"stage2xseq2{TWO}", f"stage2xfsdp2xseq2{TWO}/parallel.context=gather"),
+    "sinks": (
+        "fsdp4xtensor2",
+        "data2xseq4",
+        "fsdp2xtensor2xseq2/parallel.context=ulysses",
+        "fsdp2xexpert2xtensor2",
+        "expert8",
+        "expert2xtensor2xseq2/moe.buffer=0.5/remat.policy=full",
+        f"stage2xexpert2xtensor2{FOUR}",
+    ),
     "everything": (
         f"stage2xfsdp2xseq2{TWO}/remat.policy=full",
         "fsdp4xtensor2",
@@ -255,8 +319,13 @@ PAIRS = (
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
 MATRIX |= {name: tuple(name.split(": ")) for name in PAIRS}
 # What the suite tries every time; the others come in a campaign. test_parity.py checks that it has every model and pair.
-# Biases and one layer are models that no pair has. The last entry sums the table's gradient over seq, in one microbatch.
-SAMPLE = (*PAIRS, "biases: fsdp4xtensor2", "one layer: fsdp8", "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=0")
+# Biases, sinks and one layer are models that no pair has. The last entry sums the table's gradient over seq, in one microbatch.
+LATENT = "latent: data2xexpert2xtensor2/train.grad_accum=2/parallel.scan_layers=False"
+SINKS = ("sinks: expert2xtensor2xseq2/moe.buffer=0.5/remat.policy=full", "sinks: data2xseq4")
+SAMPLE = (
+    *(*PAIRS, LATENT, *SINKS, "biases: fsdp4xtensor2", "one layer: fsdp8"),
+    "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=0",
+)
 SAMPLE_BF16 = (
     "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
     "2 queries a key: fsdp8/sharding.zero=2",

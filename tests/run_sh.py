@@ -51,6 +51,7 @@ def wait_for(condition: Callable[[], bool], hung_s: float = HUNG_S) -> None:
 def copy_launcher(repo: Path) -> Path:
     """Copy run.sh and the files that it reads into the folder `repo`."""
     (repo / "jaxtrain").mkdir(parents=True)
+    (repo / "notebooks").mkdir()
     for name in ("run.sh", ".python-version", "jaxtrain/commands.txt", "jaxtrain/commands.py"):
         shutil.copy(REPO / name, repo / name)
     shutil.copytree(REPO / "requirements", repo / "requirements")
@@ -94,7 +95,7 @@ class Machine:
         """The requirement files of the one `uv pip sync` since the last time."""
         (sync,) = [line for line in self.calls() if line.startswith("pip sync")]
         assert "--require-hashes" in sync
-        return re.findall(r"requirements/([\w-]+)\.txt", sync)
+        return re.findall(r"requirements/([\w.-]+)\.txt", sync)
 
 
 def git(folder: Path, *args: str) -> str:

@@ -1,14 +1,20 @@
 """Tensors with awkward values, checkpoints that hold them, and step folders of plain files for what reads no tensor."""
 
+import itertools
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.checkpoint import Checkpoints, files
+from jaxtrain.checkpoint import Checkpoints, Failed, files
+from jaxtrain.checkpoint.steps import FORMAT
 
 
 def mesh(rows: int, columns: int) -> jax.sharding.Mesh:
@@ -50,7 +56,9 @@ def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **o
     found = Checkpoints(folder, keep, **options)
     for step in steps:
         found.save(step, placed(values(step), mesh(8, 1)), {"loss": 1.0 / step})
-        found.wait()
+        for ended in found.wait():
+            if isinstance(ended, Failed):
+                raise ended.error
     return found
 
 
@@ -58,9 +66,31 @@ def write_step(folder: Path, step: int, **meta: object) -> Path:
     """A step folder with sealed files and no tensor: as complete as a listing can tell."""
     made = folder / str(step)
     (made / "arrays/d").mkdir(parents=True)
-    for name in ("arrays/d/0", "arrays/manifest"):
+    for name in ("arrays/d/0", "arrays/manifest", "arrays/commit_success.txt"):
         (made / name).write_bytes(name.encode() * 40)
-    record = {"format": 2, "step": step, "bytes": 800, "tensors": {}, "time_unix": 0.0, "loss": 1.0 / step, **meta}
+    record = {"format": FORMAT, "step": step, "bytes": 800, "tensors": {}, "time_unix": 0.0, "loss": 1.0 / step, **meta}
     (made / "meta.json").write_text(files.sealed(record))
     (made / files.NAME).write_text(files.encode(files.measure(made, files.listed(made))))
     return made
+
+
+def killed_after(monkeypatch: pytest.MonkeyPatch, place: Path, changes: int, act: Callable[[], object]) -> bool:
+    """Return whether `act` was ended before one more than these changes to paths that begin with `place`."""
+    made = itertools.count(1)
+
+    def until_killed(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).startswith(str(place)) and next(made) > changes:
+                raise KeyboardInterrupt
+            return change(path, *args, **options)
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "rename"), (os, "replace"), (Path, "unlink"), (shutil, "rmtree")):
+            patch.setattr(owner, name, until_killed(getattr(owner, name)))
+        try:
+            act()
+        except KeyboardInterrupt:
+            return True
+    return False

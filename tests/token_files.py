@@ -14,8 +14,8 @@ from jaxtrain import config
 from jaxtrain.data import pipeline
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.__main__ import main
+from jaxtrain.data.mixture import interleave
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
-from jaxtrain.data.windows import interleave
 
 BYTE = tokenizers.ByteTokenizer()
 
@@ -85,13 +85,19 @@ def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int,
     size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
     for step in range(steps):
         index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
-        of, within = interleave(index, batches.weights)
+        of, within = interleave(index, batches.mixture.phases[0].weights)
         for window in batches.window_numbers(source, within[of == source]).tolist():
             first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
             for block in range(first // size, last // size + 1):
                 found.setdefault(block, step)
     del found[max(found)]  # loss bits or offsets may share the last one
     return found
+
+
+def header_and_end(path: Path) -> tuple[dict, int]:
+    """The header of a file, and where its checksums begin."""
+    file = TokenFile.open(path)
+    return file.header, file.blocks.end
 
 
 def poke(path: Path, at: int, byte: int) -> None:

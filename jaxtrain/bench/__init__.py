@@ -1,1 +1,1 @@
-"""Measurements on the devices of this machine: train steps, kernels, and a whole node."""
+"""Measurements on the devices of this machine: train steps, kernels, and a complete node."""

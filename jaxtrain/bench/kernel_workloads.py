@@ -22,8 +22,7 @@ from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.optim.optimizer import make_optimizer
 from jaxtrain.sharding import make_placement
 from jaxtrain.train.definition import numerics_of
-from jaxtrain.train.kernel import hardware_of
-from jaxtrain.train.loss import LossSpec, loss_function
+from jaxtrain.train.loss import LossSpec, cross_entropy
 from jaxtrain.zero import make_zero
 
 NO_SCORES = 1024  # tokens of a sequence, above which the reference attention is not timed: it holds all scores
@@ -95,9 +94,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
         for packed in (False, True):
             spec = attention_table.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
             what = f"{name}{', packed' if packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
-            why_not = attention_table.implementation(name).unsupported(spec, hardware_of(device))
-            if name == "pallas" and device.platform != "gpu":
-                why_not = "interpreted on a CPU"
+            why_not = attention_table.implementation(name, spec).unsupported(spec, attention_table.Hardware.of(device))
             if name == "reference" and T > NO_SCORES:
                 why_not = f"holds all {T:,} x {T:,} scores"
             if why_not:
@@ -116,11 +113,10 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
     run = one_device()
     placement, numerics = make_placement(run, [device]), numerics_of(run)
     spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, 0.0)
-    function = loss_function(run.loss.name)
 
     def body(constants: Any, hidden_BTD: jax.Array) -> jax.Array:
         head_VD, batch = constants
-        value, grads = jax.value_and_grad(lambda h, w: function(h, w, batch, spec) / T, (0, 1))(hidden_BTD, head_VD)
+        value, grads = jax.value_and_grad(lambda h, w: cross_entropy(h, w, batch, spec) / T, (0, 1))(hidden_BTD, head_VD)
         return chain(hidden_BTD, value, *grads)
 
     def prepare() -> Loop:
@@ -195,16 +191,16 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 
 
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield the grouped matmuls of experts by the Pallas kernels, with loads as in LOADS.
+    """Yield the grouped matmuls of experts as `moe.impl=auto` computes them here, with loads as in LOADS.
 
-    Beside each of PRODUCTS stands the dense matmul of as many FLOPs, in which all rows meet one weight. On a CPU the kernels
-    are interpreted.
+    Beside each of PRODUCTS stands the dense matmul of the same FLOPs, in which all rows meet one weight.
     """
     n = numerics_of(one_device())
+    impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
 
     def by_expert(which: str, constants: Any, a: jax.Array) -> jax.Array:
         b, sizes_E = constants
-        return chain(a, product(which, a, b, sizes_E, n.reduce, n.precision))
+        return chain(a, product(impl, which, a, b, sizes_E, n.reduce, n.precision))
 
     def by_one(which: str, b: jax.Array, a: jax.Array) -> jax.Array:
         return chain(a, jnp.einsum(DENSE[which], a, b, preferred_element_type=n.compute))
@@ -237,11 +233,11 @@ def loads(load: str, R: int, E: int) -> list[int]:
     return [*first, *(left // among + (e < left % among) for e in range(among)), *last]
 
 
-def product(which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
-    """Return one of PRODUCTS by the Pallas kernel. a: rows; b: weights (E, D, F), or the other rows of `outer`."""
+def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
+    """Return one of PRODUCTS. a: rows; b: weights (E, D, F), or the other rows of `outer`."""
     if which == "outer":
-        return grouped.outer("pallas", a, b, sizes_E, out, precision)
-    return grouped.times("pallas", a, b, sizes_E, which[-1], precision)
+        return grouped.outer(impl, a, b, sizes_E, out, precision)
+    return grouped.times(impl, a, b, sizes_E, which[-1], precision)
 
 
 def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:

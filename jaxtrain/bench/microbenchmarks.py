@@ -290,7 +290,7 @@ def attention_loop(
         documents: of equal length in each sequence.
     """
     B, T, N, K, H = shape
-    kernel = attention.implementation(name)
+    kernel = attention.implementation(name, spec)
     starts = np.linspace(0, T, documents, endpoint=False).astype(np.int32)
     segments_T = np.searchsorted(starts, np.arange(T), side="right").astype(np.int32)
     positions_T = np.arange(T, dtype=np.int32) - starts[segments_T - 1]

@@ -55,7 +55,7 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
     if count > devices.count and not devices.problem:
         found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
     found += validate_step(loaded.run, devices)
-    found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, need_eval=False)
+    found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, False, loaded.run.loss)
     return found + environment.overlay(loaded.run, devices, os.environ)[1]
 
 
@@ -144,7 +144,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     from jaxtrain.receipt import config_sha256
     from jaxtrain.receipt.machine import device_facts
     from jaxtrain.train import auto_remat, state
-    from jaxtrain.train.batch import place_batch
+    from jaxtrain.train.batch_feed import BatchFeed
     from jaxtrain.train.memory import taken_gib
 
     digest, auto = config_sha256(dataclasses.asdict(run)), run.remat.policy == "auto"
@@ -166,7 +166,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         "grad_accum": run.train.grad_accum,
         "remat": run.remat.policy,
         "remat_tensors": run.remat.tensors,
-        "remat_auto": auto_remat.words(run.remat) if auto else "",
+        "remat_auto": auto_remat.words(run) if auto else "",
         "parameters": flops.parameters(run.model)["total"],
         "config_sha256": digest,
         "devices": device_facts(devices),
@@ -180,14 +180,15 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         return
 
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    batches = pipeline.iterate(rows, 0, run.data.prefetch)
+    feed = BatchFeed(rows, 0, program.batch, program.context, run.data.prefetch)
+    batches = feed.batches()
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
     try:
         # A step is done when its metrics are here. The next one has been dispatched by then, as in training.
         while len(marks) < warmup + steps:
             asked = time.perf_counter()
-            batch = place_batch(next(batches), program.batch, program.context)
+            batch = next(batches)
             waits.append(time.perf_counter() - asked)
             current, values = train(current, batch)
             if waiting is not None:
@@ -225,7 +226,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
                 traceback.print_exc()
                 out["trace"] = f"failed: {error_line(error)}"
     finally:
-        batches.close()
+        feed.close()
 
 
 def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
@@ -256,7 +257,6 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     from jaxtrain import config, metrics, profiling
     from jaxtrain.receipt import Receipt
     from jaxtrain.receipt.machine import device_facts
-    from jaxtrain.train.batch import place_batch
 
     mesh = program.placement.mesh
     receipt = Receipt(folder)
@@ -270,7 +270,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     try:
         for number in range(1, TRACED_STEPS + 1):
             tracer.before_step(number)
-            current, values = train(current, place_batch(next(batches), program.batch, program.context))
+            current, values = train(current, next(batches))
             tracer.after_step(number, values)
     finally:
         tracer.close(jax.block_until_ready(values))

@@ -1,49 +1,43 @@
-"""`python -m jaxtrain.checkpoint list|verify DIR`: the checkpoints of a run, and whether they are intact. Uses no device."""
+"""`python -m jaxtrain.checkpoint list|verify DIR`: list the checkpoints of a run, or verify their files. Uses no device."""
 
+import argparse
 import datetime
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in, place
-from jaxtrain.command_line import Command, Option, Parsed, run_command
-from jaxtrain.config import Problem
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in
+from jaxtrain.command_line import ArgumentParser, progress_bar, run_action
+from jaxtrain.commands import spelled
 
 DAMAGED = 1
-ACTIONS = ("list", "verify")
-COMMAND = Command(
-    "checkpoint",
-    "List the checkpoints of a run, with time, size and loss; or verify them: read every file of every step, and compare it "
-    "with the digests from when it was written. DIR is a run's folder or its checkpoints folder.",
-    (Option("step", "verify: only this step", "N", least=0),),
-    arguments=("list|verify DIR", "an action and a folder, such as verify runs/tiny"),
-    examples=("list runs/tiny", "verify runs/tiny --step=100"),
-    notes="Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.",
-)
+NOTES = """examples:
+  python -m jaxtrain.checkpoint list runs/tiny
+  python -m jaxtrain.checkpoint verify runs/tiny --step=100
+
+Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    text = "List the checkpoints of a run, or verify their files. DIR is on a disk, at gs:// or at s3://."
+    top = ArgumentParser(spelled("python -m jaxtrain.checkpoint"), description=text, epilog=spelled(NOTES), formatter_class=raw)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = "read every file of every step, and compare it with the digests from when it was written"
+    for name, text in (("list", "the steps, with time, size, loss and state"), ("verify", verify)):
+        p = commands.add_parser(name, help=text, description=text)
+        p.add_argument("folder", metavar="DIR", help="a run's folder, or its checkpoints folder")
+    p.add_argument("--step", type=int, metavar="N", help="only this step")
+    return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError,))
-
-
-def _check(parsed: Parsed) -> list[Problem]:
-    action, *folders = parsed.arguments or ("",)
-    if not action:
-        return []
-    if action not in ACTIONS:
-        return [Problem("action", action, f"must be one of {', '.join(ACTIONS)}", "For example verify runs/tiny.")]
-    if not folders:
-        return [Problem(action, None, "names no folder", f"For example {action} runs/tiny.")]
-    if parsed.options["step"] and action != "verify":
-        return [Problem("--step", None, f"{action} does not use it", "Leave it out.")]
-    return []
-
-
-def _act(parsed: Parsed) -> int:
-    action, folder = parsed.arguments
-    step = parsed.options["step"]
-    return _list(folder) if action == "list" else _verify(folder, int(step) if step else None)
+    args = parser().parse_args(argv)
+    act = _list if args.command == "list" else _verify
+    return run_action(lambda: act(args), (CheckpointError,))
 
 
 def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
@@ -54,11 +48,11 @@ def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
     return found, states
 
 
-def _list(path: str) -> int:
+def _list(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    found, states = _opened(path)
+    found, states = _opened(args.folder)
     table = Table(title=os.fspath(found.directory), title_justify="left")
     for name in ("step", "saved", "GiB", "loss"):
         table.add_column(name, justify="right")
@@ -79,33 +73,24 @@ def _list(path: str) -> int:
     return 0
 
 
-def _verify(path: str, only: int | None) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    found, states = _opened(path)
-    if only is not None and only not in states:
-        raise CheckpointError(f"step {only} in {found.directory}: no such checkpoint. There are: {found.listing()}.")
-    steps = [step for step in sorted(states) if only in (None, step)]
-    folders = {step: found.directory / str(step) for step in steps}
-    total = sum(
-        size for step in steps for name, size in place.at(folders[step]).files(folders[step]).items() if name != files.NAME
-    )
-    out, damaged = Console(soft_wrap=True), 0
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=out, transient=True) as bar:
-        task = bar.add_task("", total=total)
+def _verify(args: argparse.Namespace) -> int:
+    found, states = _opened(args.folder)
+    if args.step is not None and args.step not in states:
+        raise CheckpointError(f"step {args.step} in {found.directory}: no such checkpoint. There are: {found.listing()}.")
+    steps = [step for step in sorted(states) if args.step in (None, step)]
+    sizes = [found.storage.files(found.directory / str(step)) for step in steps]
+    total = sum(size for of_step in sizes for name, size in of_step.items() if name != files.NAME)
+    damaged = 0
+    with progress_bar(total) as progress:
         for step in steps:
-            problems, note = _problems(found, step, states[step], lambda n: bar.advance(task, n))
+            problems, note = _problems(found, step, states[step], lambda n, step=step: progress(f"step {step}", n))
             damaged += bool(problems)
-            bar.console.print(f"step {step}: {'DAMAGED' if problems else note}", highlight=False)
-            for problem in problems:
-                bar.console.print(f"  {problem}", highlight=False, markup=False)
+            print(f"step {step}: {'DAMAGED' if problems else note}", *(f"  {problem}" for problem in problems), sep="\n")
     return DAMAGED if damaged else 0
 
 
-def _problems(found: Checkpoints, step: int, state: str, told) -> tuple[list[str], str]:  # noqa: ANN001
-    """What is wrong with a step, and what to call it where nothing is."""
+def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int], None]) -> tuple[list[str], str]:
+    """Return the problems of a step, and the note to print where there are none."""
     if state == "unfinished":
         return [], "unfinished: its save was cut off, and it is never restored"
     problems = []
@@ -113,7 +98,7 @@ def _problems(found: Checkpoints, step: int, state: str, told) -> tuple[list[str
         found.meta(step)
     except CheckpointError as error:
         problems.append(str(error))
-    verdict = files.check(found.directory / str(step), told)
+    verdict = files.check(found.directory / str(step), progress)
     problems += verdict.problems
     if not verdict.proved:
         what = "no integrity.json, so its files prove nothing; a restore checks its arrays"

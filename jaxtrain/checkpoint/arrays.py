@@ -1,20 +1,97 @@
-"""The arrays of a step, as Orbax writes and reads them, and what has to fit before they are read."""
+"""The arrays of a step: options of Orbax, differences between stored and wanted arrays, and errors in one line."""
 
-from collections.abc import Mapping
+import functools
+import math
+import os
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from jaxtrain.checkpoint import storage
 
 if TYPE_CHECKING:
     import jax
+    from etils import epath
 
 # Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
 CHUNK_BYTES = 64 << 20
 FILE_BYTES = 1 << 30
+WRITE_BYTES = 4 << 30  # host memory that one process holds for writes, beside the copies of the arrays
+# Processes wait this long for each other at a save or a restore: a whole save on a slow disk may be between them, or the
+# compilation of a program that other processes found in their caches. The watchdog ends hangs earlier.
+PEERS_S = 5400.0
+
+
+def orbax() -> Any:
+    """Return Orbax's v1 API, imported on first use: 0.7 s that a fresh run does not pay before its first step."""
+    # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
+    from orbax.checkpoint import v1 as ocp
+
+    return ocp
+
+
+def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: bool = False, processes: int = 1) -> Any:
+    """Return the options of a save to, or a load from, `folder`.
+
+    arrays: those to save, whose largest shard has to fit the limit of host memory. partial: load only some of the arrays.
+    """
+    context = orbax().Context()
+    if processes > 1:
+        # With the processes named, Orbax waits for them at the coordination service, with a time limit, and not on the devices.
+        context.multiprocessing.active_processes = set(range(processes))
+    saving = context.array.saving
+    saving.use_compression = False  # random floats do not compress; zstd costs most of the time of a save
+    saving.ocdbt_target_data_file_size = FILE_BYTES
+    saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    largest = max((math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays), default=0)
+    context.memory.write_concurrent_bytes = max(WRITE_BYTES, 2 * largest)  # Orbax refuses a shard that does not fit
+    # Created in the background, a folder that cannot be created leaves threads waiting for it: 20 minutes at exit.
+    context.asynchronous.create_directories_asynchronously = False
+    context.pytree.loading.partial_load = partial
+    if os.fspath(folder).startswith("s3://"):
+        context.atomicity.mode = type(context.atomicity.mode).COMMIT_FILE  # as Orbax itself does at gs://
+        _open_s3_in_tensorstore()
+    return context
+
+
+@functools.cache
+def _open_s3_in_tensorstore() -> None:
+    """Make Orbax write arrays to s3:// by tensorstore's own S3 driver.
+
+    Orbax 0.12 names a driver of tensorstore for gs:// and for disks alone, in one function, and takes no option for it. All
+    else works: its small files go through epath. So that function is wrapped here: for s3:// it describes the same path at gs://,
+    and the driver in the description is replaced.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    describe = tensorstore_utils.build_kvstore_tspec
+    client = storage.open_client("s3").s3.meta
+    driver: dict[str, Any] = {"driver": "s3"}
+    if not client.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        driver |= {"endpoint": client.endpoint_url, "aws_region": client.region_name or "us-east-1"}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        driver["aws_credentials"] = {"type": "environment"}  # the default searches files too, and logs each one missing
+
+    def replaced(description: Any) -> Any:
+        if isinstance(description, list):
+            return [replaced(item) for item in description]
+        if not isinstance(description, dict):
+            return description
+        found = {key: replaced(value) for key, value in description.items()}
+        return found | driver if found.get("driver") == "gcs" else found
+
+    def describe_any(directory: str, *args: Any, **options: Any) -> Any:
+        scheme, _, path = directory.partition(":")
+        if scheme != "s3":
+            return describe(directory, *args, **options)
+        return replaced(describe(f"gs://{path.lstrip('/')}", *args, **options))
+
+    tensorstore_utils.build_kvstore_tspec = describe_any
 
 
 def differences(
     stored: "Mapping[str, jax.ShapeDtypeStruct]", wanted: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool, cast: bool
 ) -> list[str]:
-    """One line for each tensor missing, left over, or of another shape or dtype. The flags are those of `restore`."""
+    """Return a line for each tensor missing, left over, or of another shape or dtype. Flags: those of `Steps.restore`."""
     import jax.numpy as jnp
 
     out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
@@ -30,44 +107,20 @@ def differences(
     return out
 
 
-def orbax() -> Any:
-    """Imported on first use: 0.7 s that a fresh run does not pay before its first step."""
-    # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
-    from orbax.checkpoint import v1 as ocp
-
-    return ocp
-
-
-def context(ocp: Any, subset: bool = False, processes: int = 1) -> Any:
-    """How it writes: in pieces that other meshes can read, uncompressed. subset: whether a part of a step may be read."""
-    context = ocp.Context()
-    if processes > 1:
-        # With the processes named, Orbax waits for them at the coordination service, with a time limit, and not on the devices.
-        context.multiprocessing.active_processes = set(range(processes))
-    saving = context.array.saving
-    saving.use_compression = False  # random floats do not compress; zstd costs most of the time of a save
-    saving.ocdbt_target_data_file_size = FILE_BYTES
-    saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    # Created in the background, a folder that cannot be created leaves threads waiting for it: 20 minutes at exit.
-    context.asynchronous.create_directories_asynchronously = False
-    context.pytree.loading.partial_load = subset
-    return context
-
-
-def cause(error: Exception) -> Exception:
-    """Of a page of wrappers the one inside."""
+def first_cause(error: Exception) -> Exception:
+    """Return the exception from which a chain of exceptions was raised."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
-def innermost(error: Exception) -> str:
-    """Of a page of wrappers the sentence that says what happened."""
-    error = cause(error)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+def describe_error(error: Exception) -> str:
+    """Return the first cause of an exception in one line, without the specifications that tensorstore appends."""
+    error = first_cause(error)
+    text = " ".join(str(error).partition("[tensorstore_spec=")[0].partition("[source locations=")[0].split())
+    return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:150]} ... {text[-250:]}'}"
 
 
-def of_processes(errors: list[str]) -> str:
-    """The errors of all processes in one line."""
+def join_errors(errors: list[str]) -> str:
+    """Return the errors of all processes in one line."""
     return "; ".join(f"process {i}: {error}" for i, error in enumerate(errors) if error)

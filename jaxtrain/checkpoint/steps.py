@@ -1,122 +1,207 @@
-"""The steps in a folder of checkpoints: which there are, what their meta.json says. Reads, writes nothing."""
+"""The steps in a folder of checkpoints: their meta.json, and restoring their arrays into any layout. Reads only."""
 
 import json
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.checkpoint import files, place
-from jaxtrain.checkpoint.errors import CheckpointError, Damaged, Unreachable
-from jaxtrain.checkpoint.place import META
+from jaxtrain.checkpoint import files
+from jaxtrain.checkpoint.arrays import PEERS_S, context, describe_error, differences, first_cause, join_errors, orbax
+from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Damaged, Storage, Unreachable
+from jaxtrain.distributed import Peers
 
 if TYPE_CHECKING:
     import jax
 
-FORMAT = 2
-# How long processes wait for each other at a save or a restore: a whole save on a slow disk may lie between them, or a compile
-# of one that the others found in their caches. The watchdog's budgets are what ends a hang.
-PEERS_S = 5400.0
+FORMAT = 3  # of meta.json, with the facts about the data that a resumed run reads
 
 
 class Steps:
-    """What there is in one folder.
+    """The steps in one folder. Every process of a run calls the same methods in the same order.
 
-    directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH (checkpoint/place.py).
+    directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
+    peers: the processes of the run, which restore together.
+    finite: refuse to restore parameters that are infinite or NaN.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
-        self.place = place.at(directory)
-        self.directory = self.place.path
+    def __init__(self, directory: str | os.PathLike[str], peers: Peers | None = None, finite: bool = True):
+        self.storage = Storage(directory)
+        self.directory = self.storage.path
+        self._peers = peers or Peers(0, 1)
+        self._finite = finite
+        self._device: int | None = None  # file system of the folder, once known
 
     def steps(self) -> list[int]:
-        """Complete steps, ascending. Unfinished and damaged ones are left out."""
+        """Return the complete steps, ascending."""
         return sorted(step for step, state in self.states().items() if state == "complete")
 
     def states(self) -> dict[int, str]:
-        """Every step folder: 'complete', 'unfinished' (the save was cut off) or 'damaged' (arrays without meta.json)."""
-        return self.place.states()
+        """Return the state of every step: 'complete', 'unfinished' (its save was killed) or 'damaged' (files are missing)."""
+        return self.storage.states()
 
-    def latest(self, passed: dict[int, str] | None = None) -> int | None:
-        """The newest step whose meta.json can be read; None where nothing was ever completely saved.
+    def latest(self, damaged: dict[int, str] | None = None) -> int | None:
+        """Return the newest step whose meta.json can be read; None where no save was ever completed.
 
-        passed: newer steps not to be taken, with the reason; those that cannot be read are added. Without it the newest one
-        must be readable. Raises CheckpointError where there are steps and none is left: starting afresh over existing
-        checkpoints has to be the user's decision.
+        damaged: steps to ignore, with reasons; those that cannot be read are added. Without it the newest step must be
+        readable. Raises CheckpointError where there are steps and none is left: to start at step 0 over existing checkpoints
+        must be the user's decision.
         """
         steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
         for step in steps:
-            if passed is not None and step in passed:
+            if damaged is not None and step in damaged:
                 continue
             try:
                 self.meta(step)
             except Damaged as error:
-                if passed is None:
+                if damaged is None:
                     raise
-                passed[step] = str(error)
+                damaged[step] = str(error)
                 continue
             return step
         if not steps:
             return None
-        reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((passed or {}).items(), reverse=True))
+        reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((damaged or {}).items(), reverse=True))
         raise CheckpointError(
             f"no good checkpoint is left in {self.directory}, and a run never starts afresh over existing ones:{reasons}\n"
             "Restore one from a copy, or move the folder away to start at step 0."
         )
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `meta`, with `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds) added.
+        """Return the `meta` of a save, with `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds) added.
 
-        Raises CheckpointError when the step is not there or was cut off, Damaged when its meta.json cannot be read.
+        Raises CheckpointError when the step does not exist or is unfinished, Damaged when its meta.json cannot be read.
         """
         folder = self.directory / str(step)
-        state = self.place.state(step)
+        state = self.storage.state(step)
         if state in ("missing", "unfinished"):
             what = "there is no such checkpoint" if state == "missing" else "its save was cut off"
             raise CheckpointError(f"step {step} in {self.directory}: {what}. Complete steps: {self.listing()}.")
         try:
-            text = self.place.read(folder / META)
+            text = self.storage.read(folder / META)
             version = json.loads(text).get("format")
             if isinstance(version, int) and version != FORMAT:
                 raise CheckpointError(
                     f"{folder / META}: format {version}, and this jaxtrain reads {FORMAT}. Use the version that wrote it (see "
-                    f"'versions' in that file). {self.way_out(step)}"
+                    f"'versions' in that file). {self.remedy(step)}"
                 )
             return files.unsealed(text)
         except (FileNotFoundError, ValueError, AttributeError) as e:
-            raise Damaged(f"{folder / META} cannot be read ({e}). {self.way_out(step)}") from e
+            raise Damaged(f"{folder / META} cannot be read ({e}). {self.remedy(step)}") from e
         except Unreachable:
             raise
-        except OSError as e:  # of the disk or the network, which may be well again in a moment
-            raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self.way_out(step)}") from e
+        except OSError as e:  # of the disk or the network, and possibly temporary
+            raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self.remedy(step)}") from e
 
     def stored(self, step: int) -> "dict[str, jax.ShapeDtypeStruct]":
-        """Name -> shape and dtype of every tensor of a step, without reading the tensors."""
-        import jax
-        import jax.numpy as jnp
-
-        return {
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-            for name, (shape, dtype, _) in self.meta(step)["tensors"].items()
-        }
-
-    def is_there(self, step: int) -> bool:
-        """Whether a step is complete."""
-        try:
-            return self.place.state(step) == "complete"
-        except Unreachable:  # the save that follows fails of it, where it is told and tried again
-            return False
+        """Return name -> shape and dtype of every tensor of a step, without reading the tensors."""
+        return stored_in(self.meta(step))
 
     def listing(self) -> str:
-        """The complete steps, in words."""
+        """Return the complete steps as text."""
         try:
             return ", ".join(map(str, self.steps())) or "none"
-        except Unreachable:  # this goes into messages, that of the same trouble among them
+        except Unreachable:  # the text is for messages, also about this error
             return "not known"
 
-    def way_out(self, step: int) -> str:
-        """What to do where a step cannot be used, in words."""
+    def remedy(self, step: int) -> str:
+        """Return as text how to continue where a step cannot be used."""
         earlier = [s for s in self.steps() if s < step]
         if earlier:
             return (
                 f"To go on from the step before: --config.checkpoint.step={earlier[-1]} (this one is set aside, not deleted)."
             )
         return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
+
+    def restore(
+        self,
+        step: int,
+        abstract: "Mapping[str, jax.ShapeDtypeStruct]",
+        *,
+        subset: bool = False,
+        cast: bool = False,
+        meta: Mapping[str, Any] | None = None,
+    ) -> "dict[str, jax.Array]":
+        """Return the tensors of a step, each with the shape, dtype and sharding in `abstract`, on any mesh.
+
+        Args:
+          subset: `abstract` may name some of the tensors; the others are not read.
+          cast: a float may become another float type (rounded to nearest); otherwise a different dtype is an error.
+          meta: of the step, where the caller restores it in parts; None: it is read.
+
+        Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged where the
+        arrays read are not those that were saved.
+        """
+        import jax
+
+        from jaxtrain import digests
+
+        self._device = self.storage.device()
+        meta = self.meta(step) if meta is None else meta
+        recorded, stored = meta["tensors"], stored_in(meta)
+        problems = differences(stored, abstract, subset=subset, cast=cast)
+        folder = self.directory / str(step)
+        if problems:
+            shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
+            raise CheckpointError(
+                f"checkpoint {folder} does not fit this run ({len(problems)} differences):\n  "
+                + "\n  ".join(shown)
+                + "\nUse the config that wrote it (key 'config' in its meta.json), or another workdir for a new run."
+            )
+        # In the dtypes that were stored: Orbax would cast, and the digests are of the stored bits.
+        exactly = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
+        tensors, error = self._load(step, exactly, subset)
+        errors = self._peers.gather("read", f"{type(error).__name__}:{error}" if error else "", PEERS_S)
+        if error:
+            raise error
+        if any(errors):
+            raise (Damaged if any(e.startswith("Damaged:") for e in errors) else CheckpointError)(join_errors(errors))
+        found = digests.of_many(tensors)
+        wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            raise Damaged(
+                f"checkpoint {folder}: {shown} {'is' if len(wrong) == 1 else 'are'} not what was saved: the digest of the "
+                f"values read differs from that of the values on the devices then. {self.remedy(step)}"
+            )
+        undefined = [name for name, x in found.items() if name.startswith("params.") and digests.not_finite(x)]
+        if undefined and self._finite:
+            rule = f"{undefined[0]} holds values that are infinite or no number"
+            raise Damaged(f"checkpoint {folder}: {rule}. {self.remedy(step)}")
+        return {name: _cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
+
+    def _load(
+        self, step: int, exactly: "dict[str, jax.ShapeDtypeStruct]", partial: bool
+    ) -> "tuple[dict[str, jax.Array], Exception | None]":
+        import jax
+
+        folder = self.directory / str(step)
+        try:
+            with context(folder, partial=partial, processes=self._peers.count):
+                return orbax().load(folder / ARRAYS, exactly), None
+        except Exception as e:  # a page of wrappers around one sentence
+            cause = first_cause(e)
+            if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
+                return {}, cause  # device memory is exhausted, and the files are not to blame
+            text = f"{folder / ARRAYS} cannot be read: {describe_error(e)}."
+            try:
+                verdict = files.check(folder)
+            except Unreachable as unreachable:
+                return {}, unreachable
+            if verdict.proved and not verdict.problems:
+                return {}, CheckpointError(f"{text} Its files are as they were written, so this is no damage.")
+            named = "; ".join(verdict.problems[:3])
+            return {}, Damaged(f"{text} {named + '. ' if named else ''}{self.remedy(step)}")
+
+
+def _cast(x: "jax.Array", dtype: Any) -> "jax.Array":
+    import jax
+
+    return x if x.dtype == dtype else jax.jit(lambda y: y.astype(dtype), out_shardings=x.sharding, donate_argnums=0)(x)
+
+
+def stored_in(meta: Mapping[str, Any]) -> "dict[str, jax.ShapeDtypeStruct]":
+    """Return name -> shape and dtype of every tensor of the step that has this `Steps.meta`."""
+    import jax
+    import jax.numpy as jnp
+
+    return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype, _) in meta["tensors"].items()}

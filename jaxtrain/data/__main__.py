@@ -1,9 +1,8 @@
-"""`python -m jaxtrain.data`: make, check, show, mix, count and time token files."""
+"""`python -m jaxtrain.data`: make, check and show token files."""
 
 import argparse
-import json
-import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,15 @@ import numpy as np
 from jaxtrain.command_line import FAILED, ArgumentParser, run_action
 from jaxtrain.commands import spelled
 from jaxtrain.config import Data
-from jaxtrain.data import mixture, tokenfile
+from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.prepare import SHARD_MB, prepare, validation_path
+from jaxtrain.data.prepare import SHARD_MB, WorkerDied, prepare, validation_path
 from jaxtrain.data.readers import FORMATS, PrepareError
-from jaxtrain.data.shards import WorkerDied
 from jaxtrain.data.template import LOSSES
-from jaxtrain.data.verify import verify
+from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+ROW_TOKENS = 1 << 20  # of rows made together
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
   python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = ArgumentParser(
         spelled("python -m jaxtrain.data"),
-        description="Make, check, show, mix, count and time token files.",
+        description="Make, check and show token files.",
         epilog=spelled(EXAMPLES),
         formatter_class=raw,
     )
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "that was cut off, from its finished parts.",
         epilog=spelled(EXAMPLES),
         formatter_class=raw,
+        argument_default=argparse.SUPPRESS,  # `prepare` has the defaults
     )
     p.add_argument(
         "--input",
@@ -52,22 +53,16 @@ def parser() -> argparse.ArgumentParser:
     )
     top.may_be_empty = p.may_be_empty = ("--separator",)
     p.add_argument("--output", type=Path, required=True, metavar="NAME.tok", help="the token file to write")
-    p.add_argument(
-        "--tokenizer", default="byte", metavar="SPEC", help="byte (default) | path of a tokenizer.json | hf:NAME (from the hub)"
-    )
-    p.add_argument(
-        "--eot", default="", metavar="TOKEN", help="the token that ends a document, where it is not a well-known one"
-    )
+    p.add_argument("--tokenizer", metavar="SPEC", help="byte (default) | path of a tokenizer.json | hf:NAME (from the hub)")
+    p.add_argument("--eot", metavar="TOKEN", help="the token that ends a document, where it is not a well-known one")
     p.add_argument(
         "--text-key",
-        default="text",
         metavar="KEY[,KEY]",
         help="JSON key or Parquet column of the text (default: text); several are joined by --separator",
     )
     p.add_argument(
         "--separator",
         type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
-        default="\n\n",
         metavar="TEXT",
         help=r"what stands between the texts of several keys; \n and \t are understood (default: a blank line, \n\n)",
     )
@@ -77,28 +72,29 @@ def parser() -> argparse.ArgumentParser:
         help="rows are conversations: messages, conversations, prompt with completion or response, instruction and output",
     )
     p.add_argument(
+        "--preference",
+        action="store_true",
+        help="rows are pairs for loss.name=dpo: prompt, chosen, rejected; with --chat lists of messages",
+    )
+    p.add_argument(
         "--chat-template",
-        default="",
         metavar="FILE",
         help="the Jinja template that writes them (default: the tokenizer's own)",
     )
     p.add_argument(
         "--loss",
         choices=LOSSES,
-        default=LOSSES[0],
         help="tokens of a conversation that count in the loss: of the assistant's turns (default), all, of its last turn",
     )
     p.add_argument(
         "--format",
         choices=FORMATS,
-        default="auto",
         help="auto: .jsonl .ndjson a document a line, .parquet a document a row, all else a document a file; .gz .bz2 .xz .zst "
         "are unpacked",
     )
     p.add_argument(
         "--validation",
         type=float,
-        default=0.0,
         metavar="F",
         help="put this part of the documents into NAME.val.tok (default 0)",
     )
@@ -107,85 +103,95 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--processes",
         type=int,
-        default=0,
         metavar="N",
-        help="how many to work with (default: one a core); the file is the same",
+        help="number of processes that tokenize (default: one a core); the file is the same",
     )
     p.add_argument(
         "--shard-mb",
         type=float,
-        default=SHARD_MB,
         metavar="MB",
-        help=f"input that a process takes at a time, and that is lost where a run is cut off (default {SHARD_MB})",
+        help=f"input of a part, which an interrupted run makes again if it was not finished (default {SHARD_MB})",
     )
     v = commands.add_parser("verify", help="read token files whole and check them", description="Exit code 0: all are intact.")
     v.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    s = commands.add_parser("show", help="the header and the first documents of a token file")
+    s = commands.add_parser("show", help="figures and the first documents of a token file")
     s.add_argument("file", type=Path, metavar="FILE")
     s.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show the start of (default 2)")
-    m = commands.add_parser(
-        "mix",
-        help="write a mixture: token files with weights, and what they hold now",
-        description="data.source=NAME.mix reads it. A file that no longer holds what it held when the mixture was written is "
-        "refused.",
+    s.add_argument(
+        "--seq-len", type=int, default=0, metavar="T", help="also how full the rows of training are with this data.seq_len"
     )
-    m.add_argument("files", nargs="+", metavar="FILE.tok[=WEIGHT]", help="token files made with the same tokenizer")
-    m.add_argument("--output", type=Path, required=True, metavar="NAME.mix", help="the mixture to write")
-    m.add_argument(
-        "--by",
-        choices=("weight", "tokens"),
-        default="weight",
-        help="tokens: in proportion to what the files hold, times a weight where one is given",
-    )
-    m.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="weights to the power 1/T: above 1 nearer to each other"
-    )
-    m.add_argument(
-        "--tokens", type=float, default=0.0, metavar="N", help="count the epochs in N tokens, 10e9 say (default: all there are)"
-    )
-    m.add_argument("--force", action="store_true", help="replace an existing mixture")
-    c = commands.add_parser("stats", help="documents, lengths, packing, duplicates of token files; some documents")
-    c.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    c.add_argument("--seq-len", type=int, default=4096, metavar="T", help="data.seq_len to pack for (default 4096)")
-    c.add_argument("--max-segments", type=int, default=0, metavar="M", help="data.max_segments (default: 0, at most 32)")
-    c.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show the start of (default 3)")
-    c.add_argument("--json", action="store_true", help="figures as JSON, one object a file and line")
-    b = commands.add_parser("bench", help="batches per second from a token file in the page cache, on one core")
-    b.add_argument("--batch", type=int, default=8, metavar="B", help="sequences in a batch (default 8)")
-    b.add_argument("--seq-len", type=int, default=4096, metavar="T", help="tokens in a sequence (default 4096)")
-    b.add_argument("--seconds", type=float, default=3.0, metavar="S", help="how long to measure (default 3)")
+    s.add_argument("--max-segments", type=int, default=0, metavar="M", help="data.max_segments (default: 0, at most 32)")
     return top
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def describe(path: Path, header: dict) -> str:
     tokenizer = header["tokenizer"]
+    pairs = " in pairs" if header["made"].get(tokenfile.PAIRS) else ""
     return (
-        f"{path}: {header['tokens']:,} tokens ({header['dtype'].replace('<u2', 'uint16').replace('<u4', 'uint32')}), "
-        f"{header['documents']:,} documents, {header['source_bytes']:,} bytes of text, "
+        f"{path}: {counted(header['tokens'], 'token')} ({header['dtype'].replace('<u2', 'uint16').replace('<u4', 'uint32')}), "
+        f"{counted(header['documents'], 'document')}{pairs}, {header['source_bytes']:,} bytes of text, "
         f"tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids, sha256 {tokenizer['sha256'][:12]})"
     )
 
 
+def counted_tokens(header: dict) -> str:
+    tokens = header["loss"]["tokens"]
+    return f"{tokens:,} tokens ({tokens / max(1, header['tokens']):.2%}) count in the loss"
+
+
+def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) -> Iterator[str]:
+    """Yield what is in the rows that training reads with data.packing=documents. Makes all of them."""
+    windows = open_windows(file, seq_len, max_segments, Data().seed)
+    if not windows.windows:
+        yield f"packed into rows of {seq_len:,}: no row"
+        return
+    counted = segments = full = 0
+    step = max(1, ROW_TOKENS // seq_len)
+    for first in range(0, windows.windows, step):
+        batch = make_batch(*windows.rows(np.arange(first, min(first + step, windows.windows))), True, max_segments)
+        counted += np.count_nonzero(batch["weights"])
+        segments += batch["segments"].max(axis=1).sum()
+        full += np.count_nonzero(batch["segments"])
+    rows, total = windows.windows, windows.windows * seq_len
+    of = f"{rows:,} rows, {segments / rows:.2f} documents a row, {counted / total:.2%} of the targets count"
+    if not isinstance(windows, PackedRows):
+        masked = f"{1 - full / total:.2%} of the tokens masked beyond {max_segments} documents"
+        yield f"packed into rows of {seq_len:,}: {of}, {masked}"
+        return
+    most = f"{max_segments // 2} pairs" if file.pairs else f"{max_segments} conversations"
+    yield f"packed into rows of {seq_len:,}: {of}, rows are {full / total:.2%} full (at most {most} each)"
+    if isinstance(windows, PairRows):
+        yield f"pairs of more than {seq_len + 1:,} tokens, which are left out: {windows.left_out:,}"
+    else:
+        lost = f"{windows.truncated:,}, which lose {windows.truncated_tokens:,} tokens"
+        yield f"conversations cut to fit {seq_len + 1:,} tokens: {lost}"
+
+
 def run_prepare(args: argparse.Namespace) -> int:
-    keys = ("tokenizer", "eot", "text_key", "separator", "format", "chat", "chat_template", "loss", "validation")
-    keys += ("skip_bad_lines", "force", "processes", "shard_mb")
-    headers = prepare(args.input, args.output, **{k: getattr(args, k) for k in keys})
+    given = {key: value for key, value in vars(args).items() if key not in ("command", "input", "output")}
+    for key in ("text_key", "separator"):
+        if key in given and ("chat" in given or "preference" in given):
+            kind, option = ("--chat" if "chat" in given else "--preference"), f"--{key.replace('_', '-')}"
+            raise PrepareError(f"{option} = {given[key]!r}: {kind} does not use it. Fix: leave {option} out")
+    headers = prepare(args.input, args.output, **{"processes": 0, **given})
     for path, header in zip((args.output, validation_path(args.output)), headers, strict=False):
         print(describe(path, header))
+        if header["loss"]:
+            print(f"{path}: {counted_tokens(header)}")
     return 0
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    for path in (file.expanduser() for file in args.files):
+        if not path.is_file():
+            raise PrepareError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
     damaged = False
-    files = [(path, mixture.verify(path) if path.suffix == mixture.SUFFIX else None) for path in args.files]
-    for path, wrong in files:
-        if wrong is not None:
-            damaged |= bool(wrong)
-            names = "" if wrong else ", ".join(str(entry["path"]) for entry in mixture.read(path))
-            for line in wrong or [f"{path}: its files are intact, and hold what they held when it was written: {names}"]:
-                print(line)
-            continue
-        faults = verify(path)
+    for path in args.files:
+        faults = tokenfile.verify(path)
         damaged |= bool(faults)
         for fault in faults or [f"{describe(path, tokenfile.TokenFile.open(path).header)}: intact"]:
             print(fault)
@@ -193,7 +199,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
-    """Tokens as text (as ids without a tokenizer); what does not count in the loss stands between ⟦ and ⟧."""
+    """Return tokens as text (as ids without a tokenizer), those that do not count in the loss between ⟦ and ⟧."""
 
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
@@ -209,7 +215,7 @@ def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokeniz
 
 
 def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None, str]:
-    """The tokenizer that made the file, or None and why it is not here."""
+    """Return the tokenizer that made the file, or None and the reason why it cannot be loaded."""
     recorded = file.header["tokenizer"]
     try:
         tokenizer = tokenizers.load_tokenizer(recorded["name"])
@@ -222,93 +228,44 @@ def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None
 
 def show_document(file: tokenfile.TokenFile, i: int, tokenizer: tokenizers.Tokenizer | None) -> None:
     first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
-    print(f"--- document {i}: tokens {first:,} to {last:,}")
+    pair = f", {('chosen', 'rejected')[i % 2]} of pair {i // 2}" if file.pairs else ""
+    print(f"--- document {i}{pair}: tokens {first:,} to {last:,}")
     print(written(file, first, min(last, first + 200), tokenizer))
 
 
 def run_show(args: argparse.Namespace) -> int:
+    for name in ("seq_len", "max_segments", "documents"):
+        if (value := getattr(args, name)) < 0:
+            raise PrepareError(f"--{name.replace('_', '-')} = {value}: must be at least 0. Fix: leave it out")
     file = tokenfile.TokenFile.open(args.file)
-    header = file.header
-    print(describe(args.file, header))
-    print("made from: " + ", ".join(header["sources"]))
-    if header["loss"]:
-        print(f"{header['loss']['tokens']:,} tokens count in the loss; the others stand between ⟦ and ⟧")
+    if file.pairs and args.max_segments == 1:
+        rule = "the two members of a pair are documents of one sequence"
+        raise PrepareError(f"--max-segments = 1: {rule}. Fix: give 2 or more, or leave it out")
+    print(describe(args.file, file.header))
+    print("made from: " + ", ".join(file.header["sources"]))
+    if file.header["loss"]:
+        print(f"{counted_tokens(file.header)}; the others are shown between ⟦ and ⟧")
+    if count := file.header["documents"]:
+        sizes = np.percentile(np.diff(file.doc_offsets[:]), PERCENTILES, method="inverted_cdf").tolist()
+        shown = ", ".join(f"{p}%: {size:,}" for p, size in zip(PERCENTILES, sizes, strict=True))
+        print(f"document length in tokens: mean {file.header['tokens'] / count:,.1f}; percentiles {shown}")
+    if args.seq_len:
+        print(*rows_in_words(file, args.seq_len, Data(max_segments=args.max_segments).most_documents), sep="\n")
     tokenizer, note = tokenizer_of(file)
     if note:
         print(note)
-    for i in range(min(args.documents, header["documents"])):
+    for i in range(min(args.documents, file.header["documents"])):
         show_document(file, i, tokenizer)
     return 0
 
 
-def run_mix(args: argparse.Namespace) -> int:
-    named: list[tuple[str, float | None]] = []
-    for item in args.files:
-        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
-        try:
-            named.append((path if given else item, float(text) if given else None))
-        except ValueError:
-            raise mixture.MixtureError(f"{item}: a weight is a number above 0, as in {path}=0.5") from None
-    if args.output.exists() and not args.force:
-        raise mixture.MixtureError(f"--output={args.output}: exists. Choose another name, or replace it with --force.")
-    if not 0 <= args.tokens < math.inf:
-        raise mixture.MixtureError(f"--tokens={args.tokens}: is a count of tokens")
-    weighed = mixture.weigh(named, args.by, args.temperature)
-    mixture.write(args.output, weighed)
-    tokens = int(args.tokens) or sum(file.header["tokens"] for file, _ in weighed)
-    print(f"{'weight':>10} {'tokens':>18} {'epochs':>10}   in {tokens:,} tokens")
-    for path, held, weight, epochs in mixture.table(weighed, tokens):
-        print(f"{weight:10.4f} {held:18,} {epochs:10.3f}   {path}")
-    return 0
-
-
-def run_stats(args: argparse.Namespace) -> int:
-    for name, least in (("seq_len", 1), ("max_segments", 0)):
-        if getattr(args, name) < least:
-            raise PrepareError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be at least {least}")
-    from jaxtrain.data import stats
-
-    for path in args.files:
-        found = stats.stats(path, args.seq_len, Data(max_segments=args.max_segments).most_documents)
-        if args.json:
-            print(json.dumps(found))
-            continue
-        file = tokenfile.TokenFile.open(path)
-        print(describe(path, file.header))
-        print("\n".join(stats.lines(found)))
-        tokenizer, note = tokenizer_of(file)
-        if note:
-            print(note)
-        for i in stats.sample(file, args.documents):
-            show_document(file, i, tokenizer)
-    return 0
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    for name in ("batch", "seq_len", "seconds"):
-        if getattr(args, name) <= 0:
-            raise PrepareError(f"--{name.replace('_', '-')}={getattr(args, name)}: must be above 0")
-    from jaxtrain.data.bench import bench
-
-    result = bench(args.batch, args.seq_len, args.seconds)
-    print(
-        f"{result['tokens_per_s'] / 1e6:,.0f} million tokens/s at {args.batch} x {args.seq_len} on one thread, no prefetch "
-        f"({result['batch_us']:,.0f} us a batch; {result['tokens_per_cpu_s'] / 1e6:,.0f} million per second of CPU time; "
-        f"opened in {result['open_s']:.2f} s)"
-    )
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0; 1 damaged file, failing disk or process; 2 wrong command or input; 130 Ctrl-C. Only 0 means written."""
+    """Return the exit code: 0; 1 damaged file, failing disk or process; 2 wrong command or input; 130 Ctrl-C."""
     args = parser().parse_args(argv)
     command = {
         "prepare": run_prepare,
         "verify": run_verify,
         "show": run_show,
-        "mix": run_mix,
-        "stats": run_stats,
-        "bench": run_bench,
     }[args.command]
 
     def act() -> int:
@@ -322,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {e}", file=sys.stderr)
             return FAILED
 
-    return run_action(act, (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError, mixture.MixtureError))
+    return run_action(act, (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""What a token file is read through: bytes that have just matched their checksums, of a file that is still the one opened.
+"""Reads of a token file: through a memory map, each block compared with its checksum when it is first used.
 
-Everything is read by pread, and nothing through a memory map: of a file that is cut off under a running job, a map ends the
-process with SIGBUS, and pread comes back short, which can be said. A checksum is taken at every read and not at the first
-alone, so damage that comes later (a rewritten file, a bad page of memory) is seen too; blocks are small, so that a row of a
-batch costs little more than its own bytes.
+The first read of a block is a pread: if the disk fails or the file was cut off, pread returns an error, and a map ends the
+process with SIGBUS. Later reads of the block use the map alone. Before each batch `OpenFile.look` compares the file's size and
+time of change with those at the start.
 """
 
+import mmap
 import os
-import time
 import weakref
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,207 +16,151 @@ import numpy as np
 
 from jaxtrain.commands import spelled
 
-LOOK_SECONDS = 1.0  # between two looks at a path: on a network file system a look may be a request
-SPAN = 4 << 20  # bytes read together where all of a file is read
+SPAN = 4 << 20  # bytes read at a time
 
 
 class TokenFileError(ValueError):
     """A token file that is damaged, cut off, changed while it was read, or no token file; the message names it."""
 
 
-def remedy(path: Path, copied: bool = False) -> str:
-    """How a file that is of no use is replaced. `copied`: a whole one may be elsewhere."""
+def remedy(path: Path) -> str:
+    """Return how to replace a file that cannot be used."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
-    again = spelled("ake it again with: python -m jaxtrain.data prepare")
-    return f"Copy it again from where it is whole, or m{again}" if copied else f"M{again}"
+    return spelled("Copy it again from where it is intact, or make it again with: python -m jaxtrain.data prepare")
 
 
 class OpenFile:
-    """A file open for reading, with what it was then: device, inode, size in bytes, time of change. Closed with the object."""
+    """A file open for reading, with its size in bytes and its time of change when it was opened."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._fd).atexit = False  # a thread may be reading still
-        self._was = os.fstat(self._fd)
-        self.size = self._was.st_size
-        self._looked = time.monotonic()
+        self.fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.fd).atexit = False  # a thread may still be reading
+        was = os.fstat(self.fd)
+        self.size, self._mtime_ns = was.st_size, was.st_mtime_ns
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes start..stop-1, all of them. Raises TokenFileError."""
+        """Return all of bytes start..stop-1. Raises TokenFileError."""
         try:
-            data = os.pread(self._fd, stop - start, start)
-            while len(data) < stop - start:  # at the end of the file, or above 2 GiB, which Linux gives at a time
-                more = os.pread(self._fd, stop - start - len(data), start + len(data))
+            data = os.pread(self.fd, stop - start, start)
+            while len(data) < stop - start:  # at the end of the file, or above 2 GiB, which Linux returns at a time
+                more = os.pread(self.fd, stop - start - len(data), start + len(data))
                 if not more:
                     break
                 data += more
         except OSError as e:
-            again = (
-                "Is its file system there, and its disk sound? A run that is started again goes on from its last checkpoint."
-            )
+            again = "Check its file system and its disk. A run that is started again resumes from its last checkpoint."
             raise self.refuse(f"bytes {start:,} to {stop:,} cannot be read ({e.strerror})", again) from e
         if len(data) < stop - start:
-            what = f"bytes {start + len(data):,} to {stop:,} are missing"
-            raise self.refuse(what, remedy(self.path, copied=True))
+            missing = f"bytes {start + len(data):,} to {stop:,} are missing"
+            raise self.refuse(missing, remedy(self.path))
         return data
 
-    def look_at_times(self) -> None:
-        """`look`, where the last one is LOOK_SECONDS ago."""
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self.look()
-
     def look(self) -> None:
-        """Raises TokenFileError where the path does not lead to the file that was opened, as it was then.
+        """Raise TokenFileError if another program has changed the file since it was opened.
 
-        Of a file that was deleted or renamed over, the old one is still what is read here: but a run that is started again
-        would find another one, or none.
+        A file that was deleted or renamed over still has its contents here.
         """
         if self.changed():
-            raise self.refuse("is not the file that was opened")
-        self._looked = time.monotonic()
+            raise self.refuse("is not what it was")
 
     def changed(self) -> str:
-        """What has become of the path since it was opened; empty where nothing has."""
-        was = self._was
-        try:
-            now = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return "was deleted, or renamed,"
-        except OSError as e:
-            return f"can no longer be looked at ({e.strerror})"
-        if (now.st_dev, now.st_ino) != (was.st_dev, was.st_ino):
-            return "was replaced by another"
-        if now.st_size != was.st_size:
-            how = "cut off" if now.st_size < was.st_size else "added to"
-            return f"was {how} ({was.st_size:,} bytes, now {now.st_size:,})"
-        return "was written to" if now.st_mtime_ns != was.st_mtime_ns else ""
+        """Return how the open file differs from what it was when it was opened; empty if it does not."""
+        now = os.fstat(self.fd)
+        if now.st_size != self.size:
+            how = "cut off" if now.st_size < self.size else "added to"
+            return f"was {how} ({self.size:,} bytes, now {now.st_size:,})"
+        return "was written to" if now.st_mtime_ns != self._mtime_ns else ""
 
-    def refuse(self, what: str, otherwise: str = "") -> TokenFileError:
-        """`what` is wrong: because the file was changed, if it was, or with `otherwise` for a way out."""
+    def refuse(self, fault: str, otherwise: str = "") -> TokenFileError:
+        """Return the error for a fault. Its remedy is `otherwise`, unless the file was changed."""
         if not (how := self.changed()):
-            return TokenFileError(f"{self.path}: {what}. {otherwise}")
+            return TokenFileError(f"{self.path}: {fault}. {otherwise}")
         return TokenFileError(
-            f"{self.path}: {what}: the file {how} while it was being read. Nothing that differs from what it held when it was "
-            "opened has been used. Put that file back, and start the run again: it goes on from its last checkpoint. With "
-            "another file in its place it would go on with other data, and warn of it."
+            f"{self.path}: {fault}: the file {how} while it was being read. Nothing that differs from its contents when it was "
+            "opened has been used. Put that file back, and start the run again: it resumes from its last checkpoint."
         )
 
 
 class Blocks:
-    """Bytes `begin` to `end` of a file, which give none that do not match their checksum at that moment.
+    """Bytes `begin` to `end` of a file, memory-mapped. Before use they are compared with the checksums of their blocks.
 
-    Block k is the bytes from k * `block_bytes` on, the first without what lies before `begin`. At `end` begins a table, the
-    crc32 of each block as uint32, and `table_crc32` are the checksums of the table itself, one for each `block_bytes` of it.
-    `lies(start, stop)` says what the bytes are, for messages.
+    Block k is the bytes from k * `block_bytes` on; the first one lacks the bytes before `begin`. `crc32_K` are their checksums.
     """
 
-    def __init__(
-        self,
-        file: OpenFile,
-        begin: int,
-        end: int,
-        block_bytes: int,
-        table_crc32: list[int],
-        lies: Callable[[int, int], str],
-    ):
+    def __init__(self, file: OpenFile, begin: int, end: int, block_bytes: int, crc32_K: np.ndarray):
         self.file = file
         self.begin, self.end, self.block_bytes = begin, end, block_bytes
-        self.count = -(-end // block_bytes)
-        self._lies = lies
-        self._table_crc32 = table_crc32
-        # Of the table, what was read and checked once: a copy of this process's own, which nothing outside can change.
-        self._sums = np.empty(self.count, "<u4")
-        self._read = bytearray(len(table_crc32))
+        self.count = len(crc32_K)
+        self._crc32_K = crc32_K
+        self.map = mmap.mmap(file.fd, end, access=mmap.ACCESS_READ)
+        # Rows are read in random order: without this, the kernel reads megabytes around every page.
+        self.map.madvise(mmap.MADV_RANDOM)
+        self._new = bytearray(b"\1") * self.count  # 1: not compared yet
+        self._new_K = np.frombuffer(self._new, np.uint8)
 
-    def start(self, block: int) -> int:
-        """Where a block begins; of `count`, where the last one ends."""
-        return min(max(block * self.block_bytes, self.begin), self.end)
+    def check(self, start: int, stop: int) -> None:
+        """Compare the blocks of bytes start..stop-1 that were not compared before. Raises TokenFileError at the first fault."""
+        first, last = start // self.block_bytes, -(-stop // self.block_bytes)
+        while (first := self._new.find(1, first, last)) >= 0:
+            end = self._new.find(0, first, last)
+            end = min(last if end < 0 else end, first + SPAN // self.block_bytes)
+            if bad := self._differing(first, end):
+                see = spelled(f"See all that is damaged with: python -m jaxtrain.data verify {self.file.path}")
+                fix = f"Nothing of it has been used. {see}. {remedy(self.file.path)}"
+                raise self.file.refuse(f"{self.name(bad[0], bad[0] + 1)} does not match its checksum", fix)
+            self._new[first:end] = bytes(end - first)
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes start..stop-1. Raises TokenFileError, which names the first block that is damaged."""
-        if start >= stop:
-            return memoryview(b"")
-        first, last = start // self.block_bytes, (stop - 1) // self.block_bytes + 1
-        origin = self.start(first)
-        data = memoryview(self.file.read(origin, self.start(last)))
-        if bad := self._differing(first, last, data):
-            raise self._refuse(f"{self.name(bad[0])} does not match its checksum")
-        return data[start - origin : stop - origin]
-
-    def name(self, first: int, last: int | None = None) -> str:
-        """Blocks first..last-1 (just the first where no last is given) in words."""
-        last = first + 1 if last is None else last
-        start, stop = self.start(first), self.start(last)
-        blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
-        return f"{blocks} (bytes {start:,} to {stop:,}: {self._lies(start, stop)})"
+    def check_rows(self, start_R: np.ndarray, size: int) -> None:
+        """`check` of `size` bytes from each of many starts, without a loop over those that were compared before."""
+        first_R, last_R = start_R // self.block_bytes, (start_R + size - 1) // self.block_bytes
+        most = int((last_R - first_R).max(initial=0)) + 1
+        block_RK = np.minimum(first_R[:, None] + np.arange(most), last_R[:, None])
+        if self._new_K[block_RK].any():
+            for first, last in zip(first_R.tolist(), last_R.tolist(), strict=True):
+                self.check(first * self.block_bytes, (last + 1) * self.block_bytes)
 
     def faults(self) -> list[str]:
-        """Reads all; every run of damaged blocks in words. Raises TokenFileError where the file cannot be read."""
-        unknown = {part for part in range(len(self._table_crc32)) if not self._load(part)}
-        bad = []
-        step = min(SPAN, self.block_bytes**2 // 4) // self.block_bytes  # within a part of the table
-        for first in range(0, self.count, step):
-            last = min(first + step, self.count)
-            if self._part(first) not in unknown:
-                bad += self._differing(first, last, memoryview(self.file.read(self.start(first), self.start(last))))
-        found = [f"{self._table_name(part)} do not match theirs" for part in sorted(unknown)]
+        """Read everything. Return each run of damaged blocks in words. Raises TokenFileError if the file cannot be read."""
+        step = SPAN // self.block_bytes
+        bad = [k for first in range(0, self.count, step) for k in self._differing(first, min(first + step, self.count))]
+        found = []
         for run in np.split(np.asarray(bad, np.int64), np.flatnonzero(np.diff(bad) != 1) + 1) if bad else ():
-            first, last = int(run[0]), int(run[-1]) + 1
             do = "does not match its checksum" if len(run) == 1 else "do not match their checksums"
-            found.append(f"{self.name(first, last)} {do}")
+            found.append(f"{self.name(int(run[0]), int(run[-1]) + 1)} {do}")
         return found
 
-    def _differing(self, first: int, last: int, data: memoryview) -> list[int]:
-        """Which of the blocks first..last-1, whose bytes are `data`, are not what they were."""
-        for part in range(self._part(first), self._part(last - 1) + 1):
-            if not self._read[part] and not self._load(part):
-                raise self._refuse(f"{self._table_name(part)} do not match theirs")
-        bad, at = [], 0
-        skipped = self.start(first) - first * self.block_bytes  # of the first block, what lies before `begin`
-        for block, checksum in enumerate(self._sums[first:last].tolist(), first):
-            stop = (block + 1 - first) * self.block_bytes - skipped
+    def name(self, first: int, last: int) -> str:
+        """Return blocks first..last-1 in words."""
+        blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
+        return f"{blocks} (bytes {self._start(first):,} to {self._start(last):,})"
+
+    def _start(self, block: int) -> int:
+        """Return the first byte of a block; of block `count`, the end."""
+        return min(max(block * self.block_bytes, self.begin), self.end)
+
+    def _differing(self, first: int, last: int) -> list[int]:
+        """Read blocks first..last-1. Return those that do not match their checksums."""
+        origin = self._start(first)
+        data, at, bad = memoryview(self.file.read(origin, self._start(last))), 0, []
+        for block, checksum in enumerate(self._crc32_K[first:last].tolist(), first):
+            stop = self._start(block + 1) - origin
             if zlib.crc32(data[at:stop]) != checksum:
                 bad.append(block)
             at = stop
         return bad
 
-    def _part(self, block: int) -> int:
-        """The part of the table in which the checksum of a block is."""
-        return block * 4 // self.block_bytes
-
-    def _load(self, part: int) -> bool:
-        """Reads a part of the table. Whether it is what the header says."""
-        first = part * self.block_bytes // 4
-        last = min((part + 1) * self.block_bytes // 4, self.count)
-        data = self.file.read(self.end + 4 * first, self.end + 4 * last)
-        if zlib.crc32(data) != self._table_crc32[part]:
-            return False
-        self._sums[first:last] = np.frombuffer(data, "<u4")
-        self._read[part] = True  # after what it stands for: another thread may look
-        return True
-
-    def _table_name(self, part: int) -> str:
-        first = part * self.block_bytes // 4
-        last = min((part + 1) * self.block_bytes // 4, self.count)
-        where = f"(bytes {self.end + 4 * first:,} to {self.end + 4 * last:,})"
-        return f"the checksums of blocks {first} to {last - 1} {where}"
-
-    def _refuse(self, what: str) -> TokenFileError:
-        path = self.file.path
-        see = spelled(f"See all that is damaged with: python -m jaxtrain.data verify {path}")
-        return self.file.refuse(what, f"Nothing of it has been used. {see}. {remedy(path, copied=True)}")
-
 
 class Column:
-    """One array of a token file, on the disk: a slice of it is read and checked (TokenFileError), and comes as an ndarray."""
+    """One array of a token file. A slice is a read-only view of the map, after a check of its blocks (TokenFileError)."""
 
     def __init__(self, blocks: Blocks, dtype: Any, begin: int, size: int):
-        """`size` elements from byte `begin` on."""
+        """`size` elements from byte `begin` on. `unchecked`: all of them, for a caller that has checked what it reads."""
         self.blocks = blocks
         self.dtype = np.dtype(dtype)
         self.begin, self.size = begin, size
+        self.unchecked = np.frombuffer(blocks.map, self.dtype, size, begin)
 
     def __len__(self) -> int:
         return self.size
@@ -230,17 +172,11 @@ class Column:
         first, last, step = key.indices(self.size)
         if step != 1:
             raise IndexError(f"{self.blocks.file.path}: is read in slices of step 1, not {step}")
-        width = self.dtype.itemsize
-        return np.frombuffer(self.blocks.read(self.begin + first * width, self.begin + last * width), self.dtype)
+        if first < last:
+            width = self.dtype.itemsize
+            self.blocks.check(self.begin + first * width, self.begin + last * width)
+        return self.unchecked[first:last]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it, in memory."""
-        if copy is False:
-            raise ValueError(f"{self.blocks.file.path}: is on the disk, and becomes an array only as a copy")
-        return self[:].astype(dtype or self.dtype, copy=bool(copy))
-
-    def block_borders(self) -> np.ndarray:
-        """Numbers of the elements that begin a block, with 0 before them and `size` behind."""
-        width, block = self.dtype.itemsize, self.blocks.block_bytes
-        lead = (-self.begin % block or block) // width
-        return np.asarray([0, *range(lead, self.size, block // width), self.size])
+        """Return all of it, in memory."""
+        return self[:].astype(dtype or self.dtype)

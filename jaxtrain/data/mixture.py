@@ -1,130 +1,274 @@
-"""Mixture files (`NAME.mix`): token files with their weights, and what they held when the mixture was written.
+"""Mixtures: which source each row of a run is read from, by the weights of its sources.
 
-JSON: {"format": "jaxtrain mixture", "version": 1, "files": [{"path", "weight", "tokens", "content_sha256"}, ...]}; paths are
-relative to the file's folder, weights sum to 1.
+The weights are constant over a phase of a run. A phase begins with the run, at a step of `data.source_schedule`, or where a
+resumed run has other weights. Each source continues through all phases: its rows are read in its own order, none twice within
+an epoch and none left out. So a row is a function of its number and the phases alone.
 """
 
-import json
+import dataclasses
 import math
-import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.commands import spelled
-from jaxtrain.data.tokenfile import TokenFile, TokenFileError
-from jaxtrain.data.verify import verify as verify_file
+import numpy as np
 
-FORMAT = "jaxtrain mixture"
-VERSION = 1
-SUFFIX = ".mix"
+from jaxtrain.config import Problem
+
+WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that counting is exact in integers
 
 
-class MixtureError(ValueError):
-    """A mixture that cannot be written or read; the message names it."""
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A token file as data.source names it."""
+
+    path: str
+    weight: float | None  # None if none is given
 
 
-def weigh(named: list[tuple[str, float | None]], by: str, temperature: float) -> list[tuple[TokenFile, float]]:
-    """The files, opened, with weights that sum to 1. Raises MixtureError, TokenFileError or FileNotFoundError.
+def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], list[Problem]]:
+    """Parse `a.tok=0.7,b.tok=0.3`: return the files, and the problems found.
 
-    `by` "weight": those that are given; "tokens": in proportion to each file's tokens, times a weight where one is given.
-    `temperature` T raises them to the power 1/T (Arivazhagan et al. 2019, arXiv:1907.05019): 1 leaves them as they are, more
-    brings them nearer to each other.
+    Either each of several files has a weight, or none has: the weights are then in proportion to the tokens of the files.
     """
-    if not 0 < temperature < math.inf:
-        raise MixtureError(f"--temperature={temperature}: is a number above 0; 1 leaves the weights as they are")
-    found: list[tuple[TokenFile, float]] = []
-    for path, weight in named:
-        if by == "weight" and weight is None:
-            raise MixtureError(f"{path}: has no weight. Write {path}=0.5, for example, or give --by=tokens.")
-        if weight is not None and not 0 < weight < math.inf:
-            raise MixtureError(f"{path}={weight}: a weight is a number above 0")
-        file = TokenFile.open(path)
-        if any(os.path.samefile(file.path, other.path) for other, _ in found):
-            raise MixtureError(f"{path}: is named twice; add up its weights")
-        share = (1.0 if weight is None else weight) * (file.header["tokens"] if by == "tokens" else 1)
-        if not share:
-            raise MixtureError(f"{path}: holds no tokens")
-        found.append((file, share))
-    if len({file.header["tokenizer"]["sha256"] for file, _ in found}) > 1:
-        listed = "; ".join(f"{file.path}: {file.header['tokenizer']['name']}" for file, _ in found)
-        raise MixtureError(f"the files were made with several tokenizers ({listed})")
-    logs = [math.log(share) / temperature for _, share in found]
-    powers = [math.exp(log - max(logs)) for log in logs]
-    return [(file, power / math.fsum(powers)) for (file, _), power in zip(found, powers, strict=True)]
-
-
-def write(output: Path, weighed: list[tuple[TokenFile, float]]) -> None:
-    """Appears under its name when it is whole. Raises MixtureError."""
-    if output.suffix != SUFFIX:
-        raise MixtureError(f"--output={output}: the name of a mixture ends in {SUFFIX}")
-    folder = output.parent.resolve()
-    files = [
-        {
-            "path": os.path.relpath(file.path.resolve(), folder),
-            "weight": weight,
-            "tokens": file.header["tokens"],
-            "content_sha256": file.header["content_sha256"],
-        }
-        for file, weight in weighed
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f"{output.name}.{os.getpid()}")
-    part.write_text(json.dumps({"format": FORMAT, "version": VERSION, "files": files}, indent=1) + "\n")
-    part.replace(output)
-
-
-def read(path: Path | str) -> list[dict[str, Any]]:
-    """`path` (as it can be opened from here), `weight`, `tokens` and `content_sha256` of each file.
-
-    Raises MixtureError or FileNotFoundError.
-    """
-    path = Path(path).expanduser()
-    try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise MixtureError(f'{path}: is not a mixture (no "format": "{FORMAT}")')
-        if found["version"] != VERSION:
-            raise MixtureError(f"{path}: version {found['version']} of the format; this program reads version {VERSION}")
-        files = [{**entry, "path": os.path.normpath(path.parent / entry["path"])} for entry in found["files"]]
-        for entry in files:
-            if not (0 < entry["weight"] < math.inf and isinstance(entry["content_sha256"], str) and entry["tokens"] > 0):
-                raise MixtureError(f"{path}: {entry['path']}: weight {entry['weight']} is not a number above 0")
-        if not files:
-            raise MixtureError(f"{path}: names no files")
-    except (KeyError, TypeError, ValueError) as e:
-        if isinstance(e, MixtureError):
-            raise
-        raise MixtureError(f"{path}: is not a whole mixture ({type(e).__name__}: {e}). Write it again with: mix") from e
-    return files
-
-
-def open_checked(mixture: Path | str, entry: dict[str, Any]) -> TokenFile:
-    """A file of a mixture, if it holds what it held then. Raises MixtureError, TokenFileError or FileNotFoundError."""
-    file = TokenFile.open(entry["path"])
-    if file.header["content_sha256"] != entry["content_sha256"]:
-        raise MixtureError(
-            f"{entry['path']}: is not the file that {mixture} was written for ({file.header['tokens']:,} tokens, then "
-            f"{entry['tokens']:,}; the content differs). Write the mixture again with: {spelled('python -m jaxtrain.data mix')}"
-        )
-    return file
-
-
-def table(weighed: list[tuple[TokenFile, float]], tokens: int) -> list[tuple[str, int, float, float]]:
-    """(path, tokens, weight, epochs in `tokens` tokens of the mixture) of each file."""
-    return [(str(f.path), f.header["tokens"], weight, tokens * weight / f.header["tokens"]) for f, weight in weighed]
-
-
-def verify(path: Path | str) -> list[str]:
-    """What is wrong with the mixture and with its files, a line each. Reads all of them."""
-    faults = []
-    try:
-        entries = read(path)
-    except (MixtureError, OSError) as e:
-        return [str(e)]
-    for entry in entries:
+    files, problems = [], []
+    for item in filter(None, (part.strip() for part in source.split(","))):
+        if re.search(r"\.tok[=0-9.]*[\s;]", item) and not Path(item).expanduser().exists():
+            fix = f"Write {','.join(re.split(r'[\s;]+', item))}."
+            problems.append(Problem(key, item, "names several files, which a comma separates", fix))
+            continue
+        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
+        if not given:
+            files.append(Named(item, None))
+            continue
         try:
-            open_checked(path, entry)
-            faults += verify_file(entry["path"])
-        except (MixtureError, TokenFileError, OSError) as e:
-            faults.append(str(e))
-    return faults
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not (0 < weight < math.inf):
+            problems.append(Problem(key, item, "a weight is a number above 0", f"Write {path}=0.5, for example."))
+        files.append(Named(path, weight))
+    if not files and not problems:
+        problems.append(Problem(key, source, "names no data", "Set stdlib, synthetic, or token files."))
+    if len({file.weight is None for file in files}) > 1:
+        without = next(file.path for file in files if file.weight is None)
+        rule = "has no weight, and other files have one"
+        problems.append(Problem(key, without, rule, f"Write {without}=0.5, for example, or leave out all weights."))
+    for k, file in enumerate(files):
+        if any(identity(file.path) == identity(other.path) for other in files[:k]):
+            problems.append(Problem(key, file.path, "is named twice", "Name it once, with the sum of its weights."))
+    return files, problems
+
+
+def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[Problem]]:
+    """Parse `8000: a.tok=0.4,b.tok=0.6; 9000: ...`: return (steps done before it, files) of each phase, and the problems."""
+    key = "data.source_schedule"
+    phases: list[tuple[int, list[Named]]] = []
+    problems = []
+    for item in filter(None, (part.strip() for part in schedule.split(";"))):
+        step, colon, source = item.partition(":")
+        if not (colon and re.fullmatch(r"[0-9]+(_[0-9]+)* *", step) and int(step)):
+            rule = "does not begin with a step of at least 1 and a colon"
+            problems.append(Problem(key, item, rule, "Write 8000: a.tok=0.4,b.tok=0.6, for example."))
+            continue
+        if phases and int(step) <= phases[-1][0]:
+            rule = f"step {int(step)} is not after step {phases[-1][0]}"
+            problems.append(Problem(key, item, rule, "Give the steps in ascending order, each once."))
+        files, wrong = parse_files(source, key)
+        problems += wrong
+        phases.append((int(step), files))
+    return phases, problems
+
+
+def identity(path: str) -> Path:
+    """Return a path that is the same for each spelling of a file's name."""
+    return Path(path).expanduser().resolve()
+
+
+def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
+    """Return the weights of files, which sum to 1.
+
+    Args:
+      tokens: of each file. Files without weights have weights in proportion to them.
+    """
+    weights = [float(n) if file.weight is None else file.weight for file, n in zip(files, tokens, strict=True)]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A range of a run with constant weights. It ends where the next one begins. Tokens are rows times data.seq_len, so they
+    keep their meaning if the length or the batch size changes."""
+
+    step: int  # optimizer steps done before it
+    tokens: int  # read by the run before it
+    weights: tuple[float, ...]  # by the source's number; 0: not read in this phase
+    read: tuple[int, ...]  # tokens of each source that were read before it
+
+    def row(self, seq_len: int) -> int:
+        """Return the number of its first row."""
+        return -(-self.tokens // seq_len)
+
+    def sources_of(self, row_R: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (number of the source, index within it) of each row of this phase."""
+        mixed = np.flatnonzero(self.weights)
+        source_R, within_R = interleave(row_R - self.row(seq_len), [self.weights[k] for k in mixed])
+        number_R = mixed[source_R]
+        return number_R, within_R + -(-np.asarray(self.read, np.int64) // seq_len)[number_R]
+
+    def read_before(self, row: int, seq_len: int) -> tuple[int, ...]:
+        """Return the tokens of each source that are read before row `row` of this phase."""
+        read, mixed = [-(-tokens // seq_len) for tokens in self.read], np.flatnonzero(self.weights)
+        counts = count_rows(row - self.row(seq_len), [self.weights[k] for k in mixed])
+        for k, rows in zip(mixed.tolist(), counts, strict=True):
+            read[k] += rows
+        return tuple(rows * seq_len for rows in read)
+
+
+class Mixture:
+    """The phases of a run.
+
+    Attributes:
+      sources: of all that the run has read, by number: `name` and `content_sha256` ("" for a source that is no file).
+      phases: by step; some may lie ahead.
+      changed: whether the weights differ from those of the checkpoint, although the schedule has no change at this step.
+    """
+
+    def __init__(self, sources: Sequence[Mapping[str, str]], schedule: Sequence[tuple[int, Sequence[float]]], seq_len: int):
+        """Begin a run.
+
+        Args:
+          sources: `name` and `content_sha256` of each.
+          schedule: (steps done before it, weight of each source) of each phase; the first has step 0.
+        """
+        self._opened, self._schedule, self.seq_len = [dict(source) for source in sources], list(schedule), seq_len
+        self.sources: list[dict[str, str]] = []
+        self.phases: list[Phase] = []
+        self.changed = False
+
+    def start(
+        self, stored: Mapping[str, Any] | None, tokens: int, step: int, begin: int, row_at: Callable[[int], int]
+    ) -> list[int]:
+        """Set the phases of a run that continues after `step` steps, and of a new one (step 0).
+
+        The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, whatever its weights,
+        and at `step` if the weights are not the last ones of the checkpoint. It begins with the first row that is read after
+        that step: rows that are passed over there count for the phase before. A phase also begins at row `begin` if the batch
+        size has changed and the checkpoint ends within a batch of the new size: the run leaves out the rest of this batch, but
+        no source leaves out a row. A source is known by the hash of its contents, one without a file by its name.
+
+        Args:
+          stored: `state` of the checkpoint; None for a new run.
+          tokens: read by the run so far.
+          begin: number of the first row after `tokens` with which a batch begins.
+          row_at: return the number of the first row that is read after a number of steps, which is at least `step`.
+
+        Returns:
+          The number of each opened source.
+        """
+        before = stored or {"sources": [], "phases": []}
+        self.sources = [{k: source[k] for k in ("name", "content_sha256")} for source in before["sources"]]
+        left, numbers = list(range(len(self.sources))), []
+        for source in self._opened:
+            key = "content_sha256" if source["content_sha256"] else "name"
+            number = next((k for k in left if self.sources[k][key] == source[key]), len(self.sources))
+            if number < len(self.sources):
+                left.remove(number)
+            self.sources[number : number + 1] = [source]
+            numbers.append(number)
+        count = len(self.sources)
+
+        def by_number(values: Sequence[float]) -> tuple[float, ...]:
+            found = [0.0] * count
+            for number, value in zip(numbers, values, strict=True):
+                found[number] = value
+            return tuple(found)
+
+        def padded(values: Sequence[Any]) -> tuple[Any, ...]:
+            return (*values, *[0] * (count - len(values)))  # of sources that came later
+
+        self.phases = [Phase(p["step"], p["tokens"], padded(p["weights"]), padded(p["read"])) for p in before["phases"]]
+        schedule = [(at, by_number(weights)) for at, weights in self._schedule]
+        weights = [weights for at, weights in schedule if at <= step][-1]
+        ahead = [(at, weights) for at, weights in schedule if at >= step]
+        differs = bool(self.phases) and not np.allclose(self.phases[-1].weights, weights, rtol=1e-9, atol=0)
+        self.changed = differs and all(at != step for at, _ in ahead)
+        if self.changed:
+            ahead.insert(0, (step, weights))
+        read = padded([source["tokens"] for source in before["sources"]])
+        if not self.phases or begin * self.seq_len != tokens:
+            last = self.phases[-1].weights if self.phases else weights
+            self.phases.append(Phase(step, begin * self.seq_len, last, read))
+        for at, weights in ahead:
+            row = row_at(at)
+            if row > begin:
+                read = self.phases[-1].read_before(row, self.seq_len)
+            elif self.phases[-1].tokens == row * self.seq_len:
+                self.phases.pop()  # it has no row
+            self.phases.append(Phase(at, row * self.seq_len, weights, read))
+        return numbers
+
+    def sources_of(self, row_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (number of the source, index within it) of each row of the run, int64 (R,)."""
+        if len(self.phases) == 1 or not row_R.size:
+            return self.phases[-1].sources_of(row_R, self.seq_len)
+        phase_R = np.searchsorted([phase.row(self.seq_len) for phase in self.phases[1:]], row_R, "right")
+        number_R, within_R = np.empty_like(row_R), np.empty_like(row_R)
+        for k in np.unique(phase_R).tolist():
+            own = phase_R == k
+            number_R[own], within_R[own] = self.phases[k].sources_of(row_R[own], self.seq_len)
+        return number_R, within_R
+
+    def begun(self, row: int) -> list[Phase]:
+        """Return the phases that have a row before row `row`, and the first one."""
+        return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) < row]
+
+    def tokens_read(self, row: int) -> tuple[int, ...]:
+        """Return the tokens of each source that are read before row `row`, by number."""
+        return self.begun(row)[-1].read_before(row, self.seq_len)
+
+    def state(self, row: int) -> dict[str, Any]:
+        """Return the mixture as a checkpoint stores it, in JSON, when the rows before `row` have been read.
+
+        `sources`: all that the run has read, by number: name, hash of the contents, tokens read. `phases`: those that have
+        begun: the step and the tokens at which it began, and by number the weight and the tokens read before.
+        """
+        read = self.tokens_read(row)
+        sources = [{**source, "tokens": tokens} for source, tokens in zip(self.sources, read, strict=True)]
+        return {"sources": sources, "phases": [dataclasses.asdict(phase) for phase in self.begun(row)]}
+
+
+def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (source, index within it) of each index: sources take turns in proportion to their weights.
+
+    Among the first n indices source k has n * weight_k of them, to within the number of sources, and the indices of each
+    source are 0, 1, 2, ...: a pure function of the index, in exact integers.
+    """
+    source_R = np.zeros(len(index_R), np.int64)
+    within_R = np.asarray(index_R, np.int64).copy()
+    rest = np.ones(len(index_R), bool)  # not yet given to an earlier source
+    for k, share in enumerate(_binary_shares(weights)):
+        taken_R = (within_R * share) >> WEIGHT_BITS  # of the first `within` indices that reach here, how many k takes
+        mine = rest & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
+        rest &= ~mine
+        source_R[rest] = k + 1
+        within_R = np.where(mine, taken_R, np.where(rest, within_R - taken_R, within_R))
+    return source_R, within_R
+
+
+def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
+    """Return how many of the first `rows` indices `interleave` gives to each source."""
+    counts = []
+    for share in _binary_shares(weights):
+        counts.append((rows * share) >> WEIGHT_BITS)
+        rows -= counts[-1]
+    return [*counts, rows]
+
+
+def _binary_shares(weights: Sequence[float]) -> Iterator[int]:
+    """Yield the share of each source but the last, among it and those after it, in units of 2^-WEIGHT_BITS."""
+    remaining = math.fsum(weights)
+    for weight in weights[:-1]:
+        yield min(max(1, round(weight / remaining * 2**WEIGHT_BITS)), 2**WEIGHT_BITS - 1)
+        remaining -= weight

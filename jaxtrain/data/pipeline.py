@@ -5,8 +5,7 @@ conversations instead, numbered in the same way (windows.py). Row `r` of step `s
 and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts, and any process can make
 any rows. Nothing here imports jax, and `check` imports nothing that does.
 
-Of a mixture, g says whose turn it is, and the turns of a source count its own rows. A run that goes on with another mixture
-counts turns anew from there, and each source goes on with the rows that follow those it has given (`Batches.go_on`).
+If a run has several sources, its mixture assigns each global index to a row of one of them (mixture.py).
 """
 
 import dataclasses
@@ -14,53 +13,46 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import math
+import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtrain import config
-from jaxtrain.data import mixture, stdlib, synthetic
+from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.mixture import Mixture, Named, identity, parse_files, parse_schedule, shares
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
-from jaxtrain.data.windows import (
-    PackedRows,
-    Part,
-    Read,
-    Windows,
-    count_windows,
-    make_batch,
-    masked_tokens,
-    most_documents,
-    open_windows,
-)
-from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.data.windows import PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
+from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.synonyms import MOST, did_you_mean
 
 Rows = slice | np.ndarray | None
 FULL = 0.9  # of rows of conversations: a part below it is worth a line
+CROSS_ENTROPY = config.Loss()
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
 
 class Batches:
-    """Batches of one split of a source. Made by `open_source`.
+    """Batches of one split of a source, made by `open_source`.
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
     whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
     `data.max_segments` masks); `max_segments` (documents in a row at most; optional for sources of one's own); `truncated`
     (conversations longer than a row, the tokens that they lose, the tokens of all conversations); `sparse` (files whose rows
     `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
-    `sources`, and `weights` of the mixture now, by the number of the source: its place among all that the run has read. Of one
-    that is no longer in the mixture the weight is 0.
+    `pairs`: whether the rows hold pairs; `left_out` (pairs longer than a row); `references` (of pairs, by the name of the
+    source: reference log-probabilities by the number of the document; empty while they are not known).
+    `sources`: of all that the run has read and will read, by number. `mixture`: which of them each row is read from.
     """
 
     def __init__(
         self,
         sources: list[Windows],
-        weights: list[float],
+        schedule: Sequence[tuple[int, Sequence[float]]],
         *,
         global_batch: int,
         seq_len: int,
@@ -91,101 +83,84 @@ class Batches:
         held = sum(s.file.header["tokens"] for s in cut)
         self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut), held
         self.sparse = {s.name: s.filled for s in cut if s.capped and s.filled < FULL}
+        self.pairs = all(isinstance(s, PairRows) for s in sources)
+        self.left_out = sum(s.left_out for s in sources if isinstance(s, PairRows))
+        self.references: dict[str, np.ndarray] = {}
         self.synthetic = synthetic
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
         files = fingerprint.get("files") or [{"name": s.name, "content_sha256": ""} for s in sources]
         named = [{k: f[k] for k in ("name", "content_sha256")} for f in files]
-        shares = [w / math.fsum(weights) for w in weights]
-        self._opened = list(zip(named, sources, shares, strict=True))
-        self._set(named, list(sources), [{"step": 0, "tokens": 0, "weights": shares, "read": [0] * len(named)}])
+        self._opened = list(sources)
+        self.mixture = Mixture(named, schedule, seq_len)
+        self.start_mixture(None, 0, 0, lambda step: step * global_batch)
         self._epoch_seed = functools.lru_cache(maxsize=64)(self._make_epoch_seed)
 
     def _make_epoch_seed(self, source: int, epoch: int) -> int:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
-    def _set(self, named: list[dict[str, str]], sources: list[Windows], parts: list[dict[str, Any]]) -> None:
-        """All sources that the run has read, by number, and its mixtures as `mixture` gives them."""
-        self._named, self.sources, self._stored = named, sources, parts
-        self.parts: list[Part] = []
-        for part in parts:
-            none = [0] * (len(named) - len(part["read"]))  # sources that came later
-            row, *read = (-(-tokens // self.seq_len) for tokens in (part["tokens"], *part["read"], *none))
-            self.parts.append(Part(row, (*part["weights"], *none), tuple(read)))
-        self.weights = self.parts[-1].weights
+    def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int, row_at: Callable[[int], int]) -> bool:
+        """Set the mixture of a run that continues after `step` steps: each source continues where it stopped.
 
-    def mixture(self, row: int) -> dict[str, Any]:
-        """Return the mixture as a checkpoint stores it, JSON, when the rows before global index `row` have been read.
+        Args:
+          stored: the facts about the data in the checkpoint's meta.json; None or {} for a new run.
+          begin: the global index of the first row of the first batch that was not read; data to pass over may begin with it.
+          row_at: return the global index of the first row that is read after a number of steps, at least `step`.
 
-        `sources`: all that the run has read, by number: name, hash of the contents, tokens read. `parts`: each mixture that the
-        run has had: the step and the tokens at which it began, and by the source's number its weight and the tokens read
-        before. Tokens are rows times seq_len, so that they mean the same after a change of either.
+        Returns:
+          Whether the weights are not those of the checkpoint, and not because the schedule has a change at this step.
         """
-        read = self.parts[-1].read_before(row)
-        sources = [{**name, "tokens": rows * self.seq_len} for name, rows in zip(self._named, read, strict=True)]
-        return {"sources": sources, "parts": self._stored}
+        stored = stored or {}
+        before, tokens = stored.get("mixture"), stored.get("tokens", 0)  # a user's own source stores no mixture
+        numbers = self.mixture.start(before, tokens, step, begin, row_at)
+        sources: list[Any] = [_Removed(source["name"]) for source in self.mixture.sources]
+        for number, source in zip(numbers, self._opened, strict=True):
+            sources[number] = source
+        self.sources = sources
+        return self.mixture.changed
 
-    def go_on(self, data: Mapping[str, Any], step: int, row: int) -> bool:
-        """Go on from a checkpoint of `step` steps with the row of global index `row`. data: its own, from its meta.json.
+    def labels(self) -> list[str]:
+        """Return a short name of each source by number: the name of its file, or its path if two files have one name."""
+        names = [source["name"] for source in self.mixture.sources]
+        return [s.name if names.count(name) > 1 else name for s, name in zip(self.sources, names, strict=True)]
 
-        Returns whether the mixture is another one. Each source then goes on where it stopped, and a new one begins; in the same
-        mixture every row is what it was. A source is known by the hash of its contents, one without files by its name.
+    def sources_read(self, step: int) -> list[dict[str, Any]]:
+        """Return a line of metrics.jsonl for each source of a mixture, when the batches before `step` were read.
+
+        `source`: its label; `tokens` and `epoch` read so far; `weight`: in the newest of these batches. [] for one source.
         """
-        stored = data.get("mixture")  # a user's own source may have none
-        if stored is None:
-            return False
-        named = [{k: s[k] for k in ("name", "content_sha256")} for s in stored["sources"]]
-        sources: list[Windows] = [_Gone(s["name"]) for s in stored["sources"]]
-        weights, left = [0.0] * len(named), list(range(len(named)))
-        for name, source, weight in self._opened:
-            key = "content_sha256" if name["content_sha256"] else "name"
-            number = next((k for k in left if named[k][key] == name[key]), len(named))
-            if number < len(named):
-                left.remove(number)
-            put = slice(number, number + 1)  # in place of the one with this number, or as a new last one
-            named[put], sources[put], weights[put] = [name], [source], [weight]
-        parts = stored["parts"]
-        before = [*parts[-1]["weights"], *[0.0] * (len(named) - len(parts[-1]["weights"]))]
-        changed = not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(before, weights, strict=True))
-        if changed:
-            read = [*(s["tokens"] for s in stored["sources"]), *[0] * (len(named) - len(stored["sources"]))]
-            parts = [*parts, {"step": step, "tokens": row * self.seq_len, "weights": weights, "read": read}]
-        self._set(named, sources, parts)
-        return changed
-
-    def _places(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the source, index within it) of each global index."""
-        if not index_R.size or index_R.min() >= self.parts[-1].row:
-            return self.parts[-1].places(index_R)
-        part_R = np.searchsorted([part.row for part in self.parts], index_R, "right") - 1
-        number_R, within_R = np.empty_like(index_R), np.empty_like(index_R)
-        for k in np.unique(part_R).tolist():
-            mine = part_R == k
-            number_R[mine], within_R[mine] = self.parts[k].places(index_R[mine])
-        return number_R, within_R
+        if len(self.sources) == 1:
+            return []
+        row = step * self.global_batch
+        tokens, weights = self.mixture.tokens_read(row), self.mixture.begun(row)[-1].weights
+        lines = []
+        for label, source, read, weight in zip(self.labels(), self.sources, tokens, weights, strict=True):
+            epoch = None if isinstance(source, _Removed) else read / (source.windows * self.seq_len)
+            lines.append({"source": label, "tokens": read, "epoch": epoch, "weight": weight})
+        return lines
 
     def epoch(self, step: int) -> float:
-        """Tokens read before optimizer step `step`, over the tokens there are."""
+        """Return the tokens read before optimizer step `step`, divided by the tokens of all sources."""
         return step * self.global_batch * self.seq_len / self.tokens_per_epoch
 
     def window_numbers(self, source: int, index_R: np.ndarray) -> np.ndarray:
-        """Window numbers of a source's indices 0, 1, 2, ...: every epoch is another permutation of all windows."""
+        """Return the window numbers of a source's indices. Every epoch is another permutation of all windows."""
         n = self.sources[source].windows
-        epoch_R, within_R = np.divmod(index_R, n)
-        pairs = zip(epoch_R.tolist(), within_R.tolist(), strict=True)
-        return np.asarray([self._shuffle(i, n - 1, self._epoch_seed(source, e), 4) for e, i in pairs], np.int64)
+        numbers = [self._shuffle(i % n, n - 1, self._epoch_seed(source, i // n), 4) for i in index_R.tolist()]
+        return np.asarray(numbers, np.int64)
 
     def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
-        """The batch of optimizer step `step`: arrays (global_batch, seq_len), keys and types of shapes.BATCH_KEYS.
+        """Return the batch of optimizer step `step`: arrays (global_batch, seq_len), keys and types of shapes.BATCH_KEYS.
 
-        `rows` (a slice or an index array) makes only those rows of it.
+        rows: a slice or an index array, to make only those rows of the batch.
         """
         row_R = np.arange(self.global_batch, dtype=np.int64)[slice(None) if rows is None else rows]
         index_R = step * self.global_batch + row_R
-        source_R, within_R = self._places(index_R)
-        met = np.unique(source_R).tolist()
+        source_R, within_R = self.mixture.sources_of(index_R)
+        met = np.unique(source_R).tolist() if len(self.sources) > 1 else [0]
         if len(met) == 1:
             return self._rows_of(met[0], within_R)
-        out = {k: np.empty((len(row_R), self.seq_len), dtype) for k, dtype in BATCH_KEYS.items()}
+        keys = BATCH_KEYS | (PAIR_KEYS if self.pairs else {})
+        out = {k: np.empty((len(row_R), self.seq_len), dtype) for k, dtype in keys.items()}
         for k in met:
             mine = source_R == k
             for name, part in self._rows_of(k, within_R[mine]).items():
@@ -193,101 +168,57 @@ class Batches:
         return out
 
     def windows(self, step: int) -> dict[str, list[int]]:
-        """Which windows the batch of optimizer step `step` is made of, by source, each in the order of its rows."""
+        """Return the numbers of the windows in the batch of optimizer step `step`, by source, in the order of the rows."""
         index_R = step * self.global_batch + np.arange(self.global_batch, dtype=np.int64)
-        source_R, within_R = self._places(index_R)
+        source_R, within_R = self.mixture.sources_of(index_R)
         return {self.sources[k].name: self.window_numbers(k, within_R[source_R == k]).tolist() for k in np.unique(source_R)}
 
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
-        rows = self.sources[source].rows(self.window_numbers(source, index_R))
-        return make_batch(*rows, self.packing != "none", self.max_segments)
+        return self.numbered_rows(self.sources[source], self.window_numbers(source, index_R))
+
+    def numbered_rows(self, source: Windows, number_R: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows of a source with these numbers."""
+        batch = make_batch(*source.rows(number_R), self.packing != "none", self.max_segments)
+        if isinstance(source, PairRows):
+            # The reference log-probability of each document, at its first token: the loss adds up what a document has, so that
+            # one number for each is enough. 0 while they are not known.
+            batch["reference"] = np.zeros(batch["tokens"].shape, np.float32)
+            if (values := self.references.get(source.name)) is not None:
+                documents = np.concatenate([source.documents_of(row) for row in number_R.tolist()])
+                batch["reference"][(batch["segments"] > 0) & (batch["positions"] == 0)] = values[documents]
+        return batch
 
 
-class _Gone:
-    """A source that the run has read and whose file is not opened now. Only rows from before a change of mixture need it."""
+class _Removed:
+    """A source that the run has read and that is not in its data any more. No row of a later phase is of it."""
 
     def __init__(self, name: str):
         self.name = name
 
-    @property
-    def windows(self) -> int:
-        raise ValueError(f"{self.name}: is not in data.source any more, and a row of it was asked for")
-
-    def rows(self, index_R: np.ndarray) -> Read:
-        raise ValueError(f"{self.name}: is not in data.source any more, and rows {index_R.tolist()} of it were asked for")
-
-
-class _Steps:
-    """Steps from `start` on, as grain's random-access source."""
-
-    def __init__(self, batches: Any, start: int, rows: Rows):
-        self.batches, self.start, self.rows = batches, start, rows
-
-    def __len__(self) -> int:
-        return (1 << 62) - self.start
-
-    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
-        if self.rows is None:
-            return self.batches.batch(self.start + index)
-        return self.batches.batch(self.start + index, self.rows)
-
-
-def iterate(batches: Any, start_step: int, prefetch: int, rows: Rows = None) -> Generator[dict[str, np.ndarray]]:
-    """batch(start_step), batch(start_step + 1), ... made ahead by one thread (`prefetch` 0: in the caller's own).
-
-    An exception in the thread is raised at the batch it belongs to. Closing the generator ends the thread.
-    """
-    import grain
-
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    steps = grain.MapDataset.source(_Steps(batches, start_step, rows)).to_iter_dataset(options)
-    if prefetch:
-        steps = grain.experimental.ThreadPrefetchIterDataset(steps, prefetch_buffer_size=prefetch)
-    iterator = iter(steps)
-    try:
-        yield from iterator
-    finally:
-        iterator.close()
-
-
-def parse_files(source: str, key: str = "data.source") -> tuple[list[tuple[str, float]], list[config.Problem]]:
-    """`a.tok=0.7,b.mix=0.3` -> paths with their weights (1 where none is given); a mixture's files share its weight."""
-    files, problems = [], []
-    for item in filter(None, (part.strip() for part in source.split(","))):
-        path, given, text = (item, "", "") if item.endswith((".tok", mixture.SUFFIX)) else item.rpartition("=")
-        if not given:
-            path, text = item, "1"
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if not (0 < weight < math.inf):
-            problems.append(config.Problem(key, item, "a weight is a number above 0", f"Write {path}=0.5, for example."))
-        files.append((path, weight))
-    if not files and not problems:
-        problems.append(config.Problem(key, source, "names no data", "Set stdlib, synthetic, or token files."))
-    return files, problems
-
 
 def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
-    """`data.eval_source` as name -> source: `web=web.val.tok;code=code.val.tok`. One source without a name has the name "".
+    """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems). One source without a name has the name "".
 
-    A name has only letters, digits, _ and -, and what follows it is no number: that would be a file and its weight.
+    A name has only letters, digits, _ and -, and no number follows it: that would be a file and its weight.
     """
-    key, sets, problems = "data.eval_source", {}, []
+    sets: dict[str, str] = {}
     items = [item for part in text.split(";") if (item := part.strip())]
     for item in items:
         name, _, source = (part.strip() for part in item.partition("="))
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source):
             name, source = "", item
+        rule = ""
         if not name and len(items) > 1:
-            rule = "is one of several held-out sets, and has no name"
-            problems.append(config.Problem(key, item, rule, f"Write NAME={item}; a name has letters, digits, _ and -."))
+            rule = f"{item} is one of several held-out sets, and has no name"
         elif name in sets:
-            problems.append(config.Problem(key, item, f"the name {name!r} is given twice", "Give each set a name of its own."))
-        else:
-            sets[name] = source
-    return sets or {"": ""}, problems
+            rule = f"the name {name!r} is given twice"
+        if rule:
+            named = (f"{re.sub(r'[^A-Za-z0-9_-]', '_', Path(each).name.partition('.')[0])}={each}" for each in items)
+            fix = f"Write {';'.join(each if '=' in each[:-1] else name for each, name in zip(items, named, strict=True))}."
+            fix = fix if not name else "Give each set a name of its own."
+            return {"": ""}, [config.Problem("data.eval_source", text, rule, fix)]
+        sets[name] = source
+    return sets or {"": ""}, []
 
 
 def is_number(text: str) -> bool:
@@ -313,7 +244,7 @@ def near_files(path: str) -> list[str]:
     there = {
         p.stem.removesuffix(".val"): p.name
         for p in sorted(asked.parent.glob("*"))
-        if p.suffix in (".tok", mixture.SUFFIX) and (".val." in p.name) == held_out
+        if p.suffix == ".tok" and (".val." in p.name) == held_out
     }
     close = difflib.get_close_matches(asked.stem.removesuffix(".val"), there, MOST, 0.7)
     return [str(Path(path).parent / there[stem]) for stem in close]
@@ -323,7 +254,7 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
     """Return the problem of a file that does not exist: the nearest one of its folder, or the two commands that make it."""
     if near := near_files(path):
         return config.Problem(key, path, "no such file", did_you_mean(near))
-    stem = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else path
+    output = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else token_file_of(path)
     return config.Problem(
         key,
         path,
@@ -331,53 +262,37 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
         "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
         "    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus\n"
         "    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' "
-        f"--tokenizer={tokenizer} --validation=0.001 --output={stem}",
+        f"--tokenizer={tokenizer} --validation=0.001 --output={output}",
     )
 
 
-def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[list[TokenFile], list[float]]:
-    """Opens the files of a source, those of mixtures among them. Raises ConfigError with all that is wrong with them."""
-    named, problems = parse_files(source, key)
-    files = []
-    weights = []
-    wanted: list[tuple[str, float, str, dict[str, Any]]] = []  # path, weight, the mixture it is of, its entry there
-    for path, weight in named:
-        if not path.endswith(mixture.SUFFIX):
-            wanted.append((path, weight, "", {}))
-            continue
+def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int) -> list[TokenFile]:
+    """Open token files. Raises ConfigError with everything that is wrong with them."""
+    files: list[TokenFile] = []
+    problems = []
+    for path in (each.path for each in named):
         try:
-            entries = mixture.read(path)
-        except (FileNotFoundError, NotADirectoryError):
-            near = near_files(path)
-            remedy = "Write it with: python -m jaxtrain.data mix --output=NAME.mix A.tok=0.7 B.tok=0.3"
-            remedy = did_you_mean(near) if near else remedy
-            problems.append(config.Problem(key, path, "no such file", remedy))
-            continue
-        except (mixture.MixtureError, OSError) as e:
-            problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
-            continue
-        total = math.fsum(entry["weight"] for entry in entries)
-        wanted += [(entry["path"], weight * entry["weight"] / total, path, entry) for entry in entries]
-    for path, weight, of, entry in wanted:
-        try:
-            files.append(mixture.open_checked(of, entry) if of else TokenFile.open(path))
-            weights.append(weight)
+            files.append(TokenFile.open(path))
         except (FileNotFoundError, NotADirectoryError):
             problems.append(missing_file(key, path, data.tokenizer))
             continue
-        except (mixture.MixtureError, TokenFileError, OSError) as e:
-            problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
+        except (TokenFileError, OSError) as e:
+            if Path(path).suffix == ".tok":
+                problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
+            else:
+                fix = f"Make one: {prepare_command(data.tokenizer, path)} (with --chat for conversations)."
+                problems.append(config.Problem(key, path, "is no token file", fix))
             continue
         header = files[-1].header
         if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
-            problems.append(
-                config.Problem(
-                    "data.tokenizer",
-                    data.tokenizer,
-                    f"is not the tokenizer of {path}: {reason}",
-                    f"Set data.tokenizer={header['tokenizer']['name']}, or prepare the text again.",
-                )
-            )
+            its = header["tokenizer"]["name"]
+            again = f"prepare the text again with --tokenizer={data.tokenizer}"
+            fix = f"Set data.tokenizer={its}, or {again}."
+            if its == "byte":  # of a config for another model, the option was forgotten
+                fix = f"{again[0].upper()}{again[1:]}."
+            elif data.tokenizer == "byte":  # the default
+                fix = f"Set data.tokenizer={its}."
+            problems.append(config.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
         packed = files[-1].loss_bits is not None or data.packing == "best_fit"
         windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)
         if not 0 < windows <= MAX_WINDOWS:
@@ -386,22 +301,64 @@ def open_files(data: config.Data, source: str, key: str, seq_len: int) -> tuple[
             problems.append(config.Problem("data.seq_len", seq_len, rule, remedy))
     if problems:
         raise config.ConfigError(problems)
-    return files, weights
+    return files
 
 
-def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.Problem]:
-    """What is wrong with the data of a run, before anything is made or any device touched. Reads headers only.
+def open_mixture(
+    data: config.Data, source: str, key: str, seq_len: int, schedule: str = ""
+) -> tuple[list[TokenFile], list[tuple[int, list[float]]]]:
+    """Open the token files of a source and of a schedule, each once.
+
+    Returns:
+      The files, and (steps done before it, weight of each file) of each phase. Weights sum to 1.
+
+    Raises:
+      ConfigError: with everything that is wrong.
+    """
+    named, problems = parse_files(source, key)
+    later, wrong = parse_schedule(schedule)
+    problems += wrong
+    phases = [(0, named), *later]
+    files: dict[Path, TokenFile] = {}
+    for at, phase in phases:
+        new = [each for each in phase if identity(each.path) not in files]
+        try:
+            opened = open_files(data, new, "data.source_schedule" if at else key, seq_len)
+        except config.ConfigError as e:
+            problems += e.problems
+            continue
+        files |= {identity(each.path): file for each, file in zip(new, opened, strict=True)}
+    if problems:
+        raise config.ConfigError(problems)
+    weights = []
+    for at, phase in phases:
+        places = [identity(each.path) for each in phase]
+        weight = dict(zip(places, shares(phase, [files[place].header["tokens"] for place in places]), strict=True))
+        weights.append((at, [weight.get(place, 0.0) for place in files]))
+    return list(files.values()), weights
+
+
+def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY) -> list[config.Problem]:
+    """Return the problems of the data of a run, before anything is made or any device touched. Reads headers only.
+
+    loss: what the data are for: one that compares the members of pairs, or not. A user's own may take both.
 
     The types and ranges of the keys themselves are checked before (jaxtrain/validate).
     """
     problems, largest = [], 0
+    pairs = None if ":" in loss.name else loss.of_pairs
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
+    if data.source_schedule and (builtin or is_custom(data.source)):
+        rule = f"a schedule is for token files, and data.source={data.source} has none"
+        remedy = "Set data.source to token files, or data.source_schedule=''."
+        problems.append(config.Problem("data.source_schedule", data.source_schedule, rule, remedy))
     if data.eval_source:
-        sets, problems = parse_sets(data.eval_source)
-        sources += [("data.eval_source", source) for source in sets.values()]
+        sets, wrong = parse_sets(data.eval_source)
+        problems += wrong
+        sources += [("data.eval_source", source) for source in sets.values() if not wrong]
     elif need_eval and not builtin and not is_custom(data.source):
-        paths = [path for path, _ in parse_files(data.source)[0] if path.endswith(".tok")]
+        paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
         remedy = f"Set it to held-out text (prepare --validation=0.001 makes {guess or 'NAME.val.tok'}), or eval.every_steps=0."
         problems.append(config.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
@@ -410,8 +367,8 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
         if source == "stdlib":
             vocab = tokenizers.ByteTokenizer.vocab_size
             if data.tokenizer != "byte":
-                rule = "the stdlib corpus is bytes"
-                problems.append(config.Problem("data.tokenizer", data.tokenizer, rule, "Set data.tokenizer=byte."))
+                fix = f"Set {key} to a token file: {prepare_command(data.tokenizer)}; or set data.tokenizer=byte."
+                problems.append(config.Problem("data.tokenizer", data.tokenizer, "the stdlib corpus is bytes", fix))
         elif source == "synthetic":
             vocab = synthetic.VOCAB
         elif is_custom(source):
@@ -424,11 +381,16 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
                 problems.append(config.Problem(key, source, f"no module {module}", "Is it installed, or on PYTHONPATH?"))
         else:
             try:
-                files, _ = open_files(data, source, key, data.seq_len)
+                schedule = data.source_schedule if key == "data.source" else ""
+                files, _ = open_mixture(data, source, key, data.seq_len, schedule)
                 # Not its tokenizer's: that of Gemma 3 has one id more, for pictures, than the models that read text alone.
                 vocab = max(f.header["largest_id"] for f in files) + 1
+                problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except config.ConfigError as e:
                 problems += e.problems
+        if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
+            rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
+            problems.append(config.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, pairs='--chat ')}."))
         if vocab > max(model_vocab, largest):
             largest = vocab
             problems = [p for p in problems if p.key != "model.vocab_size"]
@@ -437,24 +399,52 @@ def check(data: config.Data, model_vocab: int, need_eval: bool) -> list[config.P
     return _one_of_each(problems, data.tokenizer)
 
 
+def prepare_command(tokenizer: str, text: str = "FILE.jsonl", pairs: str | None = None) -> str:
+    """Return the command that makes a token file for a config with this tokenizer. pairs: further options, for pairs."""
+    options = "" if pairs is None else f"--preference {pairs}"
+    options += "" if tokenizer == "byte" else f"--tokenizer={tokenizer} "
+    inputs = f"'{text}/*.jsonl'" if Path(text).is_dir() else text
+    return f"python -m jaxtrain.data prepare {options}--input={inputs} --output={token_file_of(text)}"
+
+
+def token_file_of(text: str) -> Path:
+    """Return the name of the token file of a text file, which may be compressed, or of a folder."""
+    path = Path(text)
+    if path.is_dir():
+        return Path(f"{path.resolve().name}.tok")
+    return (path.with_suffix("") if path.suffix in (".gz", ".bz2", ".xz", ".zst") else path).with_suffix(".tok")
+
+
+def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> config.Problem | None:
+    """Return the problem of a file that holds pairs where the loss takes none, or the other way round."""
+    if file.pairs and pairs is False:
+        rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
+        return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
+    if pairs and not file.pairs:
+        chat = "" if file.loss_bits is None else "--chat "
+        fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', chat)}."
+        return config.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
+    return None
+
+
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
     """Return one problem for each mistake: a wrong tokenizer or length is found again in every file."""
     kept: dict[object, config.Problem] = {}
     for problem in problems:
-        own_file = problem.key in ("data.source", "data.eval_source")
+        own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
         mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
         if own_file and any(problem.remedy == other.remedy and "\n" in other.remedy for other in kept.values()):
             problem = dataclasses.replace(problem, remedy="The same two commands make it.")
         kept.setdefault(mark, problem)
     wrong = kept.get("data.tokenizer")
-    if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not Path(tokenizer).expanduser().exists():
+    if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not os.path.exists(Path(tokenizer).expanduser()):
         remedy = "Name byte, the path of a tokenizer.json, or hf:NAME."
         kept["data.tokenizer"] = config.Problem("data.tokenizer", tokenizer, "no such file", remedy)
     return list(kept.values())
 
 
 def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
-    """The run with a number for `data.max_segments` = 0: the most documents that a row of these batches may have.
+    """Return the run with a number for `data.max_segments` = 0: the most documents that a row of these batches may have.
 
     opened: everything that the run reads, as `open_source` gives it. A user's own source without a number
     counts with config.MOST_DOCUMENTS. Raises config.ConfigError where one has more than that.
@@ -478,7 +468,7 @@ def open_source(
     seed: int | None = None,
     seq_len: int | None = None,
 ) -> Batches:
-    """Opens (and for stdlib makes) a source. `source` "" is the same split of `data.source`.
+    """Open (and for stdlib make) a source. `source` "" is the same split of `data.source`.
 
     `split`: train | validation. `seed` and `seq_len` default to the config's. A `package.module:name` is called as
     `name(data, split, global_batch)` and returns an object with this interface. Raises config.ConfigError.
@@ -511,35 +501,42 @@ def open_source(
         common["max_segments"] = asked or rows.documents
         vocab, eot = synthetic.VOCAB, synthetic.EOT
         info = {"name": "synthetic", "sha256": "", "vocab_size": vocab, "eot": eot}
-        return Batches([rows], [1.0], tokenizer=info, fingerprint=fingerprint, synthetic=True, **common)
+        return Batches([rows], [(0, [1.0])], tokenizer=info, fingerprint=fingerprint, synthetic=True, **common)
     if source == "stdlib":
         source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
-    files, weights = open_files(data, source, key, seq_len)
-    shares = [w / math.fsum(weights) for w in weights]
+    schedule = data.source_schedule if split == "train" else ""
+    if schedule:
+        fingerprint["source_schedule"] = schedule
+    files, phases = open_mixture(data, source, key, seq_len, schedule)
     sources: list[Windows] = []
-    masked = text_bytes = predicted = 0.0
+    masked_by_source = []
+    text_bytes = predicted = 0.0
     most = 1
-    for file, share in zip(files, shares, strict=True):
+    for file, share in zip(files, phases[0][1], strict=True):
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
+        masked = 0.0
         try:
             windows = open_windows(file, seq_len, data.max_segments if data.masks_documents else None, seed, data.packing)
-            if data.masks_documents and isinstance(windows, PackedRows):
+            if not data.masks_documents:
+                pass
+            elif isinstance(windows, PackedRows):
                 most = max(most, windows.documents)
-            elif data.masks_documents:
-                found = data.max_segments if asked else most_documents(file.doc_offsets, windows.windows, seq_len)
+            else:
+                found, count = windows.borders(data.max_segments)
                 most = max(most, min(found, data.max_segments))
-                count = masked_tokens(file.doc_offsets, windows.windows, seq_len, data.max_segments)
-                masked += share * count / (windows.windows * seq_len)
+                masked = count / (windows.windows * seq_len)
         except TokenFileError as e:
             remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
             raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
         if not windows.windows:
             rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"
-            raise config.ConfigError(
-                [config.Problem("data.seq_len", seq_len, rule, f"Set {int(np.diff(file.doc_offsets[:]).max())}.")]
-            )
+            enough = int(np.diff(file.doc_offsets[:]).max())
+            if isinstance(windows, PairRows):
+                rule, enough = f"no pair of {file.path} fits into a sequence and one token more", windows.longest
+            raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
         sources.append(windows)
+        masked_by_source.append(masked)
         # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of
         # conversations hold padding too, and not what is cut off.
         held = header["tokens"]
@@ -552,14 +549,14 @@ def open_source(
     fingerprint["files"] = [
         {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}
         | ({"rows": windows.windows} if isinstance(windows, PackedRows) else {})
-        for f, w, windows in zip(files, shares, sources, strict=True)
+        for f, w, windows in zip(files, phases[0][1], sources, strict=True)
     ]
     return Batches(
         sources,
-        weights,
+        phases,
         tokenizer=files[0].header["tokenizer"],
         fingerprint=fingerprint,
         bytes_per_token=text_bytes / predicted if predicted else None,
-        masked_fraction=masked,
+        masked_fraction=max(float(np.dot(weights, masked_by_source)) for _, weights in phases),
         **common,
     )

@@ -1,29 +1,208 @@
-"""Corpora to token files: text, JSON lines, Parquet and data sets by name, by as many processes as there are cores."""
+"""Corpora to token files, by as many processes as there are cores.
 
+The input is divided into parts, each of which a process turns into a small token file. A run that is cut off continues with
+those that are finished; at the end they are joined. The division depends on the input and `--shard-mb` alone, so every number
+of processes gives the same file.
+
+    NAME.tok.partial/DIGEST/000007.tok, 000007.val.tok, 000007.json      a finished part; the JSON is written last
+
+DIGEST is of inputs (path, size, time of change), options and tokenizer.
+"""
+
+import contextlib
 import datetime
 import glob
+import hashlib
+import json
+import math
+import multiprocessing
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import rich.progress
+import numpy as np
 
-from jaxtrain.data import datasets_input, readers
+from jaxtrain import stores
+from jaxtrain.data import readers
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.readers import Cut, PrepareError
-from jaxtrain.data.shards import SHOWN, Folder, Job, Shard, describe, group, make_shards, names
-from jaxtrain.data.template import LOSSES
-from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter
+from jaxtrain.data.readers import Cut, Input, PrepareError
+from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
+from jaxtrain.data.template import LOSSES, ChatTemplate, load_template
+from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
 
-SHARD_MB = 64  # of input, in a shard
+SHARD_MB = 64  # of input, in a part
+BATCH_BYTES = 4 << 20  # text encoded at once
+SHOWN = 20  # bad lines shown one by one; further ones are counted
+LINE_SECONDS = 10.0  # between two lines of progress
+UPDATE_SECONDS = 0.5  # between two looks at what the processes have done
+Part = tuple[Cut, ...]
+Say = Callable[[str], None]
+Count = Callable[[int, int], None]  # takes bytes of input that were read, and tokens made of them
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended without a result: out of memory, or killed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The input and options of a token file. Equal jobs and equal parts of the input give equal files.
+
+    Attributes:
+      text_key: a column, or several with commas between, joined by `separator`.
+      validation: part of the documents that NAME.val.tok gets.
+      chat: rows are conversations, written by the tokenizer's chat template or the file `chat_template`.
+      loss: the tokens of conversations that count (template.LOSSES).
+      preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
+      date: today, for templates that ask for it.
+    """
+
+    tokenizer: str = "byte"
+    eot: str = ""
+    text_key: str = "text"
+    separator: str = "\n\n"
+    validation: float = 0.0
+    chat: bool = False
+    chat_template: str = ""
+    loss: str = LOSSES[0]
+    preference: bool = False
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+
+    @property
+    def flags(self) -> bool:
+        """Return whether each token has a bit for whether it counts in the loss."""
+        return self.chat or self.preference
+
+    def load(self) -> tuple[tokenizers.Tokenizer, Rows]:
+        """Return the tokenizer, and the object that makes documents of rows. Raises TokenizerError."""
+        tok = tokenizers.load_tokenizer(self.tokenizer, self.eot)
+        if not self.flags:
+            return tok, TextRows(self.text_key.split(","), self.separator)
+        template = None
+        if self.chat:
+            file = Path(self.chat_template) if self.chat_template else None
+            template = load_template(self.tokenizer, tok, file, self.date)
+        return tok, PairRows(template, tok.bos) if self.preference or not template else ChatRows(template, self.loss)
+
+    def check(self) -> None:
+        """Raise PrepareError for a wrong option that is found without reading any input."""
+        if not 0 <= self.validation < 1:
+            raise PrepareError(f"--validation={self.validation}: is a fraction of the documents, at least 0 and less than 1")
+        if self.loss not in LOSSES:
+            raise PrepareError(f"--loss={self.loss}: is one of {', '.join(LOSSES)}")
+        if not self.chat and (self.chat_template or self.loss != LOSSES[0]):
+            raise PrepareError("--chat-template and --loss say how conversations are written: give --chat too")
+        if self.preference and self.loss != LOSSES[0]:
+            raise PrepareError(f"--loss={self.loss}: of pairs the completions count, and nothing else. Leave --loss out.")
+        if not all(self.text_key.split(",")):
+            raise PrepareError(f"--text-key={self.text_key}: names a column, or several with commas between")
+
+
+def prepare(
+    inputs: list[str],
+    output: Path,
+    *,
+    format: str = "auto",
+    skip_bad_lines: bool = False,
+    force: bool = False,
+    processes: int = 1,
+    shard_mb: float = SHARD_MB,
+    say: Say = lambda line: print(line, file=sys.stderr, flush=True),
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Write `output` (and NAME.val.tok with `validation` > 0), both or neither. Return their headers.
+
+    Args:
+      processes: 0 for as many as there are cores.
+      shard_mb: input of a part. Finished parts of a run that was cut off are taken over.
+      say: prints a line: of bad lines, and of what goes on.
+      options: those of a `Job`.
+
+    Raises PrepareError, TokenizerError or TokenFileError for what the user can put right, and WorkerDied. With bad lines,
+    unless they are skipped, nothing is written.
+    """
+    job = Job(**options)
+    outputs = [output, validation_path(output)] if job.validation else [output]
+    if problem := stores.refused(str(output)):
+        raise PrepareError(f"--output={output}: {problem[0]}. Fix: {problem[1]}")
+    if output.suffix != ".tok":
+        raise PrepareError(f"--output={output}: the name of a token file ends in .tok")
+    if processes < 0:
+        raise PrepareError(f"--processes={processes}: is a count of processes, 0 for as many as there are cores")
+    if not 0 < shard_mb * 1e6 < math.inf:
+        raise PrepareError(f"--shard-mb={shard_mb}: must be a finite number above 0")
+    job.check()
+    for path in outputs:
+        if path.exists() and not force:
+            raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
+    tok, rows = job.load()
+    template: ChatTemplate | None = getattr(rows, "template", None)
+    if template:
+        say(template.describe(job.loss))
+    part_bytes = max(1, int(shard_mb * 1e6))
+    cuts, state = cut_inputs(inputs, format, part_bytes, job, rows)
+    parts = group(cuts, part_bytes)
+    sha256 = template.sha256 if template else ""
+    dated = template is not None and template.dated
+    described = asdict(job) | {"chat_template": sha256, "date": dated and job.date, "tokenizer": tokenizers.info(tok)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    made: dict[str, Any] = {"chat": {"loss": job.loss, "template_sha256": sha256}} if job.chat else {}
+    made |= {PAIRS: True} if job.preference else {}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(parts_folder(output, [described, state, part_bytes, format], say))
+        bad = make_all(job, folder, parts, processes or len(os.sched_getaffinity(0)), skip_bad_lines, say)
+        if bad:
+            say(f"{count_lines(bad)} left out")
+        info = tokenizers.info(tok)
+        writers = [
+            stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, made=made))
+            for path in outputs
+        ]
+        for number in range(len(parts)):
+            for writer, path in zip(writers, names(folder, number, job), strict=True):
+                try:
+                    writer.append(TokenFile.open(path))
+                except TokenFileError as e:
+                    result_file(folder, number).unlink()
+                    again = "It is a part of this run's result: the same command makes that part again."
+                    raise TokenFileError(f"{e} {again}") from e
+        for writer in writers:
+            why = ""
+            if not writer.documents:
+                help = "Change --validation." if len(writers) > 1 else "Is there any text in the input?"
+                why = f"would hold no document; nothing was written. {help}"
+            elif writer.loss is not None and not writer.loss["tokens"]:
+                why = "no token counts in the loss; nothing was written: its completions are empty."
+                if template:
+                    why = f"no token counts in the loss; nothing was written: the chat template {template.name} marks no "
+                    why += "answers, or writes none. Fix: give another one with --chat-template=FILE."
+            if why:
+                shutil.rmtree(folder)
+                raise PrepareError(f"{writer.path}: {why}")
+        headers = [writer.seal() for writer in writers]
+        for writer in writers:
+            writer.publish()
+    return headers
+
+
+def validation_path(output: Path) -> Path:
+    return output.with_name(output.name.removesuffix(".tok") + ".val.tok")
+
+
+# ---- The input, and its parts
 
 
 def find_inputs(patterns: list[str]) -> list[Path]:
-    """Sorted files that match the globs. Raises PrepareError for a pattern without a match."""
+    """Return the files that match the globs, sorted. Raises PrepareError for a pattern without a match."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         matches = [Path(p) for p in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
@@ -35,245 +214,311 @@ def find_inputs(patterns: list[str]) -> list[Path]:
     return list(found)
 
 
-def validation_path(output: Path) -> Path:
-    return output.with_name(output.name.removesuffix(".tok") + ".val.tok")
-
-
-class Progress:
-    """Bytes read of all, as a live bar on a terminal, else a line every ten seconds."""
-
-    def __init__(self, total: int, already: int = 0):
-        """`already`: bytes that an earlier run has read."""
-        self.total = total
-        self.already = already
-        self.started = self.last = time.monotonic()
-        self.bar = None
-        if sys.stderr.isatty():
-            columns = (
-                rich.progress.TextColumn("prepare"),
-                rich.progress.BarColumn(),
-                rich.progress.DownloadColumn(),
-                rich.progress.TransferSpeedColumn(),
-                rich.progress.TimeRemainingColumn(),
-                rich.progress.TextColumn("{task.fields[tokens]}"),
-            )
-            self.bar = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
-            self.task = self.bar.add_task("prepare", total=total, completed=already, tokens="")
-
-    def context(self) -> AbstractContextManager[Any]:
-        return self.bar or nullcontext()
-
-    def update(self, done: int, tokens: int) -> None:
-        if self.bar:
-            self.bar.update(self.task, completed=done, tokens=f"{tokens / 1e6:,.1f} M tokens")
-        elif time.monotonic() - self.last > 10:
-            self.last = time.monotonic()
-            rate = (done - self.already) / (self.last - self.started) / 1e6
-            print(
-                f"prepare: {done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, {tokens / 1e6:,.1f} M tokens, {rate:,.1f} MB/s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
-    """All inputs in parts, and (path, bytes, time of change in ns) of each, or what stands for it. Raises PrepareError."""
+def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
+    """Return all inputs in parts, and of each input [path, bytes, time of change in ns] or its equal. Raises PrepareError."""
     cuts: list[Cut] = []
     state: list[list[Any]] = []
-    by_name = [p for p in patterns if p.startswith(datasets_input.PREFIX)]
+    by_name = [p for p in patterns if p.startswith(readers.DATASET)]
     for path in find_inputs([p for p in patterns if p not in by_name]):
         kind = readers.detect_format(path) if format == "auto" else format
+        if kind == "text" and job.flags:
+            option = "--preference" if job.preference else "--chat"
+            rule = f"{option} reads rows of JSON lines, Parquet or a data set, and this is a text file"
+            raise PrepareError(f"--input={path}: {rule}. Fix: leave {option} out, or give --format=jsonl")
         found = path.stat()
         state.append([str(path), found.st_size, found.st_mtime_ns])
-        cuts += readers.cut_file(path, kind, shard_bytes)
+        cuts += readers.cut_file(path, kind, part_bytes)
     for name in by_name:
-        try:
-            count, content = datasets_input.parts(name, job.load()[1].columns)
-        except datasets_input.DatasetError as e:
-            raise PrepareError(str(e)) from e
+        count, content = readers.cut_dataset(name, rows)
         state.append([name, count, content])
         cuts += [Cut(name, "dataset", 0, i, i + 1) for i in range(count)]
     return cuts, state
 
 
-def check_options(job: Job, outputs: list[Path], force: bool, processes: int, shard_mb: float) -> None:
-    """Raises PrepareError for what can be seen without reading anything."""
-    if outputs[0].suffix != ".tok":
-        raise PrepareError(f"--output={outputs[0]}: the name of a token file ends in .tok")
-    if not 0 <= job.validation < 1:
-        raise PrepareError(f"--validation={job.validation}: is a fraction of the documents, at least 0 and less than 1")
-    if processes < 0:
-        raise PrepareError(f"--processes={processes}: is a count of processes, 0 for as many as there are cores")
-    if not shard_mb > 0:
-        raise PrepareError(f"--shard-mb={shard_mb}: must be above 0")
-    if job.loss not in LOSSES:
-        raise PrepareError(f"--loss={job.loss}: is one of {', '.join(LOSSES)}")
-    if not job.chat and (job.chat_template or job.loss != LOSSES[0]):
-        raise PrepareError("--chat-template and --loss say how conversations are written: give --chat too")
-    if not all(job.text_keys):
-        raise PrepareError(f"--text-key={','.join(job.text_keys)}: names a column, or several with commas between")
-    for path in outputs:
-        if path.exists() and not force:
-            raise PrepareError(f"--output={outputs[0]}: {path} exists. Choose another name, or replace it with --force.")
+def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
+    """Group small inputs, up to about `part_bytes` each."""
+    parts: list[list[Cut]] = []
+    size = 0
+    for cut in cuts:
+        if not parts or size + cut.size > part_bytes or cut.kind == "dataset":
+            parts.append([])
+            size = 0
+        parts[-1].append(cut)
+        size += cut.size
+    return [tuple(part) for part in parts]
 
 
-def prepare(
-    inputs: list[str],
-    output: Path,
-    *,
-    tokenizer: str = "byte",
-    eot: str = "",
-    text_key: str = "text",
-    separator: str = "\n\n",
-    format: str = "auto",
-    chat: bool = False,
-    chat_template: Path | str = "",
-    loss: str = "assistant",
-    validation: float = 0.0,
-    skip_bad_lines: bool = False,
-    force: bool = False,
-    processes: int = 1,
-    shard_mb: float = SHARD_MB,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-) -> list[dict[str, Any]]:
-    """Writes `output` (and NAME.val.tok with `validation` > 0), both or neither. Returns their headers.
+@contextlib.contextmanager
+def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
+    """Yield the folder for the finished parts of a command; one process at a time has it. They are kept after an error.
 
-    `text_key`: a column, or several with commas between, joined by `separator`. `chat`: rows are conversations, written by the
-    tokenizer's chat template or the file `chat_template`; `loss` says which of their tokens count (template.LOSSES).
-    `processes` 0: as many as there are cores; the result does not depend on it. Finished shards (`shard_mb` of input) of a run
-    that was cut off are taken over.
+    Args:
+      described: all that the parts depend on.
 
-    Raises PrepareError, TokenizerError or TokenFileError for what the user can put right, and WorkerDied. Bad lines are named
-    through `say`; unless they are skipped, the file they are in is read to its end to name the others, and nothing is written.
+    Raises TokenFileError.
     """
-    job = Job(
-        tokenizer=tokenizer,
-        eot=eot,
-        text_keys=tuple(text_key.split(",")),
-        separator=separator,
-        validation=validation,
-        chat=chat,
-        chat_template=str(chat_template),
-        loss=loss,
-        date=datetime.date.today().isoformat(),
-    )
-    outputs = [output, validation_path(output)] if validation else [output]
-    check_options(job, outputs, force, processes, shard_mb)
-    tok, _ = job.load()
-    shard_bytes = max(1, int(shard_mb * 1e6))
-    cuts, state = cut_inputs(inputs, format, shard_bytes, job)
-    shards = group(cuts, shard_bytes)
-    manifest = {**describe(job), "inputs": state, "shard_bytes": shard_bytes, "format": format, "version": 1}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    made = {"chat": {"loss": loss, "template_sha256": manifest["chat_template"]}} if chat else {}
-    with ExitStack() as stack:
-        folder = stack.enter_context(Folder(output.with_name(output.name + ".partial"), manifest, say))
-        try:
-            results = _shards(job, folder, shards, processes or cores(), skip_bad_lines, say)
-        except BaseException:
-            if kept := len(list(folder.shards.glob("*.json"))):
-                say(
-                    f"{kept} of {len(shards)} parts are finished and kept in {folder.path}; the same command goes on from there"
-                )
-            raise
-        if bad := sum(count for result in results for _, count in result["bad"]):
-            say(f"{count_lines(bad)} left out{shown_of(bad)}")
+    path = output.with_name(output.name + ".partial")
+    folder = path / hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+    path.mkdir(parents=True, exist_ok=True)
+    lock = open_locked(path / "lock")
+    try:
+        for old in (p for p in path.iterdir() if p.is_dir() and p != folder):
+            say(f"{path} was left by a run with other inputs or options; starting again")
+            shutil.rmtree(old)
+        folder.mkdir(exist_ok=True)
+        for old in folder.iterdir():
+            if old.suffix not in (".tok", ".json"):  # of a part that was not finished
+                old.unlink()
+        yield folder
+        shutil.rmtree(path)
+    except BaseException:
+        if not any(folder.glob("*.json")):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    finally:
+        lock.close()
+
+
+def names(folder: Path, number: int, job: Job) -> list[Path]:
+    """Return the token files of a part."""
+    return [folder / f"{number:06}.tok", folder / f"{number:06}.val.tok"][: 2 if job.validation else 1]
+
+
+def result_file(folder: Path, number: int) -> Path:
+    return folder / f"{number:06}.json"
+
+
+def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[str, Any] | None:
+    """Return the result of a part that an earlier run finished and whose files are unchanged, otherwise None."""
+    try:
+        found = json.loads(result_file(folder, number).read_text())
+        files = [TokenFile.open(path).header["content_sha256"] for path in names(folder, number, job)]
+    except (OSError, ValueError):
+        return None
+    return found if files == found["files"] and (skip_bad_lines or not found["bad"]) else None
+
+
+# ---- One part
+
+
+def in_validation(piece: Piece, fraction: float) -> bool:
+    """Decide by the text itself (a long file's first part), so that a document is on the same side in every run and order."""
+    digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces in lists of about BATCH_BYTES, the rejected member of a pair after the chosen one."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        members = [piece] if piece.rejected is None else [piece, piece.rejected]
+        batch += members
+        size += sum(member.num_bytes for member in members)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
+    """Yield (ids, loss flags or None, bytes of text that count) of each piece."""
+    if batch[0].parts is None:
+        yield from ((ids, None, 0) for ids in tok.encode_batch([piece.text for piece in batch]))
+        return
+    texts = [part for piece in batch for part in piece.parts or () if part.control < 0]
+    encoded = iter(tok.encode_batch([part.text for part in texts], [part.place for part in texts]))
+    for piece in batch:
+        parts = piece.parts or ()
+        ids = [np.asarray([part.control]) if part.control >= 0 else next(encoded) for part in parts]
+        flags = [np.full(len(i), part.loss) for i, part in zip(ids, parts, strict=True)]
+        counted = sum(len(part.text.encode()) for part in parts if part.loss and part.control < 0)
+        yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), counted
+
+
+def end_counts(piece: Piece, loss: str) -> bool:
+    """Return whether the end-of-text of a document with loss flags counts.
+
+    It does if it ends the last turn: the turn's text counts, and no control token has ended it. With loss "all" it always does,
+    unless the last turn does not count.
+    """
+    return bool(piece.parts) and piece.parts[-1].loss and (loss == "all" or piece.parts[-1].control < 0)
+
+
+def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
+    """Write a part. Return the contents of its JSON: `files` (hashes of contents), `bad` (how many lines), and `lines` (the
+    first of them, with the reason).
+
+    With bad lines, unless they are skipped, it is not marked as finished.
+    """
+    tok, rows = job.load()
+    lines: list[str] = []
+    bad = 0
+    own = f".{os.getpid()}"  # no other process writes under this name
+    with contextlib.ExitStack() as stack:
         writers = [
-            stack.enter_context(
-                TokenWriter(path, tokenizers.info(tok), suffix=".merging", sources=inputs, loss=chat, made=made)
-            )
-            for path in outputs
+            stack.enter_context(TokenWriter(path, tokenizers.info(tok), suffix=own, loss=job.flags))
+            for path in names(folder, number, job)
         ]
-        for number in range(len(shards)):
-            for writer, path in zip(writers, names(folder.shards, number, job), strict=True):
-                try:
-                    writer.append(TokenFile.open(path))
-                except TokenFileError as e:
-                    folder.forget(number)
-                    raise TokenFileError(
-                        f"{e} It is a part of this run's result: the same command makes that part again."
-                    ) from e
-        for writer in writers:
-            if not writer.documents:
-                folder.discard()
-                why = "Change --validation." if len(writers) > 1 else "Is there any text in the input?"
-                raise PrepareError(f"{writer.path}: would hold no document; nothing was written. {why}")
-        headers = [writer.seal() for writer in writers]
-        for writer in writers:
-            writer.publish()
-    return headers
+        for cut in part:
+            source = Input(cut, rows, lambda line: lines.append(line) if len(lines) < SHOWN else None)
+            writer = None  # of the document that is being written
+            read = 0
+            for batch in batches_of(readers.read(source)):
+                before = sum(w.tokens for w in writers)
+                for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
+                    if writer is None:
+                        writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
+                        if not job.flags:  # a template writes its own
+                            writer.write(list(tok.bos), 0)
+                    writer.write(ids, piece.num_bytes, flags, counted)
+                    if piece.end:
+                        # The template of a conversation may have written end-of-text already.
+                        writer.end_document(loss=job.flags and end_counts(piece, job.loss), once=job.flags)
+                        writer = None
+                count(min(source.done, cut.size) - read, sum(w.tokens for w in writers) - before)
+                read = min(source.done, cut.size)
+            count(cut.size - read, 0)
+            bad += source.bad
+        result = {"bad": bad, "lines": lines, "files": []}
+        if bad and not skip_bad_lines:
+            for writer in writers:
+                writer.abort()
+            return result
+        result["files"] = [writer.close()["content_sha256"] for writer in writers]
+    unfinished = folder / f"{number:06}.json{own}"
+    unfinished.write_text(json.dumps(result))
+    unfinished.replace(result_file(folder, number))
+    return result
 
 
-def cores() -> int:
-    """Those that this process may run on."""
-    return len(os.sched_getaffinity(0))
+# ---- All parts
 
 
-def _shards(
-    job: Job, folder: Folder, shards: list[Shard], processes: int, skip_bad_lines: bool, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Makes the shards that are not there yet. Returns the results of all, in order; says bad lines in order."""
-    found = {number: folder.finished(number, job, skip_bad_lines) for number in range(len(shards))}
-    results: dict[int, Any] = {number: result for number, result in found.items() if result is not None}
-    missing = {number: shard for number, shard in enumerate(shards) if number not in results}
-    if results:
-        say(f"{folder.path}: {len(results)} of {len(shards)} parts are finished; going on")
-    sizes = [sum(cut.size for cut in shard) for shard in shards]
-    at = {number: (sizes[number], result["tokens"]) for number, result in results.items()}
-    progress = Progress(sum(sizes), sum(done for done, _ in at.values()))
+class Progress:
+    """Bytes read and tokens made: a line every ten seconds."""
 
-    def update(number: int, done: int, tokens: int) -> None:
-        at[number] = (done, tokens)
-        progress.update(sum(d for d, _ in at.values()), sum(t for _, t in at.values()))
+    def __init__(self, total: int, done: int):
+        """total: bytes of the input, 0 if unknown. done: those of an earlier run."""
+        self.total, self.before = total, done
+        self.done = self.tokens = 0  # of this run
+        self.started = self.last = time.monotonic()
 
-    shown = following = 0
-    bad: dict[str, int] = {}
+    def add(self, done: int, tokens: int) -> None:
+        self.show(self.done + done, self.tokens + tokens)
 
-    def check() -> None:
-        """Goes through results in the order of the input, as far as they are there; raises for what is wrong with it."""
-        nonlocal shown, following
-        while following < len(shards):
-            # the file with the first bad line ends before this shard
-            if bad and shards[following][0].path not in bad:
-                _refuse(bad)
-            if following not in results:
-                return
-            if isinstance(result := results[following], Exception):
-                raise result
-            if not skip_bad_lines:
-                for path, count in result["bad"]:
-                    if not bad or path in bad:
-                        bad[path] = bad.get(path, 0) + count
-            for path, line in result["lines"]:
-                shown += skip_bad_lines or path in bad
-                if shown <= SHOWN and (skip_bad_lines or path in bad):
+    def show(self, done: int, tokens: int) -> None:
+        """done, tokens: of this run so far."""
+        self.done, self.tokens = done, tokens
+        now = time.monotonic()
+        if now - self.last < LINE_SECONDS:
+            return
+        self.last, seconds = now, now - self.started
+        read, of, left = self.before + done, "", ""
+        if self.total:
+            of = f" of {self.total / 1e6:,.0f}"
+        if self.total and done:
+            left = f", {datetime.timedelta(seconds=round((self.total - read) * seconds / done))} left"
+        made = f"{tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:,.2f} M tokens/s"
+        print(f"prepare: {read / 1e6:,.0f}{of} MB, {made}{left}", file=sys.stderr, flush=True)
+
+
+def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
+    """Make the parts that an earlier run did not finish. Return the number of bad lines; name the first ones through `say`.
+
+    Raises PrepareError after the first part with bad lines, unless they are skipped.
+    """
+    results = [finished(folder, number, job, skip_bad_lines) for number in range(len(parts))]
+    missing = {number: part for number, part in enumerate(parts) if results[number] is None}
+    if len(missing) < len(parts):
+        say(f"{folder.parent}: {len(parts) - len(missing)} of {len(parts)} parts are finished; going on")
+    sizes = [sum(cut.size for cut in part) for part in parts]
+    done = sum(sizes) - sum(sizes[number] for number in missing)
+    progress = Progress(sum(sizes), done)
+    bad = shown = 0
+    try:
+        with contextlib.closing(make_parts(job, folder, missing, processes, skip_bad_lines, progress)) as made:
+            for before in results:
+                result = before or next(made)
+                bad += result["bad"]
+                for line in result["lines"][: SHOWN - shown]:
                     say(line)
-            following += 1
-        if bad:
-            _refuse(bad)
-
-    with progress.context():
-        check()
-        if missing:
-            for number, result in make_shards(job, folder.shards, missing, processes, skip_bad_lines, update):
-                results[number] = result
-                if not isinstance(result, Exception):
-                    update(number, sizes[number], result["tokens"])
-                check()
-    return [results[number] for number in range(len(shards))]
-
-
-def _refuse(bad: dict[str, int]) -> None:
-    ((path, count),) = bad.items()
-    raise PrepareError(
-        f"{count_lines(count)} in {path}{shown_of(count)}; nothing was written. Mend the file, or leave such lines out "
-        "with --skip-bad-lines."
-    )
+                shown = min(SHOWN, shown + len(result["lines"]))
+                if bad and not skip_bad_lines:
+                    more = f" (the first {SHOWN} are shown)" if bad > SHOWN else ""
+                    fix = "Mend the file, or leave such lines out with --skip-bad-lines."
+                    raise PrepareError(f"{count_lines(bad)} in this part of the input{more}; nothing was written. {fix}")
+    except BaseException:
+        if kept := len(list(folder.glob("*.json"))):
+            where = f"{kept} of {len(parts)} parts are finished and kept in {folder.parent}"
+            say(f"{where}; the same command goes on from there")
+        raise
+    return bad
 
 
 def count_lines(bad: int) -> str:
     return f"{bad} bad line{'s' if bad > 1 else ''}"
 
 
-def shown_of(bad: int) -> str:
-    return f" (the first {SHOWN} are shown)" if bad > SHOWN else ""
+def make_parts(
+    job: Job, folder: Path, parts: dict[int, Part], processes: int, skip_bad_lines: bool, progress: Progress
+) -> Generator[dict[str, Any]]:
+    """Yield the results of `make_part` in the order of the parts, several of which are made at a time.
+
+    The processes end with the iterator. Raises what `make_part` raises, and WorkerDied.
+    """
+    if processes == 1 or len(parts) == 1:
+        for number, part in parts.items():
+            yield make_part(job, folder, number, part, skip_bad_lines, progress.add)
+        return
+    context = multiprocessing.get_context("spawn")  # the parent has threads of the tokenizers package
+    made = context.Array("q", 2)  # bytes read and tokens made by all processes
+    others = multiprocessing.active_children()
+    workers: list[Any] = []
+    pool = ProcessPoolExecutor(min(processes, len(parts)), context, _begin_worker, (made,))
+    try:
+        futures = [pool.submit(_work, job, folder, n, part, skip_bad_lines) for n, part in parts.items()]
+        workers = [child for child in multiprocessing.active_children() if child not in others]
+        for future in futures:
+            while not wait([future], UPDATE_SECONDS).done:
+                progress.show(*made)
+            yield future.result()
+    except BrokenProcessPool as e:
+        raise WorkerDied(
+            "a process was ended from outside, most often because memory ran out. Fix: give fewer --processes; the same "
+            "command continues from the finished parts."
+        ) from e
+    finally:
+        for worker in workers:
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+_made: Any = None  # of a worker: what all processes have done, shared with the parent
+
+
+def _begin_worker(made: Any) -> None:
+    """Set up a worker process."""
+    global _made
+    _made = made
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers use the cores
+    parent: Any = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # without this, a worker outlives a parent that was killed
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool) -> dict[str, Any]:
+    """Make a part in a worker."""
+
+    def count(done: int, tokens: int) -> None:
+        with _made.get_lock():
+            _made[0] += done
+            _made[1] += tokens
+
+    return make_part(job, folder, number, part, skip_bad_lines, count)

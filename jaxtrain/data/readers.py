@@ -1,7 +1,8 @@
-"""Text, JSON lines and Parquet as documents, streamed, with every bad line named; and where a file may be cut for processes."""
+"""Read text, JSON lines, Parquet and data sets as documents, streamed, with every bad line named; divide files into parts."""
 
 import bz2
 import codecs
+import functools
 import gzip
 import io
 import itertools
@@ -13,14 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from jaxtrain.data import datasets_input
-from jaxtrain.data.rows import Piece, Rows
+from jaxtrain import installed
+from jaxtrain.data.rows import Piece, Rows, kind_of
 from jaxtrain.data.template import RowError
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 PIECE_BYTES = 4 << 20  # longer text files are encoded in pieces, cut after a line
 BATCH_ROWS = 1024  # Parquet rows decoded at once
+DATASET = "hf:"  # begins the name of a data set
+DATASET_FORM = "hf:DATASET[:CONFIG][:SPLIT]; the split is train where none is given, hf:DATASET::SPLIT leaves the config open"
+TO_PARQUET = "import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{{0}}'{}), '{{1}}.parquet')"
+TO_LINES = "import json; [print(json.dumps(x)) for x in json.load(open('{0}'))]"
+OTHER_FORMATS = {  # what to do with a file, by its suffix; {0} is its path, {1} the path without suffix
+    ".csv": f'python -c "{TO_PARQUET.format("")}"',
+    ".tsv": f'python -c "{TO_PARQUET.format(", parse_options=c.ParseOptions(delimiter='\\t')")}"',
+    ".json": "give --format=jsonl if each line is an object; of one list, make such a file: "
+    f'python -c "{TO_LINES}" > {{1}}.jsonl',
+    ".arrow": "write it as Parquet, or give the folder of its data set: --input=hf:FOLDER",
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z"), "unpack it to .txt, .jsonl or .parquet; .gz .bz2 .xz .zst may stay"),
+    ".tok": "choose an --input that leaves it out, it is already a token file",
+}
 
 
 class PrepareError(ValueError):
@@ -29,7 +43,8 @@ class PrepareError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of one input that one process reads: all of it, the lines that start in bytes begin..end, or row groups."""
+    """A part of one input that one process reads: all of it, the lines that start in bytes begin..end, row groups, or files of
+    a data set."""
 
     path: str
     kind: str  # text | jsonl | parquet | dataset
@@ -40,25 +55,62 @@ class Cut:
 
 @dataclass
 class Input:
-    """A part being read: where it stands and how many lines of it were bad."""
+    """A part that is being read: the bytes read so far and the number of bad lines."""
 
     cut: Cut
     rows: Rows
     report: Callable[[str], None]
     done: int = 0  # bytes of the part read
     bad: int = 0
+    first: int = 0  # the byte of a file of JSON lines at which the part begins
 
     @property
     def path(self) -> Path:
         return Path(self.cut.path)
 
+    @functools.cached_property
+    def lines_before(self) -> int:
+        """Lines of the file before the part: counted at the first bad line."""
+        count, left = 0, self.first
+        with self.path.open("rb") as f:
+            while left > 0 and (data := f.read(min(left, 1 << 22))):
+                count += data.count(b"\n")
+                left -= len(data)
+        return count
+
     def reject(self, line: int, reason: str) -> None:
         self.bad += 1
-        self.report(f"{self.cut.path}:{line}: {reason}")
+        if self.first:
+            line += self.lines_before
+        part = f" part {self.cut.begin + 1}" if self.cut.kind == "dataset" else ""
+        self.report(f"{self.cut.path}{part}:{line}: {reason}")
+
+
+def read(source: Input) -> Iterator[Piece]:
+    """Yield the documents of a part of any kind. Raises PrepareError if it cannot be read to its end."""
+    try:
+        if source.cut.kind == "text":
+            yield from read_text(source)
+            return
+        for number, row in ROWS[source.cut.kind](source):
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                piece = source.rows.piece(row)
+            except RowError as e:
+                source.reject(number, str(e))
+            else:
+                if piece is not None:
+                    yield piece
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+        raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
+
+
+# ---- Files
 
 
 def detect_format(path: Path) -> str:
-    """text | jsonl | parquet, by the file's name. Raises PrepareError for names that say it is neither."""
+    """Return text, jsonl or parquet, by the file's name. Raises PrepareError for the names of other formats."""
     name = path.name.lower()
     for packed in COMPRESSED:
         name = name.removesuffix(packed)
@@ -69,60 +121,13 @@ def detect_format(path: Path) -> str:
         if name != path.name.lower():
             raise PrepareError(f"{path}: a Parquet file is compressed inside; unpack it first.")
         return "parquet"
-    if suffix in (".json", ".csv", ".tsv", ".arrow"):
-        raise PrepareError(
-            f"{path}: {suffix} can mean several things. Give --format=jsonl for one JSON object a line, or --format=text for "
-            "one document a file."
-        )
-    if suffix == ".tok":
-        raise PrepareError(f"{path}: is already a token file. Choose an --input that leaves it out.")
-    if suffix in (".zip", ".tar", ".tgz", ".7z"):
-        raise PrepareError(
-            f"{path}: {suffix} files are not read. Unpack it to .txt, .jsonl or .parquet ({', '.join(COMPRESSED)} are read as "
-            "they are)."
-        )
+    if fix := OTHER_FORMATS.get(suffix):
+        raise PrepareError(f"{path}: {suffix} files are not read. Fix: {fix.format(path, path.with_suffix(''))}")
     return "text"
 
 
-class _Zstandard(io.RawIOBase):
-    """A .zst file unpacked. The package's own reader takes a file that was cut off for whole."""
-
-    def __init__(self, raw: BinaryIO):
-        import zstandard
-
-        self._raw = raw
-        self._error = zstandard.ZstdError
-        self._new = lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        self._frame = self._new()
-        self._begun = False
-        self._input = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._input or self._raw.read(1 << 18)
-            self._input = b""
-            if not data:
-                if self._begun:
-                    raise EOFError("the last zstandard frame is cut off")
-                return 0
-            self._begun = True
-            try:
-                self._ready = self._frame.decompress(data)
-            except self._error as e:
-                raise OSError(str(e)) from e
-            if self._frame.eof:
-                self._input, self._frame, self._begun = self._frame.unused_data, self._new(), False
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-
 def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
-    """The file unpacked, where its name says that it is compressed."""
+    """Return the file, decompressed if its name has the suffix of a compression."""
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.open(raw))
@@ -131,12 +136,14 @@ def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
         case ".xz":
             return cast(BinaryIO, lzma.open(raw))
         case ".zst":
-            return cast(BinaryIO, io.BufferedReader(_Zstandard(raw), 1 << 18))
+            import pyarrow
+
+            return cast(BinaryIO, io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(raw, "zstd")), 1 << 18))
     return raw
 
 
 def read_text(source: Input) -> Iterator[Piece]:
-    """The file is one document. A part of it is in memory at a time."""
+    """Yield the file as one document, in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
         line, started = 1, False
@@ -149,7 +156,7 @@ def read_text(source: Input) -> Iterator[Piece]:
             except UnicodeDecodeError as e:
                 reason = f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
                 source.reject(line + e.object.count(b"\n", 0, e.start), reason)
-                if started:  # what went before it stays, where bad lines are skipped
+                if started:  # the text before it stays if bad lines are skipped
                     yield Piece("", 0)
                 return
             yield Piece(text, len(text.encode()), end=not following)
@@ -159,53 +166,40 @@ def read_text(source: Input) -> Iterator[Piece]:
             source.done = raw.tell()
 
 
-def read_jsonl(source: Input) -> Iterator[Piece]:
-    """Every line is a JSON object that makes a document; blank lines are skipped."""
+Row = dict[str, Any] | RowError
+
+
+def read_jsonl(source: Input) -> Iterator[tuple[int, Row]]:
+    """Yield (number from the part's beginning, row) of every line; blank lines are skipped."""
     begin, end = source.cut.begin, source.cut.end
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
         if begin:  # to the first line that starts in the part: the byte before it ends a line, or is within one
             f.seek(begin - 1)
             begin += len(f.readline()) - 1
-        at, before = begin, -1  # lines of the file before the part: counted where a bad one is to be named
+        at = source.first = begin
         for number, line in enumerate(f, 1):
             if 0 <= end <= at:
                 return
             at += len(line)
-            source.done = at - begin if source.cut.end >= 0 else raw.tell()
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode())
-                if isinstance(record, dict):
-                    piece = source.rows.piece(record)
-                    if piece is not None:
-                        yield piece
-                    continue
-                reason = f"is a JSON {type(record).__name__}, not an object"
-            except UnicodeDecodeError as e:
-                reason = f"not UTF-8 ({e.reason}, column {e.start + 1})"
-            except json.JSONDecodeError as e:
-                reason = f"not JSON ({e.msg}, column {e.colno})"
-            except RecursionError:
-                reason = "not JSON that can be read (nested too deeply)"
-            except RowError as e:
-                reason = str(e)
-            before = _count_lines(source.path, begin) if before < 0 else before
-            source.reject(before + number, reason)
+            source.done = at - begin if f is raw else raw.tell()
+            if line.strip():
+                yield number, _row(line)
 
 
-def _count_lines(path: Path, end: int) -> int:
-    """Lines that end in the first `end` bytes."""
-    count = 0
-    with path.open("rb") as f:
-        while end > 0 and (data := f.read(min(end, 1 << 22))):
-            count += data.count(b"\n")
-            end -= len(data)
-    return count
+def _row(line: bytes) -> Row:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as e:
+        return RowError(f"not UTF-8 ({e.reason}, column {e.start + 1})")
+    except json.JSONDecodeError as e:
+        return RowError(f"not JSON ({e.msg}, column {e.colno})")
+    except RecursionError:
+        return RowError("not JSON that can be read (nested too deeply)")
+    return record if isinstance(record, dict) else RowError(f"is {kind_of(record)}, not an object")
 
 
-def read_parquet(source: Input) -> Iterator[Piece]:
-    """Every row is a document; the rows of a row group that are decoded at once are in memory."""
+def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
+    """Yield (number in the file, row) of every row. BATCH_ROWS decoded rows are in memory at a time."""
     import pyarrow
     import pyarrow.parquet
 
@@ -216,68 +210,30 @@ def read_parquet(source: Input) -> Iterator[Piece]:
             except RowError as e:
                 raise PrepareError(f"{source.path}: {e}") from e
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-            last = len(sizes) if source.cut.end < 0 else source.cut.end
-            groups = range(source.cut.begin, last)
-            number, rows = sum(sizes[: groups.start]), max(1, sum(sizes[groups.start : groups.stop]))
-            first = number
+            groups = range(source.cut.begin, len(sizes) if source.cut.end < 0 else source.cut.end)
+            first = number = sum(sizes[: groups.start])
+            rows = max(1, sum(sizes[groups.start : groups.stop]))
             for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=columns, use_threads=False):
                 for i in range(batch.num_rows):
                     number += 1
                     try:
                         row = {name: batch.column(name)[i].as_py() for name in columns}
-                        piece = source.rows.piece(row)
                     except UnicodeDecodeError as e:
-                        source.reject(number, f"not UTF-8 ({e.reason})")
-                    except RowError as e:
-                        source.reject(number, str(e))
-                    else:
-                        if piece is not None:
-                            yield piece
+                        row = RowError(f"not UTF-8 ({e.reason})")
+                    yield number, row
                 source.done = source.cut.size * (number - first) // rows
     except pyarrow.ArrowException as e:
         raise PrepareError(f"{source.path}: not readable as Parquet ({e})") from e
 
 
-def read_dataset(source: Input) -> Iterator[Piece]:
-    """Rows of one part of a data set by name."""
-    try:
-        for number, row in datasets_input.rows(source.cut.path, source.cut.begin, source.cut.end, source.rows.columns):
-            try:
-                piece = source.rows.piece(row)
-            except RowError as e:
-                source.reject(number, f"{e} (row {number} of part {source.cut.begin + 1})")
-            else:
-                if piece is not None:
-                    yield piece
-    except datasets_input.DatasetError as e:
-        raise PrepareError(str(e)) from e
-
-
-def read(source: Input) -> Iterator[Piece]:
-    """The documents of a part of any kind. Raises PrepareError where it cannot be read to its end."""
-    try:
-        yield from READERS[source.cut.kind](source)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
-        raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
-
-
-READERS: dict[str, Callable[[Input], Iterator[Piece]]] = {
-    "text": read_text,
-    "jsonl": read_jsonl,
-    "parquet": read_parquet,
-    "dataset": read_dataset,
-}
-
-
 def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
-    """The parts that processes may read at once, in order, each of about `part_bytes` or less where the file can be cut.
+    """Return the parts of a file that processes can read at the same time, in order, each of about `part_bytes` or less.
 
-    A text file is one document, and a compressed file has no other beginning: these are one part each.
+    A text file is one document, and a compressed file can only be read from its beginning: these are one part each.
     """
     size = path.stat().st_size
-    whole = Cut(str(path), kind, size)
     if size <= part_bytes or kind == "text" or path.suffix.lower() in COMPRESSED:
-        return [whole]
+        return [Cut(str(path), kind, size)]
     if kind == "jsonl":
         borders = [*range(0, size, part_bytes), size]
         return [Cut(str(path), kind, b - a, a, b) for a, b in itertools.pairwise(borders)]
@@ -291,3 +247,65 @@ def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
     parts = max(1, min(groups, -(-size // part_bytes)))
     borders = [groups * i // parts for i in range(parts + 1)]
     return [Cut(str(path), kind, size * (b - a) // max(1, groups), a, b) for a, b in itertools.pairwise(borders)]
+
+
+# ---- Data sets by name, through the `datasets` package where it is installed
+
+
+def dataset_name(spec: str) -> tuple[str, str | None, str]:
+    """Return (name or folder, config, split) of hf:DATASET[:CONFIG][:SPLIT]. Raises PrepareError."""
+    name, *rest = spec.removeprefix(DATASET).split(":")
+    if not name or len(rest) > 2:
+        raise PrepareError(f"--input={spec}: is written {DATASET_FORM}")
+    config, split = [*rest, "", ""][:2]
+    return name, config or None, split or "train"
+
+
+def open_dataset(spec: str, rows: Rows) -> Any:
+    """Open a data set for streaming: only the rows and columns that are read are fetched. Raises PrepareError."""
+    name, config, split = dataset_name(spec)
+    try:
+        import datasets
+    except ImportError as e:
+        rule = "needs the package `datasets`, which is not installed"
+        raise PrepareError(f"--input={spec}: {rule}. {installed.remedy('hf-datasets')}") from e
+    try:
+        data = datasets.load_dataset(name, config, split=split, streaming=True)
+    except Exception as e:  # no network, no such name, config or split, gated: many classes, one remedy
+        raise PrepareError(
+            f"--input={spec}: cannot be opened ({_reason(e)}). Check name, config and split (it is written {DATASET_FORM}) "
+            "and the network; or fetch its files with `hf download --repo-type=dataset` elsewhere and give these."
+        ) from e
+    try:
+        return data if data.column_names is None else data.select_columns(rows.columns(data.column_names))
+    except RowError as e:
+        raise PrepareError(f"--input={spec}: {e}") from e
+
+
+def _reason(e: Exception) -> str:
+    return f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
+
+
+def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
+    """Return the number of its parts (files), and a description that changes with its contents. Raises PrepareError."""
+    count = open_dataset(spec, rows).num_shards
+    import datasets
+
+    name, config, split = dataset_name(spec)
+    builder = datasets.load_dataset_builder(name, config)
+    files = getattr(builder.config, "data_files", None) or {}
+    origin = getattr(files.get(split), "origin_metadata", "") if hasattr(files, "get") else ""
+    return count, repr((builder.config.name, getattr(builder, "hash", ""), origin))
+
+
+def read_dataset(source: Input) -> Iterator[tuple[int, Row]]:
+    """Yield (number in its part, row) of every row."""
+    spec, part = source.cut.path, source.cut.begin
+    data = open_dataset(spec, source.rows)
+    try:
+        yield from enumerate(data.shard(data.num_shards, part), 1)
+    except Exception as e:
+        raise PrepareError(f"--input={spec}: part {part + 1} cannot be read to its end ({_reason(e)})") from e
+
+
+ROWS = {"jsonl": read_jsonl, "parquet": read_parquet, "dataset": read_dataset}

@@ -17,9 +17,9 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2
 VALIDATION = 0.05
 
 
-def list_files(root: Path | None = None) -> list[tuple[str, Path]]:
-    """(path relative to the library, path) of every module that is not empty, sorted."""
-    root = root or Path(sysconfig.get_path("stdlib"))
+def list_files() -> list[tuple[str, Path]]:
+    """Return (path relative to the library, path) of every module that is not empty, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in SKIPPED]
@@ -31,15 +31,15 @@ def list_files(root: Path | None = None) -> list[tuple[str, Path]]:
 
 
 def is_validation(relative: str) -> bool:
-    """A file's side of the split depends on its own path alone, so that it stays there when the library changes."""
+    """Decide by the path alone, so that a file stays in its split when the library changes."""
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
-    """The train and validation token files (bytes), made on first use.
+    """Return the train and validation token files (bytes), made at the first use.
 
-    The name holds a fingerprint of the Python version, the file format, the list of files and their sizes. Several processes
-    may make them at once: each writes its own temporary file, and the first to be done gives it the name.
+    The name has a fingerprint of the Python version, the file format, the list of files and their sizes. Several processes may
+    make them at the same time: each writes its own temporary file, and the first that is complete gets the name.
     """
     data_dir = Path(data_dir).expanduser()
     files = list_files()
@@ -64,4 +64,4 @@ def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
             writer.write(byte.encode_batch([text])[0], len(text.encode()))
             writer.end_document()
         writer.seal()
-        writer.publish_unless_there()
+        writer.publish(keep=True)

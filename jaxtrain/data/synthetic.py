@@ -1,8 +1,8 @@
-"""Made-up tokens that can be learnt: for tests, and for runs that measure speed and not learning.
+"""Synthetic tokens that can be learnt: for tests, and for runs that measure speed and not learning.
 
-256 symbols stand in one fixed random circle. A document starts somewhere and walks on by a stride of 1 to 4, its own; one
-symbol in sixteen is replaced by a random one. So a model must first learn the circle, then read the stride off the context.
-A row is a pure function of (seed, row index), computed for all rows at once.
+256 symbols have one fixed random cyclic order. A document begins at a random symbol and continues with its own stride of 1 to 4
+in this order; one symbol in sixteen is replaced by a random one. So a model must first learn the order, then infer the stride
+from the context. A row is a pure function of (seed, row index), computed for all rows at once.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 class Synthetic:
-    """A source of rows with the interface of `windows.Windows`."""
+    """A source of rows with the interface of `windows.FileWindows`."""
 
     name = "synthetic"
     windows = ROWS
@@ -35,8 +35,8 @@ class Synthetic:
         self.documents = max(1, min(DOCUMENTS, max_segments, self.length // 8))
 
     def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, None]:
-        """Tokens (R, T+1) of the rows, and (row, column) of each token that starts a document inside its row; all count, and
-        there is no padding."""
+        """Return tokens (R, T+1) of the rows, and (row, column) of each token that starts a document inside its row. All count,
+        and there is no padding."""
         R, n, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
         bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))

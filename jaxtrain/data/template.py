@@ -1,19 +1,21 @@
-"""Chat templates: a conversation as text, with its control tokens and the parts that count in the loss.
+"""Chat templates: write a conversation as text, find its control tokens and the parts that count in the loss.
 
-A template is Jinja2, run in a sandbox. What it writes itself may be control tokens; what stands in the messages never is. To
-tell the two apart in the rendered text, a mark (a Unicode noncharacter) is put into each message where its text could be read
-as a control token, or as the end or the beginning of one; the marks are taken out again when the text has been cut at its
-control tokens. The text without marks must be the one that the template makes of the unmarked messages, or the row is refused.
+A template is Jinja2, run in a sandbox. The template may write control tokens, and the data may not. To tell the two apart in
+the rendered text, a mark (a Unicode noncharacter) is put into each string of the data that could be read as a control token, or
+as the end or the beginning of one. The marks are removed after the text is cut at its control tokens. The text without marks
+must be the text that the template writes for the unmarked data, or the row is refused.
 """
 
 import datetime
 import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -23,7 +25,9 @@ import jinja2.sandbox
 
 from jaxtrain.data.tokenizer import ControlToken, Tokenizer, TokenizerError, read_beside
 
-MARK, OPEN, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: no text that is meant to be exchanged holds them
+MARK, OPEN, CLOSE, ANSWER = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharacters: never part of a text
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the thoughts of a message; templates read one of them
+TEXTS = ("content", *THOUGHTS)  # of a message: free text, which may hold anything
 LOSSES = ("assistant", "all", "last")
 # The byte tokenizer's own: a line that names the role, the text, end-of-text after each assistant turn, a blank line between.
 BYTE_TEMPLATE = """{%- for message in messages -%}
@@ -35,12 +39,38 @@ BYTE_TEMPLATE = """{%- for message in messages -%}
 
 
 class RowError(ValueError):
-    """A row that cannot be read; the message says why, and the caller names the file and the line."""
+    """A row that cannot be read; the message has the reason, and the caller names the file and the line."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The data of a chat template.
+
+    Attributes:
+      messages: with `role`, `content` and what else the template reads: `tool_calls`, `reasoning_content` and so on. An
+        assistant's message with `train` false does not count in the loss.
+      tools: descriptions of functions, as JSON schemas; None if there are none.
+      variables: further variables of the template, such as `enable_thinking`.
+      prompt: number of messages of the prompt. Assistant turns in it do not count.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})
+    prompt: int = 0
+
+    def first(self, count: int) -> "Conversation":
+        """Return the conversation up to a message."""
+        return replace(self, messages=self.messages[:count])
+
+    def without(self, *keys: str) -> "Conversation":
+        """Return the conversation without some keys of its messages."""
+        return replace(self, messages=[{key: x for key, x in m.items() if key not in keys} for m in self.messages])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a rendered conversation: a control token, or text that is encoded by itself."""
+    """A control token of a rendered conversation, or text that is encoded by itself."""
 
     text: str
     control: int = -1  # the id of a control token
@@ -49,7 +79,7 @@ class Part:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: what stands between is an assistant's."""
+    """`{% generation %} ... {% endgeneration %}`: the text between them is an assistant's turn."""
 
     tags = {"generation"}
 
@@ -67,17 +97,27 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)  # jinja2's own escapes HTML
+    return json.dumps(value, **{"ensure_ascii": False, **options})  # jinja2's own escapes HTML
 
 
 class ChatTemplate:
     """A template together with the tokenizer whose control tokens it writes.
 
-    `source`: the template; `tokens`: its variables such as `bos_token`; `date` stands for today where a template asks for it,
-    so that equal commands give equal files. Raises TokenizerError where it is not Jinja2.
+    Attributes:
+      marks_turns: whether the template has `{% generation %}` blocks.
     """
 
     def __init__(self, name: str, source: str, tokens: dict[str, str], control: Sequence[ControlToken], date: str):
+        """Compile a template.
+
+        Args:
+          source: the template.
+          tokens: its variables such as `bos_token`.
+          date: the day that a template gets if it asks for today, so that equal commands give equal files.
+
+        Raises:
+          TokenizerError: the source is not Jinja2.
+        """
         self.name = name
         self.tokens = tokens
         self.control = control
@@ -94,24 +134,31 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerError(f"chat template {name}: line {e.lineno}: {e.message}") from e
-        self._marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+        self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
         self._control = _pattern(control)
         texts = [token.text for token in control]
-        self._texts = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+        self._texts = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._longest = max(map(len, texts), default=0)
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._endings = {text[n:] for text in texts for n in range(1, len(text))}
         self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
 
-    def guard(self, text: str) -> str:
-        """The text with marks where it, or what the template may write next to it, could be read as a control token."""
-        if any(mark in text for mark in (MARK, OPEN, CLOSE)):
-            raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD2, which are used as marks here")
-        core = text.strip()
-        # what begins, ends or lies within a control token may be made whole by what the template writes next to it
-        joins = core in self._insides or any(
-            core[-n:] in self._beginnings or core[:n] in self._endings for n in range(1, min(len(core), self._longest) + 1)
-        )
+    def describe(self, loss: str) -> str:
+        """Return a line on the tokens that count in the loss (LOSSES)."""
+        turns, last = "answers and the tokens that end them", "the last answer and the token that ends it"
+        if self.marks_turns:
+            turns, last = "its {% generation %} blocks", "tokens of its last {% generation %} block"
+        count = {"all": "every token counts", "last": f"only {last} count"}.get(loss, f"{turns} count")
+        return f"chat template {self.name}: {count} in the loss"
+
+    def guard(self, text: str, joins: bool = True) -> str:
+        """Return the text with marks, so that it cannot be read as a control token.
+
+        Args:
+          joins: also mark a text that could be read as one together with the text that the template writes next to it.
+        """
+        if any(mark in text for mark in (MARK, OPEN, CLOSE, ANSWER)):
+            raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD3, which are used as marks here")
         guarded = text
         while found := self._texts.search(guarded):
             if len(found[0]) == 1:
@@ -119,65 +166,187 @@ class ChatTemplate:
                     f"a message holds {found[0]!r}, a control token of one character, which cannot be told from text"
                 )
             guarded = guarded[: found.start() + 1] + MARK + guarded[found.start() + 1 :]
-        if joins:
+        core = text.strip()
+        sizes = range(1, min(len(core), self._longest) + 1)
+        if joins and (core in self._insides or any(core[-n:] in self._beginnings or core[:n] in self._endings for n in sizes)):
             start = len(text) - len(text.lstrip())
             end = len(guarded) - (len(text) - len(text.rstrip()))
             guarded = guarded[:start] + MARK + guarded[start:end] + MARK + guarded[end:]
         return guarded
 
-    def render(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
-        """What the template writes; with `prompt` also the beginning of an assistant's turn. Raises RowError."""
+    def _guard_all(self, value: Any, joins: bool) -> Any:
+        """Return data with marks in all its strings. Names and kinds, such as "text", are not marked for what they could join:
+        templates compare them."""
+        if isinstance(value, str):
+            return self.guard(value, joins)
+        if isinstance(value, Mapping):
+            return {
+                self.guard(key, joins=False): item if key == "role" else self._guard_all(item, joins or key in TEXTS)
+                for key, item in value.items()
+            }
+        return [self._guard_all(item, joins) for item in value] if isinstance(value, list | tuple) else value
+
+    def _guarded(self, talk: Conversation) -> tuple[Conversation, str]:
+        """Return the conversation with marks, and the text that the template writes of it. Raises RowError."""
+        for joins in (True, False):
+            found = replace(
+                talk,
+                messages=self._guard_all(talk.messages, joins),
+                tools=self._guard_all(talk.tools, joins),
+                variables=self._guard_all(talk.variables, joins),
+            )
+            whole = self.render(found)
+            same = (found.messages, found.tools, found.variables) == (talk.messages, talk.tools, talk.variables)
+            if same or _unmarked(whole) == _unmarked(self.render(talk)):
+                return found, whole
+        raise RowError("a message holds the text of a control token, and the chat template does not write it as it stands")
+
+    def render(self, talk: Conversation, prompt: bool = False) -> str:
+        """Return the text of a conversation; with `prompt` also the beginning of an assistant's turn. Raises RowError."""
+        variables = {"tools": talk.tools, "documents": None, **self.tokens, **talk.variables}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.tokens)
+            return self._template.render(variables, messages=talk.messages, add_generation_prompt=prompt)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
-            raise RowError(f"the chat template cannot write its first {len(messages)} messages: {e}") from e
+            raise RowError(f"the chat template cannot write its first {len(talk.messages)} messages: {e}") from e
 
-    def parts(self, messages: list[dict[str, str]], loss: str) -> tuple[str, list[Part]]:
-        """The conversation as text, and the same cut at control tokens and where the loss begins and ends. Raises RowError.
+    def _check_written(self, talk: Conversation, plain: str) -> None:
+        """Raise RowError if the text is the same without the tools, without the calls of tools, or without the thoughts.
 
-        No token reaches over a cut: what stands before a turn is encoded as the prompt of a generation would be.
-
-        Assistant turns are what stands in `{% generation %}` blocks where the template has them. Else a turn is what its
-        message adds to the conversation before it with the generation prompt, up to the control token that ends it.
+        Args:
+          plain: the text of the whole conversation.
         """
-        guarded = [{**m, "content": self.guard(m["content"])} for m in messages]
-        whole = self.render(guarded)
+        found = []
+        if talk.tools:
+            found.append(("`tools`", talk, replace(talk, tools=None)))
+        if any(message.get("tool_calls") for message in talk.messages):
+            found.append(("`tool_calls`", talk, talk.without("tool_calls")))
+        if thinking := [i for i, message in enumerate(talk.messages, 1) if message.get(THOUGHTS[0], "").strip()]:
+            # Some templates leave out thoughts of earlier turns, so the conversation ends with the last message that has any.
+            asked = talk.first(thinking[-1])
+            found.append(("thoughts (`reasoning_content`, `thinking`)", asked, asked.without(*THOUGHTS)))
+        for what, asked, without in found:
+            text = plain if len(asked.messages) == len(talk.messages) else _unmarked(self.render(asked))
+            try:
+                same = _unmarked(self.render(without)) == text
+            except RowError:  # it cannot write the conversation without them
+                continue
+            if same:
+                fix = "Fix: give --chat-template=FILE with one that does, or leave them out of the rows"
+                raise RowError(f"the chat template does not write {what}. {fix}")
+
+    def parts(self, talk: Conversation, loss: str) -> tuple[str, list[Part]]:
+        """Return the conversation as text, and its parts: cut at control tokens and where the loss begins and ends.
+
+        No token reaches over a cut: the text before a turn is encoded as the prompt of a generation would be.
+
+        Assistant turns are the `{% generation %}` blocks of the template if it has them. Else they are found by rendering:
+
+        - A turn is the text that its message adds to the conversation before it with the generation prompt, up to the control
+          token that ends it.
+        - A template may write earlier messages otherwise when more follow: some leave out earlier thoughts. Then a turn begins
+          after each generation prompt in the text, and ends with the control token that ends an answer.
+
+        Args:
+          loss: which of the turns count (LOSSES).
+
+        Raises:
+          RowError: the template cannot write the conversation, it leaves out a part of it, or its turns cannot be found.
+        """
+        guarded, whole = self._guarded(talk)
         plain = _unmarked(whole)
-        if guarded != messages and plain != _unmarked(self.render(messages)):
-            raise RowError("a message holds the text of a control token, and the chat template does not write it as it stands")
-        if self._marks_turns:
+        self._check_written(talk, plain)
+        answers = [message for message in talk.messages if message["role"] == "assistant"]
+        skipped = [not message.get("train", True) for message in answers]
+        spans: list[tuple[int, int]] = []
+        before = 0  # turns of the prompt
+        if loss == "all" and not any(skipped):
+            whole = whole.replace(OPEN, "").replace(CLOSE, "")
+            return plain, self._cut(whole, [(0, len(whole))])
+        if self.marks_turns:
             whole, spans = _marked_spans(whole)
-        else:
+            before = len(_marked_spans(self.render(guarded.first(talk.prompt)))[1]) if talk.prompt else 0
+        elif answers:
             spans = self._added_spans(guarded, whole)
+            before = sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
+        without: list[tuple[int, int]] = []  # turns that do not count, whichever are chosen
+        if any(skipped):
+            if len(spans) != len(answers):
+                raise RowError(
+                    f"the chat template marks {len(spans)} turns for {len(answers)} messages of the assistant, so those with "
+                    "`train` false or `weight` 0 cannot be told from others. Fix: give --chat-template=FILE with one "
+                    "{% generation %} block for each"
+                )
+            without = [span for span, skip in zip(spans, skipped, strict=True) if skip]
         if loss == "all":
-            spans = [(0, len(whole))]
-        elif not spans:
+            borders = [0, *(border for span in without for border in span), len(whole)]
+            return plain, self._cut(whole, list(zip(borders[::2], borders[1::2], strict=True)))
+        spans = spans[before:] if spans else []
+        if not spans:
             raise RowError("no assistant's turn, so nothing counts in the loss (--loss=all counts all of it)")
-        elif loss == "last":
-            spans = spans[-1:]
+        spans = [span for span in (spans[-1:] if loss == "last" else spans) if span not in without]
+        if not spans:
+            raise RowError("no turn counts in the loss: `train` is false, or `weight` 0. Fix: leave the row out")
         return plain, self._cut(whole, spans)
 
-    def _added_spans(self, messages: list[dict[str, str]], whole: str) -> list[tuple[int, int]]:
-        """What each assistant's message adds to the text before it."""
+    def _added_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
+        """Return the text that each assistant message adds to the text before it, as (begin, end)."""
         spans = []
-        for i, message in enumerate(messages):
+        for i, message in enumerate(talk.messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:i], prompt=True)
-            after = self.render(messages[: i + 1])
-            if not after.startswith(before) or not whole.startswith(after):
+            before = self.render(talk.first(i), prompt=True)
+            after = self.render(talk.first(i + 1))
+            if not (after.startswith(before) and whole.startswith(after)):
+                if found := self._headed_spans(talk, whole):
+                    return found
                 what = "begins message {} otherwise than its generation prompt" if whole.startswith(after) else (
                     "writes the messages up to {} otherwise when more follow"
                 )  # fmt: skip
                 raise RowError(
                     f"the chat template {what.format(i + 1)}, so the assistant's turn cannot be found. Mark it in the "
-                    "template with {% generation %} and {% endgeneration %} (--chat-template=FILE), or use --loss=all"
+                    "template with {% generation %} and {% endgeneration %} (--chat-template=FILE; the Python package trl has "
+                    "such templates for many models), or use --loss=all"
                 )
             begin, end = len(before), len(after)
             for token in self._control.finditer(whole, begin, end):
                 if not whole[token.end() : end].strip():
                     end = token.end()
             spans.append((begin, end))
+        return spans
+
+    def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
+        """Return the text after each generation prompt, up to the control token that ends an answer, as (begin, end).
+
+        Returns [] if the turns are not certain: unless the text has a generation prompt, or one beginning of it with a control
+        token, exactly once for each assistant message, and not before the first of them.
+        """
+        turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
+        asked = talk.first(turns[0])
+        if not asked.messages:
+            return []
+        before, after = self.render(asked), self.render(asked, prompt=True)
+        answer = {"role": "assistant", "content": ANSWER}
+        answered = self.render(replace(asked, messages=[*asked.messages, answer]))
+        shared = len(os.path.commonprefix([before, after]))  # not all of `before`: some templates end a text with a token
+        token = next((found for found in self._control.finditer(after) if found.end() > shared), None)
+        ending = self._control.search(answered, answered.find(ANSWER) + 1)
+        if token is None or ending is None or ANSWER not in answered:
+            return []
+        header = after[token.start() :]
+        sizes = range(len(header), len(token[0]) - 1, -1)
+        size = next((n for n in sizes if whole.count(header[:n]) == len(turns)), 0)
+        if not size or header[:size] in before:
+            return []
+        begins = [found.end() for found in re.finditer(re.escape(header[:size]), whole)]
+        spans = []
+        for begin, limit in zip(begins, [*begins[1:], len(whole)], strict=True):
+            ends = (found.end() for found in self._control.finditer(whole, begin, limit) if found[0] == ending[0])
+            spans.append((begin, next(ends, -1)))
+        if any(end < 0 for _, end in spans):
+            return []
+        begin, end = spans[-1]
+        if not self._control.sub("", whole[end:]).strip():  # nothing but tokens that end the text
+            spans[-1] = begin, max([end, *(found.end() for found in self._control.finditer(whole, end))])
         return spans
 
     def _cut(self, whole: str, spans: list[tuple[int, int]]) -> list[Part]:
@@ -209,13 +378,11 @@ class ChatTemplate:
 
 
 def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
-    """Finds control tokens, the longest first; group i + 1 is the text of token i. Some take the space beside them."""
-    order = sorted(range(len(control)), key=lambda i: -len(control[i].text))
-    groups = [""] * len(control)
-    for i, token in enumerate(control):
-        groups[i] = rf"{r'\s*' if token.lstrip else ''}(?P<t{i}>{re.escape(token.text)}){r'\s*' if token.rstrip else ''}"
-    if order != list(range(len(control))):
-        raise ValueError("control tokens are given with the longest first")
+    """Return an expression for control tokens, the longest first. Group i + 1 is the text of token i. Some tokens include the
+    space beside them."""
+    groups = [
+        rf"{r'\s*' if token.lstrip else ''}({re.escape(token.text)}){r'\s*' if token.rstrip else ''}" for token in control
+    ]
     return re.compile("|".join(groups) or r"(?!)")
 
 
@@ -224,7 +391,7 @@ def _unmarked(text: str) -> str:
 
 
 def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks of generation blocks, and where these stood."""
+    """Return the text without the marks of generation blocks, and (begin, end) of each block that has text."""
     spans, out, size, begin = [], [], 0, 0
     for piece in re.split(f"([{OPEN}{CLOSE}])", text):
         if piece == OPEN:
@@ -239,28 +406,23 @@ def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str) -> ChatTemplate:
-    """The template of a tokenizer: of `file`, else of chat_template.jinja or tokenizer_config.json beside its tokenizer.json.
+    """Return the template of `file`, else of chat_template.jinja or tokenizer_config.json beside a tokenizer's tokenizer.json.
 
     Raises TokenizerError.
     """
     control = tokenizer.control_tokens()
-    eos = next(token.text for token in control if token.id == tokenizer.eot) if spec == "byte" else ""
-    tokens, name, source = ({"eos_token": eos, "bos_token": ""} if spec == "byte" else {}), "", ""
     if spec == "byte":
+        tokens = {"eos_token": control[0].text, "bos_token": ""}
         name, source = "of the byte tokenizer", BYTE_TEMPLATE
     else:
         settings = _settings(spec)
-        for key, value in settings.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                tokens[key] = text
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+        tokens = {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
+        name, source = f"{spec}: tokenizer_config.json", settings.get("chat_template") or ""
+        if isinstance(source, list):
+            source = next((entry["template"] for entry in source if entry["name"] == "default"), "")
         if (beside := read_beside(spec, "chat_template.jinja")) is not None:
             name, source = f"{spec}: chat_template.jinja", beside.decode()
-        elif found := settings.get("chat_template"):
-            name, source = f"{spec}: tokenizer_config.json", found
-            if isinstance(found, list):
-                named = {entry["name"]: entry["template"] for entry in found}
-                source = named.get("default", "")
     if file is not None:
         try:
             name, source = str(file), file.expanduser().read_text()
@@ -275,12 +437,10 @@ def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str)
 
 
 def _settings(spec: str) -> dict[str, Any]:
-    """tokenizer_config.json, {} where there is none."""
+    """Return the contents of tokenizer_config.json, {} if there is none."""
     data = read_beside(spec, "tokenizer_config.json")
-    if data is None:
-        return {}
     try:
-        settings = json.loads(data)
+        settings = json.loads(data or b"{}")
     except ValueError as e:
         raise TokenizerError(f"tokenizer {spec!r}: its tokenizer_config.json is not JSON ({e})") from e
     return settings if isinstance(settings, dict) else {}

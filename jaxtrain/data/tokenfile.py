@@ -1,19 +1,20 @@
-"""Token files (`NAME.tok`): one file that says itself what it holds.
+"""Token files (`NAME.tok`): tokens of documents, with a header and checksums.
 
-    bytes 0..63    preamble: magic, format version, where the header lies and its crc32; zeros
-    tokens         uint16 or uint32, little-endian; every document begins with what the tokenizer puts before a text, if
-                   anything (made with --chat: what the template writes), and ends with its end-of-text id
+    bytes 0..63    preamble: magic, format version, crc32, offset and length of the header; zeros
+    tokens         uint16 or uint32, little-endian; each document begins with the tokenizer's own first token, if it has one
+                   (with --chat: as the template writes it), and ends with the end-of-text id
     padding        to a multiple of 8
-    loss           in files made with --chat: one bit a token, lowest bit first, set where the token counts as a target;
+    loss           in files made with --chat: one bit a token, lowest bit first, set if the token counts as a target;
                    padding to a multiple of 8
     documents      int64 offsets into the tokens: the start of each document, then the end of the last
     checksums      uint32, the crc32 of each block: of each 16 KiB of the file up to here, the first without the preamble
-    header         JSON: counts, tokenizer, sources, and a crc32 of each 16 KiB of the checksums
+    header         JSON: counts, tokenizer, sources, and the crc32 of the checksums
 
-The header comes last because it is known last: the writer streams. The preamble is written after it, and the file gets its
-name after that, so a file that was cut off is never taken for whole. Every read is checked block by block (checked.py).
+The header comes last because the writer streams and knows the counts last. The preamble is written after it, and the file gets
+its name after that, so a file that was cut off is never read as complete. checked.py compares blocks with their checksums.
 """
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -22,7 +23,9 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -31,9 +34,11 @@ import numpy as np
 from jaxtrain.data.checked import Blocks, Column, OpenFile, TokenFileError, remedy
 
 MAGIC = b"jaxtrtok"
-VERSION = 5  # 1 had no loss bits, 2 no largest id, 3 no token that begins a document, 4 checksums of 16 MiB alone
-BLOCK = 16 << 10  # bytes under one checksum: of a row of a batch two or three blocks are read, and their checksums are 0.02%
+VERSION = 6
+BLOCK = 16 << 10  # bytes under one checksum: a row of a batch needs two or three blocks, and their checksums are 0.02%
+PAIRS = "pairs"  # in `made` of the header, where documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
+COPIED = 1 << 20  # tokens, documents or bytes copied or compared at a time; a multiple of 8
 
 
 def _align(n: int) -> int:
@@ -41,12 +46,12 @@ def _align(n: int) -> int:
 
 
 def loss_bytes(tokens: int) -> int:
-    """Bytes that the loss bits of so many tokens take, padding left out."""
+    """Return the bytes of the loss bits of that many tokens, without padding."""
     return -(-tokens // 8)
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """An empty file for writing that no other process is writing; what an earlier, dead one left in it is gone."""
+    """Open an empty file for writing, which no other process is writing. Contents that a dead process left are discarded."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "wb")
         try:
@@ -57,18 +62,18 @@ def open_locked(path: Path) -> BinaryIO:
         except OSError as e:
             if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
-            # a file system without locks: the rename at the end still keeps readers safe
+            # A file system without locks: the rename at the end still keeps readers safe.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             os.ftruncate(file.fileno(), 0)
             return file
-        file.close()  # its owner has renamed it meanwhile: that file is finished and not ours
+        file.close()  # its owner has renamed it in the meantime: that file is finished and not this one
 
 
 class TokenWriter:
-    """Streams documents into `path`; memory does not grow. Finish with `close` (`seal`, then `publish`) or `abort`.
+    """Streams documents into `path`, in constant memory. Finish with `close` (`seal`, then `publish`) or `abort`.
 
-    Writes `path + suffix` and renames it when all is on disk. As a context manager it closes, or aborts on an exception.
-    `loss`: the file holds loss bits, and every `write` gives them. `made`: what else the header is to say of its making.
+    Writes `path + suffix` and renames it when everything is on the disk. As a context manager it closes, or aborts on an
+    exception. `loss`: the file has loss bits, and every `write` gives them. `made`: further entries of the header.
     """
 
     def __init__(
@@ -83,29 +88,28 @@ class TokenWriter:
     ):
         self.path = Path(path)
         self.partial = self.path.with_name(self.path.name + suffix)
-        self._offsets_path = self.path.with_name(self.path.name + suffix + ".offsets")
-        self._sums_path = self.path.with_name(self.path.name + suffix + ".checksums")
         self.tokenizer = tokenizer
         self.sources = sources or []
         self.made = made or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
+        self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
+        self._sums = array.array("I")  # the crc32 of each finished block
         self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and the bytes before here
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
-        self._file: BinaryIO = open_locked(self.partial)
-        self._offsets: BinaryIO = self._offsets_path.open("w+b")
-        self._sums: BinaryIO = self._sums_path.open("w+b")
+        self._loss_rest = np.empty(0, bool)  # flags of less than a byte
+        self._files = contextlib.ExitStack()
+        self._file: BinaryIO = self._files.enter_context(open_locked(self.partial))
+        # Loss bits and offsets come after the tokens in the file, so until the end they are in files without a name.
+        unnamed = functools.partial(tempfile.TemporaryFile, dir=self.path.parent)
+        self._loss, self._offsets = (self._files.enter_context(unnamed()) for _ in range(2))
         self._file.write(bytes(PREAMBLE.size))
         self._offsets.write(struct.pack("<q", 0))
-        self._loss_path = self.path.with_name(self.path.name + suffix + ".loss") if loss else None
-        self._loss: BinaryIO | None = self._loss_path.open("w+b") if self._loss_path else None
-        self._loss_rest = np.empty(0, bool)  # flags of less than a byte
-        self.loss = {"tokens": 0, "bytes": 0, "first": 0}
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Writes, and takes the checksum of each whole block on the way."""
+        """Write, and take the checksum of each block."""
         self._file.write(data)
-        view = memoryview(data)
+        view = memoryview(data).cast("B")
         while len(view):
             part = view[: BLOCK - self._in_block]
             self._crc = zlib.crc32(part, self._crc)
@@ -115,16 +119,20 @@ class TokenWriter:
                 self._end_block()
 
     def _end_block(self) -> None:
-        self._sums.write(struct.pack("<I", self._crc))
+        self._sums.append(self._crc)
         self._crc = self._in_block = 0
 
+    def _put_file(self, file: BinaryIO) -> None:
+        file.seek(0)
+        while data := file.read(COPIED):
+            self._put(data)
+
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """`first`: how many of them stand first in a document."""
-        if self._loss is None:
+        """`first`: how many of the flagged tokens are the first of a document."""
+        if self.loss is None:
             return
-        self.loss["tokens"] += int(np.count_nonzero(flags))
-        self.loss["bytes"] += num_bytes
-        self.loss["first"] += first
+        for key, count in (("tokens", int(np.count_nonzero(flags))), ("bytes", num_bytes), ("first", first)):
+            self.loss[key] += count
         flags = np.concatenate([self._loss_rest, flags])
         whole = flags.size // 8 * 8
         self._loss.write(np.packbits(flags[:whole], bitorder="little").tobytes())
@@ -133,36 +141,42 @@ class TokenWriter:
     def write(
         self, ids: np.ndarray | list[int], source_bytes: int, loss: np.ndarray | None = None, loss_bytes: int = 0
     ) -> None:
-        """Tokens of the current document (or a part of it), which stand for `source_bytes` bytes of text.
+        """Append tokens to the current document.
 
-        `loss` (bool, as many): which of them count, where the file holds loss bits; these stand for `loss_bytes` of text.
+        Args:
+          ids: token ids, (N,).
+          source_bytes: bytes of the text that they encode.
+          loss: bool (N,), whether each counts as a target. Given if and only if the file has loss bits.
+          loss_bytes: bytes of the text of those that count.
         """
-        array = np.asarray(ids)
-        if (loss is None) != (self._loss is None) or (loss is not None and loss.shape != array.shape):
-            raise ValueError(f"{self.path}: loss flags belong to every token of a file that holds them, and to no other file")
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.tokenizer["vocab_size"]:
-            raise TokenFileError(
-                f"{self.path}: id {int(array.max())} is outside the vocabulary of {self.tokenizer['vocab_size']} tokens"
+        found = np.asarray(ids)
+        if (loss is None) != (self.loss is None) or (loss is not None and loss.shape != found.shape):
+            raise ValueError(
+                f"{self.path}: a file with loss bits needs loss flags for every token, and no other file takes any"
             )
+        if found.size:
+            largest = int(found.max())
+            if found.min() < 0 or largest >= self.tokenizer["vocab_size"]:
+                raise TokenFileError(
+                    f"{self.path}: id {largest} is outside the vocabulary of {self.tokenizer['vocab_size']} tokens"
+                )
+            self.largest_id = max(self.largest_id, largest)
+            self._ended = int(found[-1]) == self.tokenizer["eot"]
         if loss is not None:
-            first = bool(array.size) and self.tokens == self._begin and bool(loss[0])
+            first = bool(found.size) and self.tokens == self._begin and bool(loss[0])
             self._put_loss(loss, int(first), loss_bytes)
-        self._put(np.ascontiguousarray(array, self.dtype).tobytes())
-        self.tokens += array.size
+        self._put(np.ascontiguousarray(found, self.dtype).data)
+        self.tokens += found.size
         self.source_bytes += source_bytes
-        if array.size:
-            self._ended = int(array[-1]) == self.tokenizer["eot"]
-            self.largest_id = max(self.largest_id, int(array.max()))
 
     def end_document(self, loss: bool = False, once: bool = False) -> None:
-        """Writes the end-of-text id; with `once` only where the document does not end with it already.
+        """Write the end-of-text id; with `once` only if the document does not end with it already.
 
-        `loss`: whether that id counts, where the file holds loss bits.
+        `loss`: whether that id counts, in a file with loss bits.
         """
         if not (once and self._ended):
-            if self._loss is not None:
-                self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
-            self._put(np.asarray([self.tokenizer["eot"]], self.dtype).tobytes())
+            self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
+            self._put(np.asarray([self.tokenizer["eot"]], self.dtype).data)
             self.tokens += 1
             self.largest_id = max(self.largest_id, self.tokenizer["eot"])
         self.documents += 1
@@ -170,72 +184,58 @@ class TokenWriter:
         self._offsets.write(struct.pack("<q", self.tokens))
 
     def append(self, file: "TokenFile") -> None:
-        """All documents of another file of the same kind, without a look into them. Raises TokenFileError for a damaged one."""
-        if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self._loss is None):
+        """Append all documents of another file of the same kind. Raises TokenFileError if it is damaged."""
+        if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
-        step = 1 << 20  # tokens; a multiple of 8
-        for first in range(0, file.header["tokens"], step):
-            part = file.tokens[first : first + step]
-            self._put(part.tobytes())
-            if self._loss is not None:
+        for first in range(0, file.header["tokens"], COPIED):
+            part = file.tokens[first : first + COPIED]
+            self._put(part.data)
+            if self.loss is not None:
                 self._put_loss(file.loss_flags(first, first + part.size), 0, 0)
-        if self._loss is not None:
+        if self.loss is not None:
             for key in ("bytes", "first"):
                 self.loss[key] += file.header["loss"][key]
-        for first in range(1, file.header["documents"] + 1, 1 << 20):
-            self._offsets.write((file.doc_offsets[first : first + (1 << 20)] + self.tokens).astype("<i8").tobytes())
+        for first in range(1, file.header["documents"] + 1, COPIED):
+            self._offsets.write((file.doc_offsets[first : first + COPIED] + self.tokens).astype("<i8").tobytes())
         for key in ("tokens", "documents", "source_bytes"):
             setattr(self, key, getattr(self, key) + file.header[key])
         self.largest_id = max(self.largest_id, file.header["largest_id"])
         self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
-        """Everything to disk, then the name. Returns the header."""
+        """Write everything to the disk, then give it its name. Returns the header."""
         header = self.seal()
         self.publish()
         return header
 
     def seal(self) -> dict[str, Any]:
-        """Everything to disk, still under the temporary name. Returns the header."""
-        token_bytes = self.tokens * self.dtype.itemsize
-        self._put(bytes(_align(token_bytes)))
-        if self._loss is not None:
+        """Write everything to the disk, still under the temporary name. Returns the header."""
+        self._put(bytes(_align(self.tokens * self.dtype.itemsize)))
+        if self.loss is not None:
             self._loss.write(np.packbits(self._loss_rest, bitorder="little").tobytes())
-            self._loss.flush()
-            self._loss.seek(0)
-            while data := self._loss.read(1 << 20):
-                self._put(data)
+            self._put_file(self._loss)
             self._put(bytes(_align(loss_bytes(self.tokens))))
-        self._offsets.flush()
-        self._offsets.seek(0)
-        while data := self._offsets.read(1 << 20):
-            self._put(data)
+        self._put_file(self._offsets)
         if self._in_block:
             self._end_block()
-        loss = None if self._loss is None else self.loss
-        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], loss]
-        digest, table_crc32 = hashlib.sha256(json.dumps(content).encode()), []
-        self._sums.flush()
-        self._sums.seek(0)
-        while data := self._sums.read(BLOCK):
-            self._file.write(data)
-            digest.update(data)
-            table_crc32.append(zlib.crc32(data))
+        sums = np.asarray(self._sums, "<u4").tobytes()
+        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], self.loss]
         header = {
             "dtype": self.dtype.str,
             "tokens": self.tokens,
             "documents": self.documents,
             "source_bytes": self.source_bytes,
             "largest_id": self.largest_id,
-            "loss": loss,
+            "loss": self.loss,
             "tokenizer": self.tokenizer,
-            "content_sha256": digest.hexdigest(),
+            "content_sha256": hashlib.sha256(json.dumps(content).encode() + sums).hexdigest(),
             "sources": self.sources,
             "made": self.made,
             "block_bytes": BLOCK,
-            "table_crc32": table_crc32,
+            "checksums_crc32": zlib.crc32(sums),
         }
         encoded = json.dumps(header).encode()
+        self._file.write(sums)
         header_offset = self._file.tell()
         self._file.write(encoded)
         self._file.seek(0)
@@ -244,47 +244,23 @@ class TokenWriter:
         os.fsync(self._file.fileno())
         return header
 
-    def publish_unless_there(self) -> None:
-        """As `publish`, but a file that has the name by now stays: others may be reading it."""
+    def publish(self, keep: bool = False) -> None:
+        """Give the file its name, after `seal`. keep: not if there is one already, which other processes may be reading."""
         try:
-            os.link(self.partial, self.path)  # replaces nothing, as a rename would
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            if not self.path.exists():
-                self.publish()
-                return
-        self.partial.unlink()
-        self._named()
-
-    def publish(self) -> None:
-        """The name, after `seal`."""
-        os.replace(self.partial, self.path)
-        self._named()
-
-    def _named(self) -> None:
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself
-        finally:
-            os.close(folder)
-        self._close_files()
-
-    def _close_files(self) -> None:
-        with contextlib.ExitStack() as stack:  # all of it, also where closing one fails
-            for path in filter(None, (self._offsets_path, self._sums_path, self._loss_path)):
-                stack.callback(path.unlink, missing_ok=True)
-            for file in filter(None, (self._file, self._offsets, self._sums, self._loss)):
-                stack.callback(file.close)
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
+            if keep:
+                os.link(self.partial, self.path)  # replaces nothing, as a rename would
+        except OSError:  # there is one; or the file system has no links
+            keep = self.path.exists()
+        if keep:
+            self.partial.unlink()
+        else:
+            os.replace(self.partial, self.path)
+        self._files.close()
 
     def abort(self) -> None:
-        """Leaves nothing behind, also where closing fails because the disk is full."""
+        """Leave nothing behind, also if closing fails because the disk is full."""
         try:
-            self._close_files()
+            self._files.close()
         finally:
             self.partial.unlink(missing_ok=True)
 
@@ -292,7 +268,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: object, value: object, traceback: object) -> None:
-        if self.closed:
+        if self._file.closed:
             return
         if kind is None:
             self.close()
@@ -301,43 +277,42 @@ class TokenWriter:
 
 
 class TokenFile:
-    """An open token file: the header, and its arrays, which stay on the disk. Made by `TokenFile.open`.
+    """An open token file: its header, and its arrays, memory-mapped (`Column`). Made by `TokenFile.open`.
 
-    A slice of an array is read when it is asked for, and checked then: TokenFileError where it is damaged or cut off.
+    Attributes: `tokens` (tokens,), uint16 or uint32; `doc_offsets` (documents + 1,), int64; `loss_bits` (ceil(tokens / 8),),
+    uint8, None if every token counts.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: dict[str, Any],
-        blocks: Blocks,
-        tokens: Column,
-        doc_offsets: Column,
-        loss_bits: Column | None = None,
-    ):
+    def __init__(self, path: Path, header: dict[str, Any], blocks: Blocks):
         self.path = path
         self.header = header
         self.blocks = blocks
-        self.tokens = tokens  # (tokens,) uint16 or uint32
-        self.doc_offsets = doc_offsets  # (documents + 1,) int64
-        self.loss_bits = loss_bits  # (ceil(tokens / 8),) uint8; None: every token counts
+        parts = layout(header)
+        self.tokens = Column(blocks, header["dtype"], parts["tokens"].start, header["tokens"])
+        self.doc_offsets = Column(blocks, "<i8", parts["documents"].start, header["documents"] + 1)
+        self.loss_bits = header["loss"] and Column(blocks, np.uint8, parts["loss"].start, len(parts["loss"]))
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFile":
-        """Reads and checks the preamble, the header and the size. Raises TokenFileError or FileNotFoundError."""
+        """Read and check preamble, header, checksums and size. Raises TokenFileError or FileNotFoundError."""
         path = Path(path).expanduser()
         file = OpenFile(path)
         header = _header(file)
-        parts = layout(header)
-        end, block = parts["documents"].stop, header["block_bytes"]
-        blocks = Blocks(file, PREAMBLE.size, end, block, header["table_crc32"], functools.partial(_lies, header))
-        tokens = Column(blocks, header["dtype"], parts["tokens"].start, header["tokens"])
-        doc_offsets = Column(blocks, "<i8", parts["documents"].start, header["documents"] + 1)
-        loss_bits = None if header["loss"] is None else Column(blocks, np.uint8, parts["loss"].start, len(parts["loss"]))
-        return cls(path, header, blocks, tokens, doc_offsets, loss_bits)
+        at = layout(header)["checksums"]
+        sums = file.read(at.start, at.stop)
+        if zlib.crc32(sums) != header["checksums_crc32"]:
+            where = f"the checksums of blocks (bytes {at.start:,} to {at.stop:,})"
+            raise TokenFileError(f"{path}: {where} do not match their own checksum. {remedy(path)}")
+        blocks = Blocks(file, PREAMBLE.size, at.start, header["block_bytes"], np.frombuffer(sums, "<u4"))
+        return cls(path, header, blocks)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents 2i and 2i + 1 are the chosen and the rejected member of a pair."""
+        return bool(self.header["made"].get(PAIRS))
 
     def loss_flags(self, first: int, last: int) -> np.ndarray:
-        """Whether each of the tokens first..last-1 counts as a target: bool (last - first,)."""
+        """Return whether each of the tokens first..last-1 counts as a target: bool (last - first,)."""
         if self.loss_bits is None:
             return np.ones(last - first, bool)
         bits = np.unpackbits(self.loss_bits[first // 8 : loss_bytes(last)], bitorder="little")
@@ -345,7 +320,7 @@ class TokenFile:
 
 
 def layout(header: dict[str, Any]) -> dict[str, range]:
-    """The bytes of each part of the file, by its name in the format."""
+    """Return the bytes of each part of the file, by its name in the format."""
     sizes = {
         "tokens": header["tokens"] * np.dtype(header["dtype"]).itemsize,
         "loss": 0 if header["loss"] is None else loss_bytes(header["tokens"]),
@@ -359,42 +334,80 @@ def layout(header: dict[str, Any]) -> dict[str, range]:
     return parts
 
 
-def _lies(header: dict[str, Any], start: int, stop: int) -> str:
-    """What the bytes start..stop-1 are."""
-    parts, found = layout(header), []
-    per = {"tokens": 1 / np.dtype(header["dtype"]).itemsize, "loss": 8, "documents": 1 / 8}
-    for name, what in {"tokens": "tokens", "loss": "loss bits of tokens", "documents": "offsets of documents"}.items():
-        part = parts[name]
-        if part and start < part.stop and stop > part.start:
-            first, last = (int((min(max(at, part.start), part.stop) - part.start) * per[name]) for at in (start, stop))
-            count = header["documents" if name == "documents" else "tokens"]
-            found.append(f"{what} {first:,} to {min(last, count):,}")
-    return ", ".join(found) or "padding"
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header and where the checksums begin, checked against the file's size."""
-    header = _header(OpenFile(path))
-    return header, layout(header)["checksums"].start
-
-
 def _header(file: OpenFile) -> dict[str, Any]:
-    path, again, copy = file.path, remedy(file.path), remedy(file.path, copied=True)
+    """Return the header, compared with its checksum and the file's size."""
+    path, fix = file.path, remedy(file.path)
     preamble = file.read(0, min(file.size, PREAMBLE.size))
     if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
-        raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC.decode()}). {again}")
+        raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC.decode()}). {fix}")
     _, version, crc, offset, length, zeros = PREAMBLE.unpack(preamble)
     if version != VERSION:
-        raise TokenFileError(f"{path}: format version {version}; this program reads version {VERSION}. {again}")
+        raise TokenFileError(f"{path}: format version {version}; this program reads version {VERSION}. {fix}")
     if file.size != offset + length:
-        raise TokenFileError(f"{path}: has {file.size:,} bytes, should have {offset + length:,}: cut off or added to. {copy}")
+        raise TokenFileError(f"{path}: has {file.size:,} bytes, should have {offset + length:,}: cut off or added to. {fix}")
     encoded = file.read(offset, offset + length)
     if zlib.crc32(encoded) != crc or any(zeros):
         raise TokenFileError(
-            f"{path}: the header (at byte {offset:,}) does not match its checksum, or the preamble is damaged. {copy}"
+            f"{path}: the header (at byte {offset:,}) does not match its checksum, or the preamble is damaged. {fix}"
         )
     header = json.loads(encoded)
     expected = layout(header)["checksums"].stop
     if offset != expected:
-        raise TokenFileError(f"{path}: the header says {expected:,} bytes of data, the file has {offset:,}. {again}")
+        raise TokenFileError(f"{path}: the header says {expected:,} bytes of data, the file has {offset:,}. {fix}")
     return header
+
+
+def verify(path: Path | str) -> list[str]:
+    """Read all of the file. Return its faults, a line each.
+
+    Damaged blocks are faults. If there are none, the contents are compared with the header.
+    """
+    path = Path(path).expanduser()
+    try:
+        file = TokenFile.open(path)
+        if damaged := file.blocks.faults():
+            return [f"{path}: {fault}" for fault in damaged]
+        file.blocks.file.look()
+        return [f"{path}: {fault}" for fault in contradictions(file)]
+    except (TokenFileError, OSError) as e:
+        return [str(e)]
+
+
+def contradictions(file: TokenFile) -> Iterator[str]:
+    """Yield the differences between the arrays of a file and its header. Reads all of it; raises TokenFileError."""
+    header, offsets = file.header, file.doc_offsets
+    tokens, vocab, eot = header["tokens"], header["tokenizer"]["vocab_size"], header["tokenizer"]["eot"]
+    whole = offsets[0] == 0 and offsets[-1] == tokens
+    if not whole:
+        yield f"documents span {offsets[0]:,} to {offsets[-1]:,}, tokens 0 to {tokens:,}"
+    for first in range(0, header["documents"], COPIED):
+        bad = np.flatnonzero(np.diff(offsets[first : first + COPIED + 1]) <= 0)
+        if bad.size:
+            whole = False
+            yield f"document {first + int(bad[0]):,} ends at or before its start"
+            break
+    if file.pairs and header["documents"] % 2:
+        yield f"it holds pairs, and {header['documents']:,} documents: one is without the other"
+    seen = counted = document = 0
+    for first in range(0, tokens, COPIED):
+        part = file.tokens[first : first + COPIED]
+        last = first + len(part)
+        seen = max(seen, largest := int(part.max()))
+        if largest >= vocab:
+            yield f"id {largest} among tokens {first:,} to {last:,}; the vocabulary has {vocab}"
+        if header["loss"] is not None:
+            counted += int(np.count_nonzero(file.loss_flags(first, last)))
+        while whole and document < header["documents"]:
+            ends = offsets[document + 1 : document + 1 + COPIED]
+            here = ends[: np.searchsorted(ends, last, "right")]
+            bad = np.flatnonzero(part[here - 1 - first] != eot)
+            if bad.size:
+                whole = False
+                yield f"document {document + int(bad[0]):,} does not end with end-of-text"
+            document += len(here)
+            if len(here) < len(ends):
+                break
+    if seen != header["largest_id"]:
+        yield f"the largest id is {seen}, the header says {header['largest_id']}"
+    if header["loss"] is not None and counted != header["loss"]["tokens"]:
+        yield f"{counted:,} tokens have the loss bit, the header says {header['loss']['tokens']:,}"

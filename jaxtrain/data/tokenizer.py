@@ -6,7 +6,7 @@ import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,16 @@ import numpy as np
 EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "<|im_end|>")
 
 
+DEFINITION = "tokenizer.json"
+KNOWN = "Give byte, the path of a tokenizer.json, or hf:NAME."
+NOT_FETCHED = (
+    "could not be fetched from the Hugging Face hub. Check the name and the network, or fetch the tokenizer's files elsewhere "
+    "and give their folder"
+)
+
+
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be loaded or used; the message names it and says what to do."""
+    """A tokenizer that cannot be loaded or used; the message has its name and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -28,74 +36,36 @@ class ControlToken:
     rstrip: bool = False
 
 
-class Tokenizer(Protocol):
-    """What the rest of the program knows of a tokenizer."""
-
-    @property
-    def name(self) -> str:
-        """The spec it was loaded from."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def bos(self) -> tuple[int, ...]:
-        """The ids that it puts before every text; most have one or none. A chat template writes its own."""
-        ...
-
-    @property
-    def eot(self) -> int:
-        """The id that ends every document."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """Hash of the tokenizer's definition: equal hashes give equal ids."""
-        ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-
-    def control_tokens(self) -> tuple[ControlToken, ...]:
-        """Those that a chat template may write, the longest first."""
-        ...
-
-    def encode_places(self, texts: Sequence[str], places: Sequence[str]) -> list[np.ndarray]:
-        """Texts that stand at the start of a document, after a control token, or inner (after other text)."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
-
-
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0-255; 256 ends a document."""
+    """UTF-8 bytes are ids 0-255; 256 ends a document.
+
+    Attributes (of every tokenizer):
+      name: the spec it was loaded from.
+      vocab_size: one more than the largest id.
+      bos: ids that it writes before every text; most have one or none. A chat template writes its own.
+      eot: the id that ends every document.
+      sha256: hash of its definition: equal hashes give equal ids.
+    """
 
     name = "byte"
     vocab_size = 257
-    bos = ()
+    bos: tuple[int, ...] = ()
     eot = 256
     sha256 = hashlib.sha256(b"jaxtrain byte tokenizer: ids 0-255 are bytes, 256 ends a document").hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One uint16 array per text."""
+    def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
+        """Return a uint16 array per text. The places make no difference."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """End-of-text, under the name that templates write."""
+        """Return end-of-text, under the name that templates write."""
         return (ControlToken("<|endoftext|>", self.eot),)
 
-    def encode_places(self, texts: Sequence[str], places: Sequence[str]) -> list[np.ndarray]:
-        return self.encode_batch(texts)
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Bytes that are not UTF-8 (a model may write any) come out as U+FFFD; ends of documents are left out."""
+        """Return the text; bytes that are not UTF-8 become U+FFFD, and ends of documents are left out."""
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
@@ -131,7 +101,7 @@ class HuggingFaceTokenizer:
         self.bos = self._find_bos(vocab)
 
     def _find_bos(self, vocab: dict[str, int]) -> tuple[int, ...]:
-        """What its post-processor writes before a text, seen on the first one that gives any token."""
+        """Return the ids that its post-processor writes before a text, from the first text that has any token."""
         for text in ("a", *vocab):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
             own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
@@ -142,17 +112,25 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One uint32 array per text; the package uses all cores."""
-        return self._batch(self._tokenizer, texts)
+    def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
+        """Return a uint32 array per text; the package uses all cores.
 
-    def _batch(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(e.ids, np.uint32) for e in encodings]
+        Args:
+          places: of each text, at the start of a document, after a control token, or inner (after other text): the ids are
+            those that the package gives for the whole document, except that no token has parts of two texts. (): all are at
+            the start.
+        """
+        out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
+        for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():
+            mine = [i for i in range(len(texts)) if not places or places[i] == place]
+            encodings = tokenizer.encode_batch_fast([texts[i] for i in mine], add_special_tokens=False)
+            for i, encoding in zip(mine, encodings, strict=True):
+                out[i] = np.asarray(encoding.ids, np.uint32)
+        return out
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Tokenizers for texts that do not start a document: some put a space before a text, and only there."""
+        """Tokenizers by the place of a text: some write a space before a text, at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -161,7 +139,7 @@ class HuggingFaceTokenizer:
         }
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """The special ones among its added tokens, the longest first."""
+        """Return the special ones among its added tokens, the longest first."""
         found = []
         for token in json.loads(self._definition).get("added_tokens", []):
             if not token["special"]:
@@ -174,21 +152,15 @@ class HuggingFaceTokenizer:
             found.append(ControlToken(token["content"], token["id"], token["lstrip"], token["rstrip"]))
         return tuple(sorted(found, key=lambda token: -len(token.text)))
 
-    def encode_places(self, texts: Sequence[str], places: Sequence[str]) -> list[np.ndarray]:
-        """As the package encodes the whole, control tokens read as such, except that no token reaches across two texts."""
-        out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
-        for place, tokenizer in self._placed.items():
-            mine = [i for i, p in enumerate(places) if p == place]
-            for i, ids in zip(mine, self._batch(tokenizer, [texts[i] for i in mine]), strict=True):
-                out[i] = ids
-        return out
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
-    """A part of a definition in which no space is put before a text under `schemes`; `everywhere`: under no scheme at all."""
+    """Return a part of a definition that writes no space before a text under `schemes`; `everywhere`: under any scheme."""
     if isinstance(part, list):
         return [_without_prefix(p, schemes, everywhere) for p in part]
     if not isinstance(part, dict):
@@ -199,9 +171,7 @@ def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = Fals
     }
     if out.get("prepend_scheme") in schemes:
         out["prepend_scheme"] = "never"
-    if everywhere and out.get("type") == "ByteLevel" and "add_prefix_space" in out:
-        out["add_prefix_space"] = False
-    if everywhere and out.get("type") == "Metaspace" and "add_prefix_space" in out:
+    if everywhere and out.get("type") in ("ByteLevel", "Metaspace") and "add_prefix_space" in out:
         out["add_prefix_space"] = False
     if everywhere and out.get("type") == "Prepend":
         return {"type": "Sequence", "normalizers": []}
@@ -209,7 +179,7 @@ def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = Fals
 
 
 def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str] = ()) -> int:
-    """The id of the token that ends a document: the one asked for, or the first known name in the vocabulary.
+    """Return the id of the token that ends a document: the given one, or the first known name in the vocabulary.
 
     Control tokens go before others: in the vocabulary of Gemma `</s>` is a piece of HTML.
     """
@@ -226,67 +196,61 @@ def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str]
     )
 
 
-def cached_hub_path(name: str, file: str = "tokenizer.json") -> Path | None:
-    """Where a file of `hf:NAME` lies on this machine already; None where it does not. No network."""
+def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
+    """Return the local copy of a file of `hf:NAME`, without network; None if there is none."""
     import huggingface_hub
 
     found: Any = huggingface_hub.try_to_load_from_cache(name, file)
     return Path(found) if isinstance(found, str) else None
 
 
-def read_beside(spec: str, file: str) -> bytes | None:
-    """A file that lies beside the tokenizer.json of `spec`, on this machine or on the hub; None where there is none."""
+def local_path(spec: str, file: str = "") -> Path:
+    """Return the path of the tokenizer.json of a local `spec`, or of another file of its folder. Raises OSError."""
+    path = Path(spec).expanduser()
+    if file or path.is_dir():
+        path = (path if path.is_dir() else path.parent) / (file or DEFINITION)
+    return path
+
+
+def read_beside(spec: str, file: str = "") -> bytes | None:
+    """Return the tokenizer.json of `spec`, or another file of its folder, local or from the hub; None if there is none.
+
+    Raises TokenizerError if the hub fails, or the file cannot be read.
+    """
     if not spec.startswith("hf:"):
-        path = Path(spec).expanduser()
-        path = (path if path.is_dir() else path.parent) / file
-        return path.read_bytes() if path.is_file() else None
+        try:
+            path = local_path(spec, file)
+            return path.read_bytes() if path.is_file() else None
+        except OSError as e:
+            raise TokenizerError(f"tokenizer {spec!r}: cannot read {e.filename}: {e.strerror}. {KNOWN}") from e
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
-    name = spec.removeprefix("hf:")
+    name, file = spec.removeprefix("hf:"), file or DEFINITION
     path = cached_hub_path(name, file)
     if path is None:
         try:
             path = Path(huggingface_hub.hf_hub_download(name, file))
         except EntryNotFoundError:  # not there; or, its kin for want of a network, not on this machine
             return None
-        except Exception as e:
-            reason = next(iter(str(e).splitlines()), "") or type(e).__name__
-            raise TokenizerError(f"tokenizer {spec!r}: {file} could not be fetched from the hub ({reason})") from e
+        except Exception as e:  # no network, no such name, gated: many classes
+            raise TokenizerError(f"tokenizer {spec!r}: {file} {NOT_FETCHED} ({type(e).__name__}: {e})") from e
     return path.read_bytes()
 
 
 def read_definition(spec: str) -> bytes:
-    """The bytes of a tokenizer.json, from a path or (`hf:NAME`) from the Hugging Face hub. Raises TokenizerError."""
-    if not spec.startswith("hf:"):
-        path = Path(spec).expanduser()
-        if path.is_dir():
-            path = path / "tokenizer.json"
-        try:
-            return path.read_bytes()
-        except OSError as e:
-            raise TokenizerError(
-                f"tokenizer {spec!r}: cannot read {path} ({e.strerror}). Give byte, the path of a tokenizer.json, or hf:NAME."
-            ) from e
-    name = spec.removeprefix("hf:")
-    path = cached_hub_path(name)
-    if path is None:
-        import huggingface_hub
-
-        try:
-            path = Path(huggingface_hub.hf_hub_download(name, "tokenizer.json"))
-        except Exception as e:  # no network, no such name, gated, no tokenizer.json: many classes, one remedy
-            reason = next(iter(str(e).splitlines()), "") or type(e).__name__
-            raise TokenizerError(
-                f"tokenizer {spec!r}: could not be fetched from the Hugging Face hub ({type(e).__name__}: {reason}). Check the "
-                "name and the network, or fetch its tokenizer.json elsewhere and give the path."
-            ) from e
-    return path.read_bytes()
+    """Return the bytes of a tokenizer.json. Raises TokenizerError."""
+    found = read_beside(spec)
+    if found is None and spec.startswith("hf:"):
+        raise TokenizerError(f"tokenizer {spec!r}: {DEFINITION} {NOT_FETCHED}")
+    if found is None:
+        raise TokenizerError(f"tokenizer {spec!r}: cannot read {local_path(spec)}: no such file. {KNOWN}")
+    return found
 
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
-    """`byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
+    """Load `byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
 
     `eot` names the token that ends a document where it is not one of the known names.
     """
@@ -298,12 +262,12 @@ def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
 
 
 def info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What token files and receipts record of a tokenizer."""
+    """Return the fields of a tokenizer for token files and receipts."""
     return {k: getattr(tokenizer, k) for k in ("name", "sha256", "vocab_size", "eot")}
 
 
 def differs(spec: str, recorded: dict[str, Any]) -> str:
-    """Why the tokenizer `spec` is not the one that a token file recorded; "" where it is. No network.
+    """Return how the tokenizer `spec` differs from the one that a token file recorded; "" if they are equal. No network.
 
     An `hf:NAME` that is not on this machine is compared by name alone: nodes of a cluster often have no network, and
     training needs only the ids.
@@ -318,7 +282,7 @@ def differs(spec: str, recorded: dict[str, Any]) -> str:
         try:
             sha256 = hashlib.sha256(read_definition(spec)).hexdigest()
         except TokenizerError as e:
-            return str(e)
+            return str(e).rstrip(".")
     if sha256 == recorded["sha256"]:
         return ""
     return f"the file was made with {recorded['name']!r} (sha256 {recorded['sha256'][:12]}), this one has {sha256[:12]}"

@@ -1,24 +1,20 @@
-"""Rows of a token file, and the array logic that turns them into a batch: segments, positions, weights, mixtures.
+"""Rows of a token file, and the array logic that turns them into a batch: segments, positions, weights.
 
 A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits holds conversations, whose
 answers mean nothing without their prompts: its rows are filled with whole ones (`PackedRows`). With data.packing=best_fit all
 rows are filled with whole documents.
 """
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import functools
+import heapq
 
 import numpy as np
 
-from jaxtrain.data.checked import Column
-from jaxtrain.data.synthetic import mix
+from jaxtrain.data.synthetic import Synthetic, mix
 from jaxtrain.data.tokenfile import TokenFile
 
-BLOCKS = 1024  # of documents' offsets, read together
-WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that counting is exact in integers
-
+WINDOWS = 1 << 20  # whose documents are counted together
+TRIED = (0, 1, 2, 4, 8)  # percent of rows more than the fewest that are conceivable
 
 # Tokens (R, T+1); (row, column) of each token in columns 1..T that starts a document, sorted; loss flags, bool (R, T): whether
 # the target in columns 1..T counts, None where all do; how many columns of each row hold documents and no padding, int64 (R,),
@@ -26,76 +22,46 @@ WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that c
 Read = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
-class Windows(Protocol):
-    """Numbered rows of T + 1 tokens."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def windows(self) -> int: ...
-
-    def rows(self, index_R: np.ndarray) -> Read:
-        """The rows with these numbers."""
-        ...
-
-
 class FileWindows:
-    """The windows of a token file without loss bits. What `rows` gives has just been checked: TokenFileError where the file is
-    damaged."""
+    """The windows of a token file without loss bits. `rows` raises TokenFileError if a block that it reads is damaged."""
 
     def __init__(self, file: TokenFile, seq_len: int):
-        """Reads the documents' offsets once."""
+        """Checks the documents' offsets once; they stay on the disk, memory-mapped."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
         self.windows = count_windows(file.header["tokens"], seq_len)
-        # Of each block of offsets, the number and the value of the first: which blocks a row needs, without a search on disk.
-        self._nth = file.doc_offsets.block_borders()
-        self._first = np.empty(len(self._nth) - 1, np.int64)
-        for k in range(0, len(self._first), BLOCKS):
-            nth = self._nth[k : k + BLOCKS + 1]
-            self._first[k : k + BLOCKS] = file.doc_offsets[nth[0] : nth[-1]][nth[:-1] - nth[0]]
+        self._starts = file.doc_offsets[:]
+        width = file.tokens.dtype.itemsize
+        # Windows overlap by one token: the last target of one is the first input of the next.
+        self._tokens_WS = np.lib.stride_tricks.as_strided(
+            file.tokens.unchecked, (self.windows, seq_len + 1), (seq_len * width, width), writeable=False
+        )
 
     def rows(self, index_R: np.ndarray) -> Read:
-        self.file.blocks.file.look_at_times()
-        T = self.seq_len
+        file, T = self.file, self.seq_len
         begin_R = index_R * T
+        width = file.tokens.dtype.itemsize
+        file.blocks.file.look()
+        file.blocks.check_rows(file.tokens.begin + begin_R * width, (T + 1) * width)
         # documents that start after the row's first token, up to and with the last target
-        starts = self._starts(begin_R)
-        low_R = np.searchsorted(starts, begin_R, "right")
-        high_R = np.searchsorted(starts, begin_R + T, "right")
+        low_R, high_R = (np.searchsorted(self._starts, at_R, "right") for at_R in (begin_R, begin_R + T))
         count_R = high_R - low_R
         row = np.repeat(np.arange(len(index_R)), count_R)
         nth = np.arange(len(row)) + np.repeat(low_R - (np.cumsum(count_R) - count_R), count_R)
-        tokens_RS = np.empty((len(index_R), T + 1), self.file.tokens.dtype)
-        r = 0
-        for first, count in _runs(index_R):
-            begin, end = first * T, (first + count) * T
-            read = self.file.tokens[begin : end + 1]
-            tokens_RS[r : r + count, :-1] = read[:-1].reshape(count, T)
-            tokens_RS[r : r + count, -1] = read[T::T]
-            r += count
-        return tokens_RS, row, starts[nth] - begin_R[row], None, None
+        return self._tokens_WS[index_R], row, self._starts[nth] - begin_R[row], None, None
 
-    def _starts(self, begin_R: np.ndarray) -> np.ndarray:
-        """Sorted starts of documents, of all blocks that hold one in a row which begins at `begin_R`.
-
-        They may leave out blocks between two rows: within a row they are complete.
-        """
-        low_R = np.searchsorted(self._first, begin_R, "right") - 1
-        high_R = np.searchsorted(self._first, begin_R + self.seq_len, "right")
-        blocks = sorted({k for low, high in zip(low_R.tolist(), high_R.tolist(), strict=True) for k in range(low, high)})
-        parts = [self.file.doc_offsets[self._nth[k] : self._nth[k + 1]] for k in blocks]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    def borders(self, max_segments: int) -> tuple[int, int]:
+        """Return (most documents in a window, tokens that `max_segments` masks), as the function of that name."""
+        return borders(self._starts, self.windows, self.seq_len, max_segments)
 
 
 class PackedRows:
-    """Rows of whole documents, packed by best fit. `rows` checks the bytes that it reads, and raises TokenFileError if the file
-    is damaged.
+    """Rows of whole documents (`pack`). `rows` checks the bytes that it reads. It raises TokenFileError if the file is damaged.
 
-    Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens (`pack`). So rows are a function of
-    file, length and seed, every document is in one of them, and every epoch is an order of the same rows.
+    Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens. So rows are a function of file,
+    length and seed, and every document is in one of them. Every epoch is another order of the same rows: packing the whole file
+    once leaves less padding than packing a shuffled window of it, and the number of a row is enough to resume.
 
     A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, each of
     which begins with the last target of the piece before it: every token is a target once. A conversation (in files with loss
@@ -104,7 +70,7 @@ class PackedRows:
     """
 
     def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
-        """Reads the documents' offsets once, and keeps 12 bytes of each. max_segments: documents in a row, None: any."""
+        """Read the documents' offsets once, and keep 12 bytes of each. max_segments: documents in a row, None: any."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
@@ -120,20 +86,27 @@ class PackedRows:
             self.truncated = int(np.count_nonzero(length > kept))
             self.truncated_tokens = int((length - kept).sum())
             begin, length = begin[kept > 0], kept[kept > 0]
+        self._fill(begin[:, None], length[:, None], max_segments, seed)
+
+    def _fill(self, begin_NG: np.ndarray, length_NG: np.ndarray, max_segments: int | None, seed: int) -> np.ndarray:
+        """Pack N groups of G documents, each group as a whole. Return the groups' numbers in the order of the rows, (N,)."""
+        N, G = length_NG.shape
+        length_N = length_NG.sum(1)
         key = mix(np.asarray([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
-        shuffled = np.argsort(mix(key + np.arange(len(length), dtype=np.uint64)), kind="stable")
-        row = pack(length[shuffled], seq_len + 1, max_segments)
-        by_row = shuffled[np.argsort(row, kind="stable")]
-        self._begin, self._length = begin[by_row], length[by_row].astype(np.int32)
-        count = np.bincount(row)
+        shuffled_N = np.argsort(mix(key + np.arange(N, dtype=np.uint64)), kind="stable")
+        row_N = pack(length_N[shuffled_N], self.seq_len + 1, None if max_segments is None else max_segments // G)
+        by_row_N = shuffled_N[np.argsort(row_N, kind="stable")]
+        self._begin, self._length = begin_NG[by_row_N].ravel(), length_NG[by_row_N].ravel().astype(np.int32)
+        count = G * np.bincount(row_N)
         self.documents = int(count.max(initial=1))  # documents in the row that has most
-        self._first = np.concatenate([[0], np.cumsum(count)])  # of each row, among these
+        self._first = np.concatenate([[0], np.cumsum(count)])  # of each row, among the documents
         self.windows = len(self._first) - 1
         self.capped = self.documents == max_segments
-        self.filled = float(length.sum()) / max(1, self.windows * (seq_len + 1))  # part of the rows that is no padding
+        self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # part of the rows that is no padding
+        return by_row_N
 
     def rows(self, index_R: np.ndarray) -> Read:
-        self.file.blocks.file.look_at_times()
+        self.file.blocks.file.look()
         S = self.seq_len + 1
         tokens_RS = np.full((len(index_R), S), self.file.header["tokenizer"]["eot"], self.file.tokens.dtype)
         loss_RS = np.zeros((len(index_R), S), bool)
@@ -152,13 +125,50 @@ class PackedRows:
         return tokens_RS, row, column, loss_RS[:, 1:], filled_R
 
 
+class PairRows(PackedRows):
+    """Rows of whole pairs, packed by best fit (windows.pack).
+
+    Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its pair p. Pairs of equal length are shuffled
+    by `seed` before they are packed.
+
+    A pair of more than T + 1 tokens is left out: `left_out` counts these pairs. If a completion were cut, the loss would
+    compare texts that no preference was given for.
+
+    Attributes:
+      longest: tokens of the longest pair.
+    """
+
+    def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
+        """Read the documents' offsets once, and keep 32 bytes of each pair. max_segments: documents in a row, None: any."""
+        self.name = str(file.path)
+        self.file = file
+        self.seq_len = seq_len
+        offset = np.asarray(file.doc_offsets)
+        begin_N2, length_N2 = offset[:-1].reshape(-1, 2), np.diff(offset).reshape(-1, 2)
+        length_N = length_N2.sum(1)
+        fits_N = np.flatnonzero(length_N <= seq_len + 1)
+        self.truncated = self.truncated_tokens = 0
+        self.left_out = len(length_N) - len(fits_N)
+        self.longest = int(length_N.max(initial=0))
+        self._pair = fits_N[self._fill(begin_N2[fits_N], length_N2[fits_N], max_segments, seed)]
+
+    def documents_of(self, row: int) -> np.ndarray:
+        """Return the numbers of a row's documents in the file, by their segments."""
+        pair = self._pair[self._first[row] // 2 : self._first[row + 1] // 2]
+        return (2 * pair[:, None] + np.arange(2)).ravel()
+
+
 def open_windows(
     file: TokenFile, seq_len: int, max_segments: int | None, seed: int, packing: str = "documents"
 ) -> FileWindows | PackedRows:
-    """Return the rows of a token file for `data.packing`. Conversations (files with loss bits) are always packed whole."""
+    """Return the rows of a token file for `data.packing`. Pairs and conversations (files with loss bits) are always packed
+    whole."""
     if file.loss_bits is None and packing != "best_fit":
         return FileWindows(file, seq_len)
-    return PackedRows(file, seq_len, max_segments, seed)
+    return (PairRows if file.pairs else PackedRows)(file, seq_len, max_segments, seed)
+
+
+Windows = FileWindows | PackedRows | Synthetic  # numbered rows of T + 1 tokens
 
 
 def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -183,15 +193,53 @@ def whole_turns(flags: np.ndarray) -> int:
 
 
 def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
-    """Return the row of each item, int64 (N,), by best fit: the longest items first, each into the fullest row that fits it.
+    """Return the row of each item, int64 (N,): by best fit, or evenly if that needs fewer rows.
 
-    Items of one length, and rows with one amount of free space, are handled together, so the time grows with the number of
-    different lengths. Best fit decreasing is within 22% of the fewest rows in theory (Johnson et al. 1974).
+    Best fit puts items of similar lengths into one row. If rows of short items then reach `most`, they are not full, and it
+    helps to put as many short and long items into each row.
 
     Args:
       length_N: 1 to `size` tokens each.
       size: tokens of a row.
       most: items in a row; None for any number.
+    """
+    row_N = pack_best_fit(length_N, size, most)
+    if most is None or not len(row_N) or np.bincount(row_N).max() < most:
+        return row_N
+    fewest = max(-(-int(length_N.sum()) // size), -(-len(length_N) // most))
+    for percent in TRIED:
+        rows = fewest * (100 + percent) // 100
+        if rows > row_N.max():
+            break
+        if (even_N := pack_evenly(length_N, size, most, rows)) is not None:
+            return even_N
+    return row_N
+
+
+def pack_evenly(length_N: np.ndarray, size: int, most: int, rows: int) -> np.ndarray | None:
+    """Return the row of each item, int64 (N,): the longest items first, each into the row with the fewest tokens (LPT, Graham
+    1969). None if one does not fit. The arguments are those of `pack`, and the number of rows."""
+    row_N = np.empty(len(length_N), np.int64)
+    open_rows = [(0, row, 0) for row in range(rows)]  # a heap of (tokens, row, items)
+    order_N = np.argsort(-length_N, kind="stable")
+    for item, length in zip(order_N.tolist(), length_N[order_N].tolist(), strict=True):
+        if not open_rows or open_rows[0][0] + length > size:
+            return None
+        tokens, row, items = open_rows[0]
+        row_N[item] = row
+        if items + 1 < most:
+            heapq.heapreplace(open_rows, (tokens + length, row, items + 1))
+        else:
+            heapq.heappop(open_rows)
+    return row_N
+
+
+def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
+    """Return the row of each item, int64 (N,), by best fit: the longest items first, each into the fullest row that fits it.
+
+    Items of one length, and rows with one amount of free space, are handled together, so the time grows with the number of
+    different lengths. Best fit decreasing is within 22% of the fewest rows in theory (Johnson et al. 1974). The arguments are
+    those of `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     by_length = np.argsort(-length_N, kind="stable")
@@ -229,12 +277,6 @@ def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray
     return row_N
 
 
-def _runs(index_R: np.ndarray) -> list[tuple[int, int]]:
-    """(first, count) of each run of consecutive indices."""
-    first = np.flatnonzero(np.diff(index_R, prepend=-2) != 1)
-    return list(zip(index_R[first].tolist(), np.diff(first, append=len(index_R)).tolist(), strict=True))
-
-
 def count_windows(tokens: int, seq_len: int) -> int:
     """Whole windows of seq_len inputs, each of which needs the token after it as its last target."""
     return max(0, (tokens - 1) // seq_len)
@@ -248,39 +290,39 @@ def make_batch(
     filled_R: np.ndarray | None,
     masks_documents: bool,
     max_segments: int,
-) -> dict:
-    """The arrays of shapes.BATCH_KEYS, each (R, T), from rows of T + 1 tokens as `Read` says what they hold.
+) -> dict[str, np.ndarray]:
+    """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
 
-    Documents beyond `max_segments` in a row become its padding, like the columns from `filled_R` on: segment 0, position 0,
-    weight 0. Where all targets count, work is per document, not per token: five `np.repeat`s and casts.
+    Documents beyond `max_segments` in a row are masked, as is padding: segment 0, position 0, weight 0. Other work is per
+    document and not per token, but for one `np.repeat` and one subtraction.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
     weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)
+    tails: list[tuple[int, int]] = []  # (row, column) from which a row is masked
     if not masks_documents:
         segments_RT = np.ones((R, T), np.int32)
-        positions_RT = np.tile(np.arange(T, dtype=np.int32), (R, 1))
+        positions_RT = np.tile(_columns(1, T), (R, 1))
     else:
         weights_RT[row, column - 1] = 0  # the target belongs to the next document
         inside = column < T
-        row, column = row[inside], column[inside]
-        # every segment's start in the flattened batch: row starts, and document starts
-        start = np.concatenate([np.arange(R) * T, row * T + column])
-        start.sort()
-        length = np.diff(start, append=R * T)
-        first = np.searchsorted(start, np.arange(R) * T)  # index of each row's first segment
-        number = np.arange(len(start)) - np.repeat(first, np.diff(first, append=len(start))) + 1
+        # The start of each segment in the flattened batch, of each row and of each document within it, and the end.
+        border = np.concatenate([np.arange(0, R * T + 1, T), row[inside] * T + column[inside]])
+        border.sort()
+        start, length = border[:-1], border[1:] - border[:-1]
+        nth = np.arange(len(start))
+        number = nth + 1 - np.maximum.accumulate(np.where(start % T == 0, nth, 0))  # of each segment in its row, from 1
+        tails = [divmod(at, T) for at in start[number == max_segments + 1].tolist()]
         segments_RT = np.repeat(number.astype(np.int32), length).reshape(R, T)
-        positions_RT = (np.arange(R * T, dtype=np.int32) - np.repeat(start.astype(np.int32), length)).reshape(R, T)
-        for tail in start[number == max_segments + 1]:
-            r, t = divmod(int(tail), T)
-            segments_RT[r, t:] = 0
-            positions_RT[r, t:] = 0
-            weights_RT[r, t:] = 0
+        begin = np.repeat(start.astype(np.int32), length)
+        positions_RT = np.subtract(_columns(R, T), begin, out=begin).reshape(R, T)
     if filled_R is not None:
-        padding_RT = np.arange(T) >= filled_R[:, None]
-        segments_RT[padding_RT] = 0
-        positions_RT[padding_RT] = 0
-        weights_RT[np.arange(1, T + 1) >= filled_R[:, None]] = 0  # the target is padding
+        short = np.flatnonzero(filled_R <= T)
+        weights_RT[short, filled_R[short] - 1] = 0  # the target is padding
+        tails += zip(short.tolist(), filled_R[short].tolist(), strict=True)
+    for r, t in tails:
+        segments_RT[r, t:] = 0
+        positions_RT[r, t:] = 0
+        weights_RT[r, t:] = 0
     return {
         "tokens": tokens_RS[:, :-1].astype(np.int32),
         "targets": tokens_RS[:, 1:].astype(np.int32),
@@ -290,96 +332,27 @@ def make_batch(
     }
 
 
-def masked_tokens(starts: np.ndarray | Column, windows: int, seq_len: int, max_segments: int, chunk: int = 1 << 22) -> int:
-    """Tokens, of all windows, that lie beyond the `max_segments`-th document of their window.
+@functools.lru_cache(maxsize=8)
+def _columns(R: int, T: int) -> np.ndarray:
+    """Return 0, 1, ..., R * T - 1, int32 (R * T,)."""
+    return np.arange(R * T, dtype=np.int32)
 
-    `starts`: sorted start of each document; what lies behind the last window does no harm. Reads them once, `chunk` at a time.
+
+def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -> tuple[int, int]:
+    """Return (documents, or parts of them, in the window that has most, at least 1; tokens of all windows that lie beyond the
+    `max_segments`-th document of theirs).
+
+    starts: sorted start of each document; some may lie behind the last window. Reads those of WINDOWS windows at a time.
     """
-    masked = 0
-    kept = np.empty(0, np.int64)  # the last max_segments starts seen, which the next chunk compares with
-    for first in range(0, len(starts), chunk):
-        part = np.asarray(starts[first : first + chunk])
-        part = part[(part % seq_len != 0) & (part < windows * seq_len)]  # a start at column 0 adds no segment
-        joined = np.concatenate([kept, part])
-        window = joined // seq_len
-        M = max_segments
-        nth = np.arange(max(len(kept), M - 1), len(joined))  # candidates: new, with M - 1 starts before them
-        # start number M of its window begins segment M + 1
-        is_tail = window[nth - (M - 1)] == window[nth]
-        is_tail &= (nth < M) | (window[nth - M] != window[nth])
-        masked += int((seq_len - joined[nth[is_tail]] % seq_len).sum())
-        kept = joined[-M:]
-    return masked
-
-
-def most_documents(starts: np.ndarray | Column, windows: int, seq_len: int, chunk: int = 1 << 22) -> int:
-    """Documents, or parts of them, in the window that has most; at least 1. Reads `starts` as `masked_tokens` does."""
-    most, last, kept = 1, -1, 0  # `kept` starts of window `last` are behind us
-    for first in range(0, len(starts), chunk):
-        part = np.asarray(starts[first : first + chunk])
-        part = part[(part % seq_len != 0) & (part < windows * seq_len)]  # a start at column 0 adds no segment
-        if not len(part):
-            continue
-        window_W, count_W = np.unique(part // seq_len, return_counts=True)
-        count_W[0] += kept if window_W[0] == last else 0
-        last, kept = int(window_W[-1]), int(count_W[-1])
-        most = max(most, int(count_W.max()) + 1)
-    return most
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The rows of a run from global index `row` on, as long as its mixture stays. By a source's number:"""
-
-    row: int
-    weights: tuple[float, ...]  # 0 where the source is not in the mixture
-    read: tuple[int, ...]  # its rows that were read before this part
-
-    def places(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the source, index within it) of each global index of this part."""
-        met = np.flatnonzero(self.weights)
-        source_R, within_R = interleave(index_R - self.row, [self.weights[k] for k in met])
-        number_R = met[source_R]
-        return number_R, within_R + np.asarray(self.read, np.int64)[number_R]
-
-    def read_before(self, row: int) -> list[int]:
-        """Rows of each source that were read before global index `row` of this part."""
-        read, met = list(self.read), np.flatnonzero(self.weights)
-        for k, rows in zip(met.tolist(), taken(row - self.row, [self.weights[k] for k in met]), strict=True):
-            read[k] += rows
-        return read
-
-
-def taken(rows: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `rows` global indices `interleave` gives to each source."""
-    counts = []
-    for share in _shares(weights):
-        counts.append((rows * share) >> WEIGHT_BITS)
-        rows -= counts[-1]
-    return [*counts, rows]
-
-
-def _shares(weights: Sequence[float]) -> Iterator[int]:
-    """Yield the share of each source but the last, among it and those after it, in units of 2^-WEIGHT_BITS."""
-    remaining = math.fsum(weights)
-    for weight in weights[:-1]:
-        yield min(max(1, round(weight / remaining * 2**WEIGHT_BITS)), 2**WEIGHT_BITS - 1)
-        remaining -= weight
-
-
-def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """(source, index within it) of each global index: sources take turns in proportion to their weights.
-
-    Among the first g indices source k has g * weight_k of them, to within the number of sources, and the indices of each
-    source are 0, 1, 2, ...: a pure function of the global index, in exact integers.
-    """
-    source_R = np.zeros(len(index_R), np.int64)
-    within_R = np.asarray(index_R, np.int64).copy()
-    rest = np.ones(len(index_R), bool)  # not yet given to an earlier source
-    for k, share in enumerate(_shares(weights)):
-        taken_R = (within_R * share) >> WEIGHT_BITS  # of the first `within` indices that reach here, how many k takes
-        mine = rest & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
-        rest &= ~mine
-        source_R[rest] = k + 1
-        within_R = np.where(mine, taken_R, np.where(rest, within_R - taken_R, within_R))
-    return source_R, within_R
+    most, masked = 1, 0
+    for first in range(0, windows, WINDOWS):
+        limits = np.asarray([first, min(first + WINDOWS, windows)]) * seq_len
+        low, high = np.searchsorted(starts, limits)
+        part = starts[low:high]
+        part = part[part % seq_len != 0]  # a start at column 0 adds no segment
+        begin = np.flatnonzero(np.diff(part // seq_len, prepend=-1))  # of each window, its first start
+        count = np.diff(begin, append=len(part))
+        most = max(most, int(count.max(initial=0)) + 1)
+        tail = begin[count >= max_segments] + max_segments - 1  # starts of segment max_segments + 1
+        masked += int((seq_len - part[tail] % seq_len).sum())
+    return most, masked

@@ -1,4 +1,4 @@
-"""How processes, and what became of them, are put into words."""
+"""Text about processes and their ends, for logs and errors."""
 
 import os
 import socket

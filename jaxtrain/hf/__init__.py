@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out: what families call their tensors and keys stands in jaxtrain/models."""
+"""Import and export of Hugging Face checkpoints; jaxtrain/models has the names of tensors and keys."""

@@ -1,21 +1,26 @@
-"""`python -m jaxtrain.hf`: Hugging Face checkpoints in and out, and logits to check them by."""
+"""`python -m jaxtrain.hf`: Hugging Face checkpoints in and out, their logits, and the published sizes."""
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import hardware, stores
-from jaxtrain.checkpoint.errors import CheckpointError
+from jaxtrain import flops, hardware, stores
+from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import ArgumentParser, run_action
 from jaxtrain.commands import spelled
-from jaxtrain.hf.folder import locate
+from jaxtrain.config import Model
+from jaxtrain.hf.folder import locate, open_folder
+from jaxtrain.models import presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.startup import start_jax
 
@@ -25,29 +30,25 @@ EXAMPLES = """examples:
   python -m jaxtrain.hf check runs/finetuned served
   python -m jaxtrain.hf logits served --tokens=tokens.npy --out=logits.npy
 """
+say = functools.partial(print, flush=True)
 SCRIPT = Path(__file__).parent / "torch_logits.py"
 PYTHON = "JAXTRAIN_REFERENCE_PYTHON"
-SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def size(text: str) -> int:
-    """5GB or 500MiB in bytes."""
-    for unit, scale in sorted(SIZES.items(), key=lambda item: -len(item[0])):
-        if text.endswith(unit):
-            try:
-                return int(float(text.removesuffix(unit)) * scale)
-            except ValueError:
-                break
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a number with one of {', '.join(SIZES)}, as 5GB")
+def size(text: str) -> str:
+    """Return a size such as 5GB, as huggingface_hub reads it."""
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number with KB, MB, GB or TB, as 5GB")
+    return text
 
 
-def place(text: str) -> Path:
-    """A path, also as --out=~/x, which shells leave as it is."""
+def path(text: str) -> Path:
+    """Return a path; shells leave the ~ of --out=~/x."""
     return Path(text).expanduser()
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """rope_theta=10000.0 as a key of config.json and its value."""
+    """Return a key of config.json and its value, of rope_theta=10000.0."""
     key, given, value = text.partition("=")
     if not given:
         raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as rope_theta=10000.0")
@@ -58,190 +59,200 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
+    """Return the parser of the command line."""
     top = ArgumentParser(
         spelled("python -m jaxtrain.hf"),
         description="Hugging Face checkpoints in and out.",
         epilog=spelled(EXAMPLES),
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    folder = "a model's folder, or its name in the hub's cache on this machine"
+    run, any_model = "a run's folder, or one of its checkpoints/<step>", "a run, a checkpoint, or a Hugging Face folder"
+    dtypes: dict[str, Any] = {"choices": ("auto", "f32", "bf16"), "default": "auto"}
+    base: dict[str, Any] = {"default": "", "metavar": "DIR"}
+    base["help"] = "of a run with adapters: the folder of its base, if it was moved"
+
     p = commands.add_parser("import", help="a Hugging Face folder to a checkpoint that training and sampling start from")
-    p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
-    p.add_argument("--out", type=place, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
-    p.add_argument(
-        "--dtype", choices=("auto", "f32", "bf16"), default="auto", help="auto: one that holds all tensors as they are"
-    )
-    p.add_argument("--list", action="store_true", help="say what becomes of each tensor")
-    p.add_argument(
-        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="a key of config.json that is not there"
-    )
-    p = commands.add_parser("config", help="what a config file has to say of the model in a Hugging Face folder")
-    p.add_argument("folder", metavar="DIR", help="a model's folder, or its name in the hub's cache on this machine")
+    p.set_defaults(act=run_import)
+    p.add_argument("folder", metavar="DIR", help=folder)
+    p.add_argument("--out", type=path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+    p.add_argument("--dtype", **dtypes, help="auto: one that holds all tensors without rounding")
+    text = "a key of config.json to add or replace"
+    p.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help=text)
+
+    p = commands.add_parser("config", help="lines for a config file: the model of a Hugging Face folder")
+    p.set_defaults(act=run_config)
+    p.add_argument("folder", metavar="DIR", help=folder)
+
     p = commands.add_parser("export", help="a checkpoint to a Hugging Face folder, for transformers and vLLM")
-    p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
-    p.add_argument("--out", type=place, required=True, metavar="DIR", help="the folder to write")
-    p.add_argument(
-        "--dtype",
-        choices=("auto", "f32", "bf16"),
-        default="auto",
-        help="auto: that of the matrices, as stored; bf16 rounds float32 weights",
-    )
-    p.add_argument("--shard-size", type=size, default=size("5GB"), metavar="SIZE", help="of a safetensors file, at most (5GB)")
-    p.add_argument("--tokenizer", default="", metavar="DIR", help="where the tokenizer is now, if it moved since training")
-    p.add_argument("--base", default="", metavar="DIR", help="of a run with adapters, where its base is now, if it moved")
+    p.set_defaults(act=run_export)
+    p.add_argument("checkpoint", metavar="CKPT", help=run)
+    p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write")
+    p.add_argument("--dtype", **dtypes, help="auto: that of the matrices, as stored; bf16 rounds float32 weights")
+    p.add_argument("--shard-size", type=size, default="5GB", metavar="SIZE", help="of a safetensors file, at most (5GB)")
+    p.add_argument("--tokenizer", default="", metavar="DIR", help="the tokenizer's folder, if it was moved")
+    p.add_argument("--base", **base)
     p.add_argument("--force", action="store_true", help="replace an existing folder")
+
     p = commands.add_parser("export-adapter", help="the adapters of a LoRA run in PEFT's format")
-    p.add_argument("checkpoint", metavar="CKPT", help="a run's folder, or one of its checkpoints/<step>")
-    p.add_argument("--out", type=place, required=True, metavar="DIR", help="the folder to write; it may hold no adapter yet")
-    p.add_argument("--base", default="", metavar="NAME", help="what PEFT's users load it beside (default: the base's place)")
+    p.set_defaults(act=run_export_adapter)
+    p.add_argument("checkpoint", metavar="CKPT", help=run)
+    p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write; it must hold no adapter yet")
+    text = "of the base, for PEFT (default: of the model it was imported from)"
+    p.add_argument("--base", default="", metavar="NAME", help=text)
+
     p = commands.add_parser("import-adapter", help="PEFT's adapters to a checkpoint that samples, evaluates and exports")
+    p.set_defaults(act=run_import_adapter)
     p.add_argument("folder", metavar="DIR", help="with adapter_config.json and adapter_model.safetensors")
-    p.add_argument("--base", required=True, metavar="CKPT_OR_DIR", help="the model that they stand beside")
-    p.add_argument("--out", type=place, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+    p.add_argument("--base", required=True, metavar="CKPT_OR_DIR", help="the model of the adapters")
+    p.add_argument("--out", type=path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+
     p = commands.add_parser("check", help="logits of a checkpoint and of a Hugging Face folder, compared through transformers")
-    p.add_argument(
-        "checkpoint", metavar="CKPT_OR_DIR", help="what jaxtrain computes: a run, a checkpoint, a Hugging Face folder"
-    )
-    p.add_argument("folder", metavar="DIR", help="what transformers computes: a Hugging Face folder")
-    p.add_argument("--base", default="", metavar="DIR", help="of a run with adapters, where its base is now, if it moved")
-    p.add_argument("--tokens", type=place, metavar="T.npy", help="ids [B, T]; without, 2 x 64 drawn at random")
+    p.set_defaults(act=run_check)
+    p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help=f"computed by jaxtrain: {any_model}")
+    p.add_argument("folder", metavar="DIR", help="computed by transformers: a Hugging Face folder")
+    p.add_argument("--base", **base)
+    p.add_argument("--tokens", type=path, metavar="T.npy", help="ids [B, T]; default: 2 x 64 random ones")
     p.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="exit code 1 above this difference (1e-3)")
-    p.add_argument(
-        "--python", default="", metavar="PYTHON", help=f"an interpreter that has transformers and torch (or set {PYTHON})"
-    )
+    text = f"an interpreter that has transformers and torch (or set {PYTHON})"
+    p.add_argument("--python", default="", metavar="PYTHON", help=text)
+
     p = commands.add_parser("logits", help="f32 logits of given tokens")
-    p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help="a run, a checkpoint, or a Hugging Face folder")
-    p.add_argument("--base", default="", metavar="DIR", help="of a run with adapters, where its base is now, if it moved")
-    p.add_argument("--tokens", type=place, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
-    p.add_argument(
-        "--segments", type=place, metavar="S.npy", help="documents, from 1, as the tokens; 0: padding. Without: one a row"
-    )
-    p.add_argument("--out", type=place, required=True, metavar="L.npy", help="f32 [B, T, V]")
+    p.set_defaults(act=run_logits)
+    p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help=any_model)
+    p.add_argument("--base", **base)
+    p.add_argument("--tokens", type=path, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
+    text = "documents from 1, shaped as the tokens; 0: padding. Default: one a row"
+    p.add_argument("--segments", type=path, metavar="S.npy", help=text)
+    p.add_argument("--out", type=path, required=True, metavar="L.npy", help="f32 [B, T, V]")
     p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the arithmetic (f32)")
+
+    p = commands.add_parser("presets", help="the published sizes that a config file can start from")
+    p.set_defaults(act=run_presets)
     return top
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def run_import(args: argparse.Namespace) -> int:
-    from jaxtrain.hf.folder import open_folder
+    """Import a folder."""
     from jaxtrain.hf.importing import import_folder
 
-    import_folder(open_folder(args.folder, dict(args.set)), args.out, args.dtype, say, args.list)
+    import_folder(open_folder(args.folder, dict(args.set)), args.out, args.dtype, say)
     return 0
 
 
 def run_config(args: argparse.Namespace) -> int:
-    from jaxtrain.hf.folder import open_folder
-
+    """Print the model of a folder."""
     for key, value in dataclasses.asdict(open_folder(args.folder).model).items():
         say(f"config.model.{key} = {value!r}")
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from jaxtrain.hf.exporting import export, open_source
+    """Export a checkpoint."""
+    from jaxtrain.hf.exporting import export
 
-    source = open_source(args.checkpoint, args.base)
-    how = {"dtype": args.dtype, "shard_bytes": args.shard_size, "tokenizer": args.tokenizer, "force": args.force}
-    export(source, args.out, **how, say=say)
+    how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "force")}
+    export(args.checkpoint, args.out, **how, say=say)
     return 0
 
 
 def run_export_adapter(args: argparse.Namespace) -> int:
-    from jaxtrain.hf import adapters
+    """Export adapters."""
+    from jaxtrain.hf.peft import export_adapter
 
-    step, names = adapters.export(args.checkpoint, args.out, args.base)
+    step, names = export_adapter(args.checkpoint, args.out, args.base)
     say(f"{args.out}: {len(names)} tensors of step {step}")
     return 0
 
 
 def run_import_adapter(args: argparse.Namespace) -> int:
-    from jaxtrain.hf import adapters
+    """Import adapters."""
+    from jaxtrain.hf.peft import import_adapter
 
-    run, notes = adapters.import_adapter(Path(args.folder), args.base, args.out)
-    say(
-        f"{args.out}: adapters of rank {run.lora.rank}, alpha {run.lora.alpha:g}, of {run.lora.targets} beside {run.init.from_}"
-    )
+    run, notes = import_adapter(Path(args.folder), args.base, args.out)
+    lora = run.lora
+    say(f"{args.out}: adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {lora.targets} beside {run.init.from_}")
     for note in notes:
         say(f"  {note}")
     return 0
 
 
 def run_logits(args: argparse.Namespace) -> int:
+    """Write logits."""
     import numpy as np
 
-    from jaxtrain.hf.logits import model_logits, read_tokens
+    from jaxtrain.hf.importing import open_origin
+    from jaxtrain.hf.model import logits_of, read_tokens
     from jaxtrain.metrics import replacing
 
-    run, logits = model_logits(args.checkpoint, args.precision, args.base)
-    tokens_BT, segments_BT = read_tokens(args.tokens, args.segments, run.model.vocab_size)
-    out = logits(tokens_BT, segments_BT)
+    source = open_origin(args.checkpoint)
+    tokens_BT, segments_BT = read_tokens(args.tokens, args.segments, source.run().model.vocab_size)
+    out_BTV = logits_of(source, args.precision, args.base)(tokens_BT, segments_BT)
     with replacing(args.out) as file:
-        np.save(file, out)
-    say(f"{args.out}: float32 {list(out.shape)}")
+        np.save(file, out_BTV)
+    say(f"{args.out}: float32 {list(out_BTV.shape)}")
     return 0
 
 
 def run_check(args: argparse.Namespace) -> int:
+    """Compare logits with those of transformers."""
     import numpy as np
 
-    from jaxtrain.hf.logits import largest_differences, model_logits, read_tokens
+    from jaxtrain.hf.importing import open_origin
+    from jaxtrain.hf.model import logits_of, read_tokens
 
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    run, logits = model_logits(args.checkpoint, "f32", args.base)
+    if shutil.which(python) is None:
+        raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
+    source = open_origin(args.checkpoint)
+    vocab = source.run().model.vocab_size
     if args.tokens:
-        tokens_BT, segments_BT = read_tokens(args.tokens, None, run.model.vocab_size)
+        tokens_BT, segments_BT = read_tokens(args.tokens, None, vocab)
     else:
-        tokens_BT = np.random.default_rng(0).integers(0, run.model.vocab_size, (2, 64), np.int32)
+        tokens_BT = np.random.default_rng(0).integers(0, vocab, (2, 64), np.int32)
         segments_BT = np.ones_like(tokens_BT)
     with tempfile.TemporaryDirectory() as scratch:
         tokens, theirs = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
         np.save(tokens, tokens_BT)
         ended = subprocess.run([python, SCRIPT, locate(args.folder), tokens, theirs], capture_output=True, text=True)
         if ended.returncode or not theirs.exists():
-            words = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-            hint = (
-                f"Name an interpreter that has transformers and torch: --python, or {PYTHON}."
-                if "No module" in words[0]
-                else ""
-            )
-            raise HuggingFaceError(f"transformers in {python} did not compute {args.folder}: {words[0]}. {hint}".strip())
+            (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
+            hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)
+            raise HuggingFaceError(f"transformers in {python} did not compute {args.folder}: {reason}.{hint}")
         theirs_BTV = np.load(theirs)
-    ours_BTV = logits(tokens_BT, segments_BT)
+    ours_BTV = logits_of(source, base=args.base)(tokens_BT, segments_BT)
     if ours_BTV.shape != theirs_BTV.shape:
         raise HuggingFaceError(f"{args.folder}: logits are {list(theirs_BTV.shape)}, those here {list(ours_BTV.shape)}.")
-    by_position = largest_differences(ours_BTV, theirs_BTV)
+    by_position_T = np.abs(ours_BTV - theirs_BTV).max(axis=(0, 2))
     say("position  largest difference")
-    for t, difference in enumerate(by_position):
+    for t, difference in enumerate(by_position_T):
         say(f"{t:8d}  {difference:.3g}")
-    same = float((ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean())
-    worst = float(by_position.max())
+    same, worst = float((ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean()), float(by_position_T.max())
     say(
         f"largest difference {worst:.3g} of logits up to {float(np.abs(theirs_BTV).max()):.3g}; "
         f"the likeliest token is the same at {same:.1%} of {tokens_BT.size} positions"
     )
-    if worst > args.tolerance:
-        say(f"above --tolerance={args.tolerance:g}: these are not the same model")
-    return int(not worst <= args.tolerance)
+    if worst <= args.tolerance:
+        return 0
+    say(f"above --tolerance={args.tolerance:g}: these are not the same model")
+    return 1
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "import": run_import,
-    "config": run_config,
-    "export": run_export,
-    "export-adapter": run_export_adapter,
-    "import-adapter": run_import_adapter,
-    "check": run_check,
-    "logits": run_logits,
-}
+def run_presets(args: argparse.Namespace) -> int:
+    """Print the published sizes."""
+    say("preset            family     parameters   active layers d_model   heads vocabulary")
+    for name, keys in presets().items():
+        model = Model(**keys)
+        total, active = (f"{n / 1e9:.2f} G" for n in (flops.parameters(model)["total"], flops.active_parameters(model)))
+        heads = f"{model.num_heads}/{model.num_kv_heads}"
+        shape = f"{model.num_layers:6} {model.d_model:7} {heads:>7} {model.vocab_size:10}"
+        say(f"{name:17} {model.family:10} {total:>10} {active:>8} {shape}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 `check` found a difference, or the disk failed; 2 what was asked is wrong, nothing was written."""
+    """Return the exit code: 0; 1: `check` found a difference, or the disk failed; 2: wrong input, nothing was written."""
     args = parser().parse_args(argv)
 
     def act() -> int:
@@ -249,10 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             locate(args.folder)
         if hasattr(args, "checkpoint") and (missing := stores.missing(args.checkpoint)):
             raise HuggingFaceError(f"{args.checkpoint}: {missing}")
-        start_jax(hardware.probe())
-        return COMMANDS[args.command](args)
+        if args.act not in (run_config, run_presets):
+            start_jax(hardware.probe())
+        return args.act(args)
 
-    # A HuggingFaceError is a ValueError, as is that of a layout, a config or an adapter that cannot be.
+    # HuggingFaceError is a ValueError, as are the errors of a layout and of a config.
     return run_action(act, (CheckpointError, ValueError))
 
 

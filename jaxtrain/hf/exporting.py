@@ -1,303 +1,281 @@
 """A checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
 
+import contextlib
 import dataclasses
 import functools
-import json
+import math
 import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
-import safetensors
+import safetensors.numpy
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import config, lora, windows
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, locate
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.command_line import progress_bar
 from jaxtrain.config import RunConfig
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
-from jaxtrain.hf import tokenizer_files
-from jaxtrain.hf.folder import CONFIG, INDEX, SINGLE, is_folder, model_of
-from jaxtrain.hf.importing import check_space, gigabytes, progress_bar
+from jaxtrain.hf import folder as folders
+from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, is_folder, model_of, write_json
+from jaxtrain.hf.importing import Origin, check_space, counted, open_origin, rate
 from jaxtrain.hf.model import placed, read_params
 from jaxtrain.hf.names import PREFIX, Entry, entries
-from jaxtrain.hf.origin import open_origin
-from jaxtrain.models import FAMILIES, family
+from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models import family
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import A, B, adapter_of
-from jaxtrain.models.module import Params, is_vector
+from jaxtrain.models.module import is_vector
+from jaxtrain.train.state import TrainState, named_leaves
 
-TYPES = {"f32": np.dtype("float32"), "bf16": np.dtype(ml_dtypes.bfloat16)}
-Reader = Callable[[list[Entry]], Iterator[tuple[Entry, np.ndarray]]]
-THEIR_TYPES = {"f32": "float32", "bf16": "bfloat16"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A checkpoint to export, looked at and not yet read."""
-
-    path: str
-    base: str  # of adapters, where it is now
-    checkpoints: Checkpoints
-    step: int
-    run: RunConfig
-    stored: dict[str, jax.ShapeDtypeStruct]  # weights, those of the base where the checkpoint holds adapters
-    bare: bool  # imported from a folder without a tokenizer
+AT_ONCE = 1 << 26  # bytes that are read of a checkpoint at a time, or one array
+YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")]
+Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
 
-def open_source(path: str, base: str = "") -> Source:
-    """Raises CheckpointError or HuggingFaceError. base: see `model.read_params`."""
-    checkpoints, step = locate(path)
-    meta = checkpoints.meta(step)
-    run, problems = config.resolve(meta["config"])
-    if problems:
-        raise HuggingFaceError(f"{path}: its config is not one of this version: {'; '.join(map(str, problems))}")
-    if run.model.family not in FAMILIES:
-        raise HuggingFaceError(f"model.family = {run.model.family!r}: only jaxtrain's own families have a format to export to.")
-    if base and not run.lora.rank:
-        raise HuggingFaceError(
-            f"--base={base}: step {step} of {checkpoints.directory} is of a run without adapters. Leave it out."
-        )
-    stored = checkpoints.stored(step)
-    if run.lora.rank:
-        place = base or lora.base_path(meta)
-        try:
-            stored = dict(open_origin(place).stored)
-        except (CheckpointError, HuggingFaceError) as error:
-            raise lora.gone(place, error) from error
-    bare = run.data.tokenizer == "byte" and "hugging_face" in meta
-    return Source(path, base, checkpoints, step, run, stored, bare)
-
-
-def longest(run: RunConfig) -> int:
-    """Tokens of the longest sequences that the model was trained to see, here or where its weights are from.
-
-    Of that place nothing is asked where it is gone.
-    """
-    if not run.init.from_:
-        return run.data.seq_len
-    try:
-        return max(run.data.seq_len, open_origin(run.init.from_).seq_len)
-    except (CheckpointError, HuggingFaceError):
-        return run.data.seq_len
+# ---- config.json
 
 
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """config.json of a model of one of jaxtrain's families. Raises HuggingFaceError where transformers has none such."""
-    module = family(run.model.family)
+    """Return config.json of a model. Raises HuggingFaceError where the family's format cannot hold it.
+
+    Args:
+        run: its config.
+        dtype: of the tensors: f32 | bf16.
+        eos: id of the token that ends a document.
+    """
+    layout = family(run.model.family).FORMAT
+    stored = DTYPES[dtype].name
     out = {
-        "architectures": [module.ARCHITECTURE],
-        "model_type": module.MODEL_TYPE,
-        **module.write(run.model),
+        "architectures": [layout.architecture],
+        "model_type": layout.model_type,
+        **layout.write(run.model),
         "max_position_embeddings": longest(run),
-        "torch_dtype": THEIR_TYPES[dtype],
-        "dtype": THEIR_TYPES[dtype],
+        "torch_dtype": stored,
+        "dtype": stored,
         "bos_token_id": None,
         "eos_token_id": eos,
         "pad_token_id": None,
         "use_cache": True,
     }
-    # What is written must read as what it was.
-    again, model = _plain(model_of(out)), _plain(run.model)
-    lost = [f.name for f in dataclasses.fields(again) if getattr(again, f.name) != getattr(model, f.name)]
-    if lost:
-        raise HuggingFaceError(
-            f"model.{lost[0]} = {getattr(run.model, lost[0])!r}: config.json of {module.MODEL_TYPE} cannot say it."
-        )
+    fix = "Set model.family to a family whose checkpoints hold it, if there is one"
+    try:
+        again, model = in_force(model_of(out)), in_force(run.model)
+    except HuggingFaceError as error:
+        rule = f"checkpoints of {layout.architecture} cannot hold this model: {error}"
+        raise HuggingFaceError(f"model.family = {run.model.family!r}: {rule} {fix}.") from error
+    for key in (field.name for field in dataclasses.fields(model)):
+        if getattr(again, key) != getattr(model, key):
+            rule = f"checkpoints of {layout.architecture} hold {getattr(again, key)!r} only"
+            raise HuggingFaceError(f"model.{key} = {getattr(run.model, key)!r}: {rule}. {fix}.")
     return out
 
 
-def _plain(m: config.Model) -> config.Model:
-    """The model as what it computes: without settings that are not in force, and those in force written out."""
+def longest(run: RunConfig) -> int:
+    """Return the tokens of the longest training sequences, of this run and of the weights it began with."""
+    with contextlib.suppress(CheckpointError, HuggingFaceError):  # they may be deleted by now
+        if run.init.from_:
+            return max(run.data.seq_len, open_origin(run.init.from_).meta["config"]["data"]["seq_len"])
+    return run.data.seq_len
+
+
+def in_force(m: config.Model) -> config.Model:
+    """Return the model with defaults for settings without effect, and with the values that 0 and "" mean."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
     changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
-        changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base says
-    if m.rope_scaling == "none":
-        changes |= {"rope_factor": default.rope_factor}
-    if not m.num_experts:
-        changes |= {name: getattr(default, name) for name in ("experts_per_token", "router", "renormalize")}
-    if m.rope_scaling != "llama3":
-        changes |= {name: getattr(default, name) for name in ("rope_low_freq", "rope_high_freq", "rope_original_len")}
-    return dataclasses.replace(m, **changes)
+        changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base expresses
+    without_effect = ["rope_factor"] * (m.rope_scaling == "none")
+    without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not m.num_experts)
+    without_effect += ["router_groups", "groups_per_token"] * (m.groups_per_token == m.router_groups)
+    without_effect += ["rope_low_freq", "rope_high_freq"] * (m.rope_scaling != "llama3")
+    without_effect += ["rope_original_len"] * (m.rope_scaling not in ("llama3", "yarn"))
+    without_effect += YARN * (m.rope_scaling != "yarn")
+    return dataclasses.replace(m, **changes, **{name: getattr(default, name) for name in without_effect})
+
+
+# ---- The folder
 
 
 def export(
-    source: Source, out: Path, *, dtype: str, shard_bytes: int, tokenizer: str, force: bool, say: Callable[[str], None]
+    path: str,
+    out: Path,
+    *,
+    dtype: str = "auto",
+    shard_size: str | int = "5GB",
+    tokenizer: str = "",
+    base: str = "",
+    force: bool = False,
+    say: Callable[[str], None] = print,
 ) -> None:
-    """Writes config.json, generation_config.json, safetensors, and the tokenizer's files; OUT appears when it is whole.
+    """Write config.json, generation_config.json, safetensors files, and the tokenizer's files. OUT appears when it is whole.
 
-    dtype: auto (as stored) | f32 | bf16. tokenizer: a folder or file, '' for the run's own. Raises HuggingFaceError before
-    anything is written.
+    Args:
+        path: a run's folder, or one of its checkpoints.
+        out: the folder.
+        dtype: of the tensors: f32 | bf16 | auto, that of the stored matrices.
+        shard_size: bytes of a safetensors file at most, as 5GB. The host holds the tensors of one file.
+        tokenizer: a folder or file; "": the run's own.
+        base: the folder of the adapters' base, if it was moved.
+        force: replace an existing folder. It is OUT.replaced until the new one has its name.
+        say: called with each line of the report.
+
+    Raises:
+        HuggingFaceError, CheckpointError: before anything is written.
     """
+    source = open_origin(path)
+    run = source.run()
+    wanted = entries(run.model)
+    if base and not run.lora.rank:
+        raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
+    if out.name in ("", ".."):  # it could not be renamed into place
+        raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")
     if out.exists() and not force:
         raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
     if out.exists() and (not is_folder(out) or (out / "checkpoints").exists()):
         raise HuggingFaceError(f"{out}: is no folder with a Hugging Face model, and --force replaces nothing else.")
-    run = source.run
-    wanted = entries(run.model)
-    missing = sorted(name for name in wanted if name not in source.stored)
-    left = sorted(name for name in source.stored if name.startswith(PREFIX) and name not in wanted)
+    stored = {name: a for name, a in source.stored.items() if name.startswith(PREFIX)}
+    if run.lora.rank:
+        there = base or lora.base_path(source.meta)
+        try:
+            stored = {name: a for name, a in open_origin(there).stored.items() if name.startswith(PREFIX)}
+        except (CheckpointError, HuggingFaceError) as error:
+            raise lora.gone(there, error) from error
+    missing = sorted(wanted.keys() - stored.keys())
+    left = sorted(stored.keys() - wanted.keys())
     if missing or left:
-        what = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
-        raise HuggingFaceError(f"step {source.step} of {source.checkpoints.directory}: {what}.")
-    stored = {name: str(source.stored[name].dtype) for name in wanted}
-    # Beside weights in bfloat16, scales of norms and biases are float32: they are rounded as in other models of that type.
-    weights = {kind for name, kind in stored.items() if not is_vector(name)}
-    chosen = dtype if dtype != "auto" else ("bf16" if weights == {"bfloat16"} else "f32")
+        rule = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
+        raise HuggingFaceError(f"{source.name}: {rule}.")
+    # Scales of norms and biases are float32 beside weights in bfloat16; an export rounds them, as published models do.
+    matrices = {str(stored[name].dtype) for name in wanted if not is_vector(name)}
+    chosen = dtype if dtype != "auto" else ("bf16" if matrices == {"bfloat16"} else "f32")
     spec = tokenizer or run.data.tokenizer
-    bare = source.bare and not tokenizer
-    folder = tokenizer_files.source_of(spec)
+    bare = spec == "byte" and not tokenizer and "hugging_face" in source.meta  # imported from a folder without a tokenizer
     try:
         eot = None if bare else load_tokenizer(spec).eot
     except TokenizerError as error:
-        raise HuggingFaceError(f"{error} Name another with --tokenizer.") from error
+        raise HuggingFaceError(f"{error} Name its folder: --tokenizer=DIR.") from error
     described = config_json(run, chosen, eot)
-    size = sum(int(np.prod(e.shape)) for e in wanted.values()) * TYPES[chosen].itemsize
+    size = sum(math.prod(e.shape) for e in wanted.values()) * DTYPES[chosen].itemsize
     check_space(out, size)
 
-    partial = out.with_name(out.name + ".partial")
+    place = out.resolve()  # of a symbolic link, its folder is replaced
+    partial, replaced = (place.with_name(f"{place.name}.{state}") for state in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     started = time.perf_counter()
-    with progress_bar(size) as progress:
-        files = write_tensors(reader(source, chosen), list(wanted.values()), partial, TYPES[chosen], shard_bytes, progress)
-    seconds = time.perf_counter() - started
-    if bare:
-        say(f"{source.path} was imported without a tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
-    elif folder is None:
-        tokenizer_files.write_byte_tokenizer(partial)
-    elif eot is not None:
-        tokenizer_files.copy_files(folder, partial)
-        tokenizer_files.complete(spec, eot, partial)
-    write_json(partial / CONFIG, described)
-    if not (partial / tokenizer_files.GENERATION).exists():  # else it came with the tokenizer
-        write_json(partial / tokenizer_files.GENERATION, {"_from_model_config": True, "eos_token_id": eot})
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(partial, out)
-    wider = sorted(set(stored.values()) - {"bfloat16"})
-    rounded = f", rounded from {' and '.join(wider)}" if chosen == "bf16" and wider else ""
-    count = sum(len(e.theirs) for e in wanted.values())
-    say(
-        f"{out}: {family(run.model.family).ARCHITECTURE}, {count} tensors as {chosen}{rounded}, {gigabytes(size)} in "
-        f"{files} {'file' if files == 1 else 'files'}, {seconds:.1f} s, {gigabytes(size / seconds)}/s"
+    wider = sorted({str(a.dtype) for a in stored.values()} - {"bfloat16"})
+    read = (
+        merged(source, run, base, wide=chosen == "f32" or bool(wider))
+        if run.lora.rank
+        else functools.partial(in_batches, source)
     )
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """As transformers writes it."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def shards(wanted: list[Entry], itemsize: int, most: int) -> list[dict[str, tuple[Entry, int]]]:
-    """What each file of at most so many bytes holds: their tensors in the order of ours, each with the entry of ours that it is
-    of and its number among those of that entry. A tensor that is larger has a file of its own."""
-    out: list[dict[str, tuple[Entry, int]]] = [{}]
-    held = 0
-    for entry in wanted:
-        size = int(np.prod(entry.their_shape)) * itemsize
-        for at, name in enumerate(entry.theirs):
-            if out[-1] and held + size > most:
-                out.append({})
-                held = 0
-            out[-1][name] = entry, at
-            held += size
-    return out
+    with progress_bar(size) as progress:
+        files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
+    seconds = time.perf_counter() - started
+    if eot is None:
+        say(f"{path} was imported without a tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
+    else:
+        folders.write_tokenizer(spec, eot, partial)
+    write_json(partial / CONFIG, described)
+    if not (partial / GENERATION).exists():  # else it came with the tokenizer
+        write_json(partial / GENERATION, {"_from_model_config": True, "eos_token_id": eot})
+    # An old model is deleted only when a whole new one has its place, at whatever moment a process is killed.
+    if place.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        os.rename(place, replaced)
+    os.rename(partial, place)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    rounded = f", rounded from {' and '.join(wider)}" if chosen == "bf16" and wider else ""
+    tensors = counted(len({name for e in wanted.values() for name in e.theirs}), "tensor")
+    architecture = described["architectures"][0]
+    say(f"{out}: {architecture}, {tensors} as {chosen}{rounded}, {counted(files, 'file')}, {rate(size, seconds)}")
 
 
 def write_tensors(
-    read: Reader, wanted: list[Entry], out: Path, dtype: np.dtype[Any], most: int, progress: Callable[[str, int], None]
+    read: Reader,
+    wanted: dict[str, Entry],
+    out: Path,
+    dtype: np.dtype[Any],
+    shard_size: str | int,
+    progress: Callable[[str, int], None],
 ) -> int:
-    """The safetensors files and, where there are several, their index. Returns how many. The tensors of one file are held.
+    """Write the safetensors files and, if there are several, their index. Return how many.
 
-    An array whose experts lie in two files is read for each.
+    The host holds the tensors of one file. An array of experts in two files is read for each.
     """
-    files = shards(wanted, dtype.itemsize, most)
-    where, total = {}, 0
-    for number, part in enumerate(files, 1):
-        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+    places: dict[str, list[Entry]] = {}  # two of ours may be in one of theirs
+    for entry in wanted.values():
+        for name in entry.theirs:
+            places.setdefault(name, []).append(entry)
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+        places,
+        get_storage_size=lambda of_name: math.prod(of_name[0].their_shape) * (4 if of_name[0].how.exact else dtype.itemsize),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_size,
+    )
+    for file, names in split.filename_to_tensors.items():
         arrays = {}
-        for entry, x in read(list({entry.ours: entry for entry, _ in part.values()}.values())):
-            converted = x.astype(dtype, copy=False)
-            for theirs in [theirs for theirs in entry.theirs if theirs in part]:
-                arrays[theirs] = entry.to_theirs(converted, part[theirs][1])
-                where[theirs] = name
-                total += arrays[theirs].nbytes
-                progress(theirs, arrays[theirs].nbytes)
-        specs = {
-            key: safetensors.TensorSpec(dtype=str(x.dtype), shape=list(x.shape), data_ptr=x.ctypes.data, data_len=x.nbytes)
-            for key, x in arrays.items()
-        }
-        # The library renames a temporary file, which its owner alone may read: the umask decides, as for the other files.
-        (out / name).touch()
-        mode = stat.S_IMODE((out / name).stat().st_mode)
-        safetensors.serialize_file(specs, str(out / name), {"format": "pt"})
-        (out / name).chmod(mode)
-    if len(files) > 1:
-        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    return len(files)
+        for entry, x in read(list({entry.ours: entry for name in names for entry in places[name]}.values())):
+            converted = x.astype(np.float32 if entry.how.exact else dtype, copy=False)
+            for at, name in enumerate(entry.theirs):
+                if split.tensor_to_filename[name] == file:
+                    arrays[name] = entry.to_theirs(converted, at, arrays.get(name))
+                    progress(name, arrays[name].nbytes // len(places[name]))
+        # The library renames a temporary file of mode 0600; the umask decides, as for the other files.
+        (out / file).touch()
+        mode = stat.S_IMODE((out / file).stat().st_mode)
+        safetensors.numpy.save_file(arrays, out / file, {"format": "pt"})
+        (out / file).chmod(mode)
+    if split.is_sharded:
+        write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    return len(split.filename_to_tensors)
 
 
-def reader(source: Source, dtype: str) -> Reader:
-    """What reads a checkpoint's tensors: as they are stored, or with its adapters merged into their base.
+def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
+    """Return the reader of a run with adapters, merged into their base. The devices hold both, in float32 if `wide`."""
+    run = dataclasses.replace(run, precision="f32") if wide else run
+    params = read_params(source, run, *placed(run), base)
+    leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))
+    places = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
+    places |= {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked}
 
-    dtype: that they are to be written in.
-    """
-    if source.run.lora.rank:
-        return functools.partial(_merged, source.run.lora, merged_from(source, dtype))
-    return functools.partial(_stored, source)
+    def read(wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
+        for entry in wanted:
+            names = [entry.ours, *(adapter_of(entry.ours, half) for half in (A, B))]
+            found = {name: places[name] for name in names if name in places}
+            tensors = {name: np.asarray(x if at is None else x[at]) for name, (x, at) in found.items()}
+            for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
+                yield entry, np.asarray(x)
 
-
-def merged_from(source: Source, dtype: str) -> Params:
-    """The weights of the base and the adapters, in float32 unless the base is stored in bfloat16 and the result is to be."""
-    wide = dtype == "f32" or any(str(a.dtype) != "bfloat16" for a in source.stored.values())
-    run = dataclasses.replace(source.run, precision="f32") if wide else source.run
-    definition, placement = placed(run)
-    return read_params(source.path, run, definition, placement, source.base)
-
-
-def _merged(how: config.Lora, params: Params, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    for entry in wanted:
-        names = [entry.ours, *(adapter_of(entry.ours, half) for half in (A, B))]
-        tensors = {name: x for name in names if (x := tensor_of(params, name)) is not None}
-        for _, x in lora.merged(tensors, how.alpha / how.rank):
-            yield entry, np.asarray(x)
+    return read
 
 
-def tensor_of(params: Params, name: str) -> Any:
-    """One layer's tensor of a model's parameters by the name that checkpoints have for it; None where there is no such."""
-    found: Any = params
-    layer = None
-    for part in name.removeprefix(PREFIX).split("."):
-        if part.isdecimal():
-            layer = int(part)
-        elif not isinstance(found, dict) or part not in found:
-            return None
-        else:
-            found = found[part]
-    return np.asarray(found if layer is None else found[layer])
-
-
-def _host() -> Any:
-    """A CPU; where JAX was told to start none, the first device."""
+def in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
+    """Yield weights as they are stored; AT_ONCE bytes are read at a time."""
     try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return jax.local_devices()[0]
-
-
-def _stored(source: Source, wanted: list[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    cpu = SingleDeviceSharding(_host())
-    abstract = {e.ours: jax.ShapeDtypeStruct(e.shape, source.stored[e.ours].dtype, sharding=cpu) for e in wanted}
-    tensors = source.checkpoints.restore(source.step, abstract, subset=True)
+        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX was told to start no CPU
+        host = SingleDeviceSharding(jax.local_devices()[0])
+    batch: list[Entry] = []
     for entry in wanted:
-        yield entry, np.asarray(tensors.pop(entry.ours))
+        batch.append(entry)
+        held = sum(math.prod(e.shape) * source.stored[e.ours].dtype.itemsize for e in batch)
+        if held >= AT_ONCE or entry is wanted[-1]:
+            tensors = source.read({e.ours: source.stored[e.ours].update(sharding=host) for e in batch})
+            for e in batch:
+                yield e, np.asarray(tensors.pop(e.ours))
+            batch = []

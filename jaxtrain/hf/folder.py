@@ -1,14 +1,12 @@
-"""A folder with a Hugging Face checkpoint, opened for reading: config.json, and where each tensor's bytes lie. No jax.
-
-Tensors are read with plain reads into memory of their own, and the files are not mapped: the pages of a mapped file count as
-memory of the process, so a checkpoint that is read once, from one end to the other, would be held twice.
-"""
+"""A folder with a Hugging Face model: config.json, safetensors files, the tokenizer's files. No jax."""
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,69 +14,153 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain import config
-from jaxtrain.config import Model
+from jaxtrain import checkpoint, config
+from jaxtrain.config import Model, RunConfig
+from jaxtrain.data.template import BYTE_TEMPLATE
+from jaxtrain.data.tokenizer import ByteTokenizer, cached_hub_path
+from jaxtrain.hf import mxfp4
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+BLOCKS, SCALES = "_blocks", "_scales"  # of a tensor in MXFP4, after its name
+GENERATION = "generation_config.json"
+# Files of tokenizers of any family.
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
 DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16")}
-LONGEST_HEADER = 100 << 20  # as the safetensors format has it
-READ_BYTES = 64 << 20  # at a time: the kernel takes no more than 2 GiB
+DTYPES["U8"] = np.dtype("uint8")  # of MXFP4 alone
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
+DTYPES["F8_E4M3"] = FP8
+SCALE = "_scale_inv"  # behind the name of a tensor in FP8: that of its scales, one for each block of rows and columns
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a tensor lies."""
+class Stored:
+    """A tensor of a safetensors file."""
 
     file: Path
-    offset: int
-    size: int  # bytes
+    offset: int  # of its data
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    scale: "Stored | None" = None  # of a tensor in FP8, by whose blocks it is multiplied
+
+    @property
+    def holds(self) -> np.dtype[Any]:
+        """The dtype of what is read: of FP8 with scales bfloat16."""
+        return DTYPES["BF16"] if self.scale else self.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed(Stored):
+    """A tensor in MXFP4: its file, offset, dtype and shape are those of the numbers that it is read as (hf/mxfp4.py)."""
+
+    blocks: Stored
+    scales: Stored
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """An opened checkpoint."""
+    """A model's folder."""
 
     path: Path
     settings: Mapping[str, Any]  # config.json
     model: Model
-    tensors: Mapping[str, Place]
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """The tensors by name; none is read. Raises HuggingFaceError for files that are missing or damaged."""
+        return with_packed(with_scales(list_tensors(self.path), self.path))
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(place.size for place in self.tensors.values())
+        """Size of all tensors."""
+        return sum(stored.bytes for stored in self.tensors.values())
+
+    def run(self, dtype: str = "auto") -> RunConfig:
+        """Return the config of a run with this model and its tokenizer; `dtype`: of the weights, auto: as they are stored."""
+        dtype = self.dtype(self.tensors) if dtype == "auto" else dtype
+        tree = config.to_dict(RunConfig())
+        tree["model"] = dataclasses.asdict(self.model)
+        tree["precision"] = "f32" if dtype == "f32" else "bf16"
+        tree["dtypes"]["params"] = dtype
+        tree["data"]["tokenizer"] = str(self.path.absolute()) if (self.path / "tokenizer.json").is_file() else "byte"
+        # The model was trained with positions up to here, and sampling uses no more.
+        tree["data"]["seq_len"] = self.seq_len or config.Data().seq_len
+        run, problems = config.resolve(tree)
+        if problems:
+            raise HuggingFaceError("; ".join(map(str, problems)))
+        return run
 
     @property
     def seq_len(self) -> int:
-        """Positions that the model is made for; 0 where config.json does not say."""
+        """Positions that the model is made for; 0 where config.json has no number."""
         longest = self.settings.get("max_position_embeddings")
         return longest if isinstance(longest, int) else 0
 
     def dtype(self, names: Iterable[str]) -> str:
-        """The smallest type that holds these tensors without rounding: bf16 | f32."""
-        return "bf16" if all(self.tensors[name].dtype == DTYPES["BF16"] for name in names) else "f32"
+        """Return the smallest type that holds these tensors without rounding: bf16 | f32."""
+        return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is stored, in memory of its own. Raises HuggingFaceError where the file ends early."""
-        place = self.tensors[name]
-        buffer = bytearray(place.size)
-        view, done = memoryview(buffer), 0
-        with open(place.file, "rb", buffering=0) as file:
-            file.seek(place.offset)
-            while done < place.size:
-                count = file.readinto(view[done : done + READ_BYTES])
-                if not count:
-                    raise HuggingFaceError(f"{place.file}: ends inside {name}, which has {place.size:,} bytes. Fetch it again.")
-                done += count
-        return np.frombuffer(buffer, place.dtype).reshape(place.shape)
+        """Return a tensor as it is stored; of FP8 times its scales, rounded to bfloat16; of MXFP4 in bfloat16.
+
+        Raises HuggingFaceError where the file ends early.
+        """
+        stored = self.tensors[name]
+        if isinstance(stored, Packed):
+            return mxfp4.unpacked(self._read(f"{name}{BLOCKS}", stored.blocks), self._read(f"{name}{SCALES}", stored.scales))
+        found = self._read(name, stored)
+        return scaled(found, self._read(name + SCALE, stored.scale), self.block) if stored.scale else found
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the blocks of tensors in FP8. Raises HuggingFaceError where config.json has no such numbers."""
+        given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
+        if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
+            rule = "weight_block_size must be the rows and columns of a block"
+            raise HuggingFaceError(f"{self.path / CONFIG}: quantization_config: {rule}, as [128, 128].")
+        return given[0], given[1]
+
+    def _read(self, name: str, stored: Stored) -> np.ndarray:
+        # The library's own read holds Python's lock: no tensor could be read while another one is placed.
+        data = np.empty(stored.bytes, np.uint8)
+        with open(stored.file, "rb") as file:
+            file.seek(stored.offset)
+            if file.readinto(data) < stored.bytes:
+                raise HuggingFaceError(f"{stored.file}: ends inside {name}, which has {stored.bytes:,} bytes. Fetch it again.")
+        return data.view(stored.dtype).reshape(stored.shape)
+
+
+def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of a folder, each pair of MXFP4 blocks and scales as the tensor that it holds."""
+    out = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = tensors.get(whole + SCALES)
+        if whole == name or scales is None or blocks.dtype != DTYPES["U8"] or scales.dtype != DTYPES["U8"]:
+            continue
+        if blocks.shape != (*scales.shape, mxfp4.BYTES) or len(scales.shape) != 3:
+            rule = f"{list(blocks.shape)} does not fit its scales, {list(scales.shape)}"
+            raise HuggingFaceError(f"{blocks.file}: {name}: {rule}. Fetch it again.")
+        del out[name], out[whole + SCALES]
+        experts, outputs, count = scales.shape
+        shape = (experts, count * mxfp4.BYTES * 2, outputs)
+        out[whole] = Packed(blocks.file, blocks.offset, DTYPES["BF16"], shape, blocks=blocks, scales=scales)
+    return out
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a Hugging Face model, and not a run of jaxtrain: both have a config.json."""
+    """Return whether a path is hf:NAME, or a Hugging Face model's folder. A run's config.json has no model_type."""
+    if os.fspath(path).startswith("hf:"):
+        return True
     try:
         found = json.loads((Path(path).expanduser() / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -87,7 +169,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(name: str) -> Path:
-    """The folder of a local path, or of a model's name in the hub's cache on this machine. Raises HuggingFaceError."""
+    """Return the folder of a local path, or of a model's name in the hub's cache on this machine. Raises HuggingFaceError."""
     path = Path(name.removeprefix("hf:")).expanduser()
     if not name.startswith("hf:") and path.is_dir():
         return path
@@ -108,17 +190,22 @@ def locate(name: str) -> Path:
 
 
 def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Folder:
-    """Config and list of tensors; no tensor is read. Raises HuggingFaceError for what is missing, cut off or not understood.
+    """Return a model's folder.
 
-    changes: keys of config.json that are to be other than they stand there.
+    Args:
+        name: a folder, or a model's name in the hub's cache.
+        changes: keys of config.json to replace.
+
+    Raises:
+        HuggingFaceError: config.json is missing or damaged, or jaxtrain does not build such a model.
     """
     path = locate(os.fspath(name))
     settings = read_settings(path) | dict(changes or {})
-    return Folder(path, settings, model_of(settings, str(path / CONFIG)), list_tensors(path))
+    return Folder(path, settings, model_of(settings, str(path / CONFIG)))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """config.json as it is."""
+    """Return config.json of a folder."""
     try:
         found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -131,23 +218,22 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
-    """The model that a config.json describes. Raises HuggingFaceError for all that jaxtrain does not build."""
-    kind, known = settings.get("model_type"), {family(name).MODEL_TYPE: name for name in FAMILIES}
-    if kind not in known:
+    """Return the model that a config.json describes. Raises HuggingFaceError for every other than jaxtrain builds."""
+    kind, known = settings.get("model_type"), {family(name).FORMAT.model_type: name for name in FAMILIES}
+    if not isinstance(kind, str) or kind not in known:
+        if kind is None and isinstance(settings.get("model"), dict):
+            raise HuggingFaceError(f"{path}: belongs to a run of jaxtrain. Use the run itself, or hf export it first.")
         if "text_config" in settings:
             rule = "models that see or hear are not supported, nor their text part alone"
         else:
             rule = f"no such architecture in jaxtrain. Known: {', '.join(known)}"
         raise HuggingFaceError(f"{path}: model_type = {kind!r}: {rule}.")
-    module = family(known[kind])
-    named = settings.get("architectures") or [module.ARCHITECTURE]
-    if module.ARCHITECTURE not in named:
-        raise HuggingFaceError(
-            f"{path}: architectures = {named!r}: only {module.ARCHITECTURE} is a language model of this kind."
-        )
-    s = Settings(settings, path)
-    values = {"family": known[kind], **module.read(s)}
-    s.finish()
+    layout = family(known[kind]).FORMAT
+    named = settings.get("architectures") or [layout.architecture]
+    if layout.architecture not in named:
+        rule = f"only {layout.architecture} is a language model of this kind"
+        raise HuggingFaceError(f"{path}: architectures = {named!r}: {rule}.")
+    values = {"family": known[kind], **layout.read(Settings(settings, path))}
     std = settings.get("initializer_range")
     tree = config.to_dict(config.RunConfig()) | {"model": values | ({"init_std": std} if isinstance(std, float) else {})}
     run, problems = config.resolve(tree)
@@ -156,8 +242,8 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     return run.model
 
 
-def list_tensors(path: Path) -> dict[str, Place]:
-    """Every tensor of the folder's safetensors files, by its name; headers are read and checked against the files' lengths."""
+def list_tensors(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a folder's safetensors files by name, after a check of the files' lengths and of the index."""
     if (path / INDEX).exists():
         try:
             named = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].items())
@@ -165,81 +251,166 @@ def list_tensors(path: Path) -> dict[str, Place]:
             raise HuggingFaceError(f"{path / INDEX}: cannot be read as an index of safetensors ({error!r}).") from error
         files = sorted(set(named.values()))
     elif (path / SINGLE).exists():
-        named, files = None, [SINGLE]
+        named, files = {}, [SINGLE]
     else:
         others = sorted(p.name for p in path.glob("*.bin"))
         hint = f"It has {others[0]}: save it as safetensors with transformers first." if others else "Name a model's folder."
         raise HuggingFaceError(f"{path}: has neither {SINGLE} nor {INDEX}. {hint}")
-    out: dict[str, Place] = {}
+    out: dict[str, Stored] = {}
     for file in files:
-        for name, place in read_header(path / file).items():
-            if name in out:
-                raise HuggingFaceError(f"{name}: is in {out[name].file.name} and in {file}. Remove one of them.")
-            out[name] = place
-    if named is not None:
-        lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
-        if lost:
-            raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {named[lost[0]]}, which does not hold it.")
+        out |= list_file(path / file)
+    lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
+    if lost:
+        raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {named[lost[0]]}, which does not hold it.")
     return out
 
 
-def read_header(file: Path) -> dict[str, Place]:
-    """The tensors of one safetensors file (https://huggingface.co/docs/safetensors: eight bytes of length, JSON, then data)."""
+def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
+    """Return the tensors with those in FP8 and their scales as one. Raises HuggingFaceError for one without scales."""
+    out = {name: stored for name, stored in tensors.items() if not name.endswith(SCALE)}
+    for name, stored in out.items():
+        scale = tensors.get(name + SCALE)
+        if (stored.dtype == FP8) != (scale is not None):
+            rule = f"is {stored.dtype}, and there is {'no' if scale is None else 'a'} {name}{SCALE}"
+            raise HuggingFaceError(f"{path}: {name} {rule}: scales are read of tensors in FP8, and those with scales alone.")
+        out[name] = dataclasses.replace(stored, scale=scale)
+    return out
+
+
+def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Return a matrix times the scale of each of its blocks, in bfloat16: multiplied in float32 and rounded once.
+
+    Raises HuggingFaceError where there is not one scale for each block.
+    """
+    wanted = tuple(-(-size // of) for size, of in zip(x.shape, block, strict=True)) if x.ndim == 2 else ()
+    if scale.shape != wanted:
+        raise HuggingFaceError(
+            f"scales {list(scale.shape)} of a tensor {list(x.shape)} in FP8: blocks of {block} have {wanted}."
+        )
+    rows, columns = (np.repeat(np.arange(n), of)[:size] for n, of, size in zip(wanted, block, x.shape, strict=True))
+    return (x.astype(np.float32) * scale.astype(np.float32)[rows][:, columns]).astype(DTYPES["BF16"])
+
+
+def list_file(file: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file: eight bytes with the length of a header, the header in JSON, and the data."""
     try:
         length = file.stat().st_size
-        with open(file, "rb") as f:
-            size = int.from_bytes(f.read(8), "little")
-            if not 2 <= size <= min(LONGEST_HEADER, length - 8):
-                raise HuggingFaceError(f"{file}: is no safetensors file, or cut off in its header.")
-            header = json.loads(f.read(size))
+        with open(file, "rb") as read:
+            start = 8 + int.from_bytes(read.read(8), "little")
+            header = json.loads(read.read(start - 8)) if start < length else None
     except FileNotFoundError as error:
         raise HuggingFaceError(f"{file}: no such file, but the index names it. Fetch it again.") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, HuggingFaceError):
-            raise
-        raise HuggingFaceError(f"{file}: cannot be read ({error}).") from error
+        raise HuggingFaceError(f"{file}: is no safetensors file ({error}). Fetch it again.") from error
+    if not isinstance(header, dict):
+        raise HuggingFaceError(f"{file}: is no safetensors file, or cut off in its header. Fetch it again.")
     out = {}
-    for name, info in header.items():
+    for name, about in header.items():
         if name == "__metadata__":
             continue
-        try:
-            dtype, shape, (start, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        except (TypeError, KeyError, ValueError) as error:
-            raise HuggingFaceError(f"{file}: the header's entry of {name} cannot be read ({info!r}).") from error
-        if dtype not in DTYPES:
-            raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are supported.")
-        if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise HuggingFaceError(f"{file}: {name} has {end - start:,} bytes, which is not {list(shape)} of {dtype}.")
-        if 8 + size + end > length:
-            raise HuggingFaceError(
-                f"{file}: cut off: {name} ends at byte {8 + size + end:,}, the file at {length:,}. Fetch it again."
-            )
-        out[name] = Place(file, 8 + size + start, end - start, DTYPES[dtype], shape)
+        if about["dtype"] not in DTYPES:
+            raise HuggingFaceError(f"{file}: {name} has dtype {about['dtype']}; {', '.join(DTYPES)} are supported.")
+        begin, end = about["data_offsets"]
+        out[name] = stored = Stored(file, start + begin, DTYPES[about["dtype"]], tuple(about["shape"]))
+        if start + end > length or stored.bytes != end - begin:
+            ends = f"{name} ends at byte {start + end:,}, the file at {length:,}"
+            raise HuggingFaceError(f"{file}: cut off: {ends}. Fetch it again.")
     return out
 
 
-def describe(path: str) -> dict[str, dict[str, Any]]:
-    """What a config file says of a run that begins from `path`: its section `model`, and what of `data` belongs to it.
+# ---- Runs of jaxtrain
 
-    path: a Hugging Face folder, or hf:NAME, or a run's folder. `config.update(describe(path))` takes it over; no tensor is
-    read. Raises HuggingFaceError.
+
+def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConfig:
+    """Return the config in meta.json of a step, whose folder is `step`.
+
+    A relative `data.tokenizer` that is in the run's folder is meant: an imported model's.
+
+    Raises:
+        HuggingFaceError: the config is not one of this version.
     """
-    if path.startswith("hf:") or is_folder(path):
-        found = locate(path)
-        settings = read_settings(found)
-        model = dataclasses.asdict(model_of(settings, str(found / CONFIG)))
-        longest = settings.get("max_position_embeddings")
-        data = {"tokenizer": str(found.absolute())} if (found / "tokenizer.json").is_file() else {}
-        return {"model": model, "data": data | ({"seq_len": longest} if isinstance(longest, int) else {})}
-    try:
-        run, problems = config.resolve(json.loads((Path(path).expanduser() / CONFIG).read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise HuggingFaceError(f"{path}: no such folder, of a run or of a Hugging Face model.") from error
-    except (OSError, ValueError, AttributeError) as error:
-        raise HuggingFaceError(f"{path}: is neither a run's folder nor a Hugging Face model's ({error}).") from error
+    run, problems = config.resolve(meta["config"])
     if problems:
-        raise HuggingFaceError(f"{path}: its config is not one of this version: {'; '.join(map(str, problems))}")
-    return {
-        "model": dataclasses.asdict(run.model),
-        "data": {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len},
+        raise HuggingFaceError(f"{step}: its config is not one of this version: {'; '.join(map(str, problems))}")
+    there = Path(step).parent.parent / run.data.tokenizer
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(there))) if there.exists() else run
+
+
+def describe(path: str) -> dict[str, dict[str, Any]]:
+    """Return the sections `model` and `data` of a config file that begins from `path`: `config.update(describe(path))`.
+
+    Args:
+        path: a Hugging Face folder, hf:NAME, a run's folder, or one of its checkpoints. No tensor is read.
+
+    Raises:
+        HuggingFaceError, CheckpointError: neither of them is there, or its config is not one of this version.
+    """
+    if is_folder(path):
+        run = open_folder(path).run("f32")
+    else:
+        checkpoints, step = checkpoint.locate(path)
+        run = stored_run(checkpoints.meta(step), checkpoints.directory / str(step))
+    data = {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len}
+    return {"model": dataclasses.asdict(run.model), "data": data}
+
+
+# ---- The tokenizer's files
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of TOKENIZER and GENERATION that are in a folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (*TOKENIZER, GENERATION):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def write_tokenizer(spec: str, eot: int, target: Path) -> None:
+    """Write the files of a tokenizer that `load_tokenizer(spec)` has found, so that transformers reads the same ids.
+
+    Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add tokens of its own.
+    """
+    if spec == "byte":
+        return write_byte_tokenizer(target)
+    file = cached_hub_path(spec.removeprefix("hf:")) if spec.startswith("hf:") else Path(spec).expanduser()
+    assert file is not None, spec
+    file = file / "tokenizer.json" if file.is_dir() else file
+    copy_tokenizer(file.parent, target)
+    shutil.copyfile(file, target / "tokenizer.json")
+    if not (target / "tokenizer_config.json").is_file():
+        import tokenizers
+
+        made: Any = tokenizers.Tokenizer.from_file(str(file))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.id_to_token(eot)}
+        write_json(target / "tokenizer_config.json", settings)
+    return None
+
+
+def write_byte_tokenizer(target: Path) -> None:
+    """Write jaxtrain's byte tokenizer as a tokenizer.json with the same ids, and the chat template of its training data."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # Byte-level BPE writes each byte as one letter: itself where it prints, the others in order from letter 256 on.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = [byte for byte in range(256) if chr(byte) not in letters]
+    vocab = {c: ord(c) if ord(c) < 256 else others[ord(c) - 256] for c in letters}
+    end = "<|endoftext|>"
+    made: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab | {end: ByteTokenizer.eot}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([end])
+    target.mkdir(parents=True, exist_ok=True)
+    made.save(str(target / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": BYTE_TEMPLATE,
     }
+    write_json(target / "tokenizer_config.json", settings)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file in the style of transformers."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,15 @@
-"""A Hugging Face folder as a checkpoint of jaxtrain: `python -m jaxtrain.hf import DIR --out=CKPT`."""
+"""Weights of a Hugging Face folder onto devices, as a run's first weights or as a checkpoint of jaxtrain.
 
-import contextlib
+Tensors are read one after the other. The host holds the tensor at hand and the next one, which a thread reads meanwhile. The
+experts of a layer are one array of ours and many tensors of the folder, which are read together.
+"""
+
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.metadata
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -12,45 +18,148 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.console
-import rich.progress
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from rich.filesize import decimal
 
 from jaxtrain import config
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import Checkpoints, locate
+from jaxtrain.checkpoint.steps import stored_in
+from jaxtrain.command_line import progress_bar
 from jaxtrain.config import RunConfig
-from jaxtrain.hf import tokenizer_files
-from jaxtrain.hf.folder import Folder
-from jaxtrain.hf.loading import load, matched
-from jaxtrain.hf.names import Matched, shown
+from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
+from jaxtrain.hf.names import TIED, Entry, entries, match
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.train.state import Tensors
 
-TOKENIZER = "tokenizer"  # its folder, beside the checkpoints
+GiB = 2**30
 
 
-def run_of(folder: Folder, tokenizer: str, dtype: str) -> RunConfig:
-    """The config that an imported checkpoint carries: the model's, its tokenizer's, and the type its weights are in."""
-    tree = config.to_dict(config.RunConfig())
-    tree["model"] = dataclasses.asdict(folder.model)
-    tree["precision"] = "f32" if dtype == "f32" else "bf16"
-    tree["dtypes"]["params"] = dtype
-    tree["data"]["tokenizer"] = tokenizer
-    # Positions up to here were learnt; sampling sees no farther.
-    tree["data"]["seq_len"] = folder.seq_len or config.Data().seq_len
-    run, problems = config.resolve(tree)
-    if problems:
-        raise HuggingFaceError("; ".join(map(str, problems)))
-    return run
+# ---- The weights of a model
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The weights of a model: a step of a run, or a Hugging Face folder. No tensor is read yet.
+
+    Attributes:
+        name: for a log line.
+        path: of this step or folder, to find it again.
+        hugging_face: whether it is a folder of Hugging Face's.
+        step: 0 for a folder.
+        meta: meta.json of the step; of a folder, some of what an import would write.
+        stored: shape and dtype of every tensor, by the names of checkpoints.
+        read: return some of its tensors, each with the dtype and sharding asked for.
+    """
+
+    name: str
+    path: str
+    hugging_face: bool
+    step: int
+    meta: Mapping[str, Any]
+    stored: Mapping[str, jax.ShapeDtypeStruct]
+    read: Callable[[Tensors], Tensors]
+
+    @property
+    def adapters(self) -> bool:
+        """Return whether the checkpoint has adapters without their base (jaxtrain/lora.py)."""
+        return "base" in self.meta
+
+    def run(self) -> RunConfig:
+        """Return its config. Raises HuggingFaceError where it is not one of this version."""
+        return stored_run(self.meta, self.path)
+
+
+def open_origin(path: str) -> Origin:
+    """Return the weights of a run's folder, one of its checkpoints, a Hugging Face folder, or hf:NAME in the hub's cache.
+
+    Raises CheckpointError or HuggingFaceError where they cannot be read.
+    """
+    if not is_folder(path):
+        checkpoints, step = locate(path)
+        meta = checkpoints.meta(step)
+        place = str(checkpoints.directory / str(step))
+        read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
+        return Origin(f"step {step} of {checkpoints.directory}", place, False, step, meta, stored_in(meta), read)
+    folder = open_folder(path)
+    found, _ = matched(folder)
+    stored = {
+        ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
+        for ours, entry in found.items()
+    }
+    meta = {"config": config.to_dict(folder.run()), **came_from(folder)}
+    return Origin(str(folder.path), str(folder.path.absolute()), True, 0, meta, stored, functools.partial(load, folder, found))
+
+
+def came_from(folder: Folder) -> dict[str, Any]:
+    """Return the part of meta.json that names a folder."""
+    return {"hugging_face": {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}}
+
+
+# ---- Tensors onto devices
+
+
+def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors of a folder's model, and those it does not use. Raises HuggingFaceError where one does not fit."""
+    shapes = {name: stored.shape for name, stored in folder.tensors.items()}
+    found = entries(folder.model, shapes)
+    unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
+    for name in (name for name, why in unused.items() if why == TIED):
+        head, embedding = folder.read(name), folder.read("model.embed_tokens.weight")
+        if head.dtype != embedding.dtype or not np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
+            rule = f"tie_word_embeddings is true, but {name} is not the embedding"
+            raise HuggingFaceError(f"{folder.path}: {rule}. Remove the wrong one of the two.")
+    return found, unused
+
+
+def load(
+    folder: Folder, found: Mapping[str, Entry], wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None
+) -> Tensors:
+    """Return tensors of a folder, rounded where `wanted` has fewer bits.
+
+    Args:
+        folder: an opened folder.
+        found: the tensors of its model, by `matched`.
+        wanted: shape, dtype and sharding of each array, by our names.
+        progress: called with the name and the bytes of each tensor that is on the devices.
+
+    Raises:
+        HuggingFaceError: a tensor is missing or has another shape.
+    """
+    for name, a in wanted.items():
+        if name not in found:
+            raise HuggingFaceError(f"{name}: not in {folder.path}.")
+        if found[name].shape != a.shape:
+            raise HuggingFaceError(f"{name}: {list(found[name].shape)} in {folder.path}, {list(a.shape)} in this model.")
+    first = {name: folder.tensors[found[name].theirs[0]] for name in wanted}
+    order = sorted(wanted, key=lambda name: (first[name].file, first[name].offset))
+
+    def read(name: str) -> list[np.ndarray]:
+        return [folder.read(theirs) for theirs in found[name].theirs]
+
+    out: Tensors = {}
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="safetensors") as reader:
+        following = reader.submit(read, order[0]) if order else None
+        for name, after in zip(order, [*order[1:], None], strict=True):
+            assert following is not None
+            stored = following.result()
+            following = reader.submit(read, after) if after else None
+            a, entry = wanted[name], found[name]
+            shard = functools.partial(entry.to_ours, stored, np.dtype(a.dtype))
+            out[name] = jax.make_array_from_callback(a.shape, a.sharding, shard).block_until_ready()
+            progress(name, math.prod(a.shape) * stored[0].itemsize)
+    return out
+
+
+# ---- `python -m jaxtrain.hf import`
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
-    """Over all devices along the first dimension that divides by their number; whole where none does.
+    """Return a sharding over all devices along the first dimension that divides by their number; replicated if none does.
 
-    Along another where each would get one of that dimension, as one expert: a save copies such parts in host memory first.
+    A dimension with one element a device, such as experts, comes last: a save copies such shards in host memory first.
     """
     mesh = jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
     even = [i for i, size in enumerate(shape) if size % len(devices) == 0]
@@ -58,114 +167,61 @@ def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
     return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
 
 
-def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None], each: bool = False) -> None:
-    """Writes OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer. Raises HuggingFaceError, before anything is written.
+def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None]) -> None:
+    """Write OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer.
 
-    each: say also what becomes of each tensor.
+    Args:
+        folder: an opened folder.
+        out: a run's folder to make.
+        dtype: of the weights: f32 | bf16 | auto, which holds all tensors without rounding.
+        say: called with each line of the report.
+
+    Raises:
+        HuggingFaceError: before anything is written.
     """
-    if out.exists() and any(out.iterdir()):
-        raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
-    found = matched(folder)
-    dtype = folder.dtype(x for e in found.used.values() for x in e.theirs) if dtype == "auto" else dtype
-    size = sum(int(np.prod(e.shape)) for e in found.used.values()) * DTYPES[dtype].itemsize
+    check_new(out)
+    found, unused = matched(folder)
+    theirs = [name for entry in found.values() for name in entry.theirs]
+    dtype = folder.dtype(name for e in found.values() if not e.how.exact for name in e.theirs) if dtype == "auto" else dtype
+    parameters = sum(math.prod(entry.shape) for entry in found.values())
+    size = parameters * DTYPES[dtype].itemsize
     check_space(out, size)
-    report(folder, found, dtype, say, each)
+    files = counted(len({stored.file for stored in folder.tensors.values()}), "file")
+    scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if parameters >= x[0]), (1e3, "k"))
+    say(
+        f"{folder.path}: {folder.model.family}, {parameters / scale:.3g} {unit} parameters, {len(folder.tensors)} tensors in "
+        f"{files}; {len(set(theirs))} used, {len(unused)} unused, 0 missing; stored as {dtype}"
+    )
+    for name, why in unused.items():
+        say(f"  unused: {name} ({why})")
 
     devices = jax.local_devices()
-    abstract = {
-        name: jax.ShapeDtypeStruct(entry.shape, DTYPES[dtype], sharding=spread(entry.shape, devices))
-        for name, entry in found.used.items()
+    wanted: Tensors = {
+        name: jax.ShapeDtypeStruct(
+            entry.shape, DTYPES["f32" if entry.how.exact else dtype], sharding=spread(entry.shape, devices)
+        )
+        for name, entry in found.items()
     }
     started = time.perf_counter()
     with progress_bar(folder.bytes) as progress:
-        tensors = load(folder, found, abstract, progress)
+        tensors = load(folder, found, wanted, progress)
     seconds = time.perf_counter() - started
-    say(
-        f"read {gigabytes(folder.bytes)} in {seconds:.1f} s, {gigabytes(folder.bytes / seconds)}/s, onto {len(devices)} "
-        f"{'device' if len(devices) == 1 else 'devices'}"
-    )
+    say(f"read {rate(folder.bytes, seconds)}, onto {counted(len(devices), 'device')}")
 
-    tokenizer = "byte"
-    names = [name for name in tokenizer_files.TOKENIZER if (folder.path / name).is_file()]
-    if (folder.path / "tokenizer.json").is_file():
-        tokenizer = str((out / TOKENIZER).absolute())
-    run = run_of(folder, tokenizer, dtype)
     started = time.perf_counter()
-    save(out, run, tensors, {"hugging_face": {"folder": str(folder.path), "config": dict(folder.settings)}})
-    if names:
-        tokenizer_files.copy_files(folder.path, out / TOKENIZER)
-    seconds = time.perf_counter() - started
-    say(f"wrote {gigabytes(size)} in {seconds:.1f} s, {gigabytes(size / seconds)}/s, to {out}")
-    if tokenizer == "byte":
+    run = folder.run(dtype)
+    if run.data.tokenizer != "byte":  # within the run's folder, which can be moved
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer="tokenizer"))
+    if any((folder.path / name).is_file() for name in TOKENIZER):  # first: with a checkpoint the run looks whole
+        copy_tokenizer(folder.path, out / "tokenizer")
+    save(out, run, tensors, came_from(folder))
+    say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
+    if run.data.tokenizer == "byte":
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
-def report(folder: Folder, found: Matched, dtype: str, say: Callable[[str], None], each: bool) -> None:
-    """What is there, and what is made of it."""
-    m = folder.model
-    parameters = sum(int(np.prod(e.shape)) for e in found.used.values())
-    files = len({place.file for place in folder.tensors.values()})
-    used = len({name for e in found.used.values() for name in e.theirs})
-    say(
-        f"{folder.path}: {m.family}, {count(parameters)} parameters, {len(folder.tensors)} tensors in {files} "
-        f"{'file' if files == 1 else 'files'}; {used} used, {len(found.unused)} unused, 0 missing; stored as {dtype}"
-    )
-    for entry in found.used.values() if each else ():
-        for at, name in enumerate(entry.theirs):
-            there = f"{name} {shown(entry.their_shape)} {folder.tensors[name].dtype}"
-            say(f"  {there} -> {entry.called(at)} {shown(entry.shape[1:] if entry.how.each_expert else entry.shape)}")
-    for name, why in found.unused.items():
-        say(f"  unused: {name} ({why})")
-
-
-def check_space(out: Path, size: int) -> None:
-    """Raises HuggingFaceError where the disk has no room."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < size:
-        raise HuggingFaceError(
-            f"{out}: {size / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} GiB free. Name another --out."
-        )
-
-
-def gigabytes(size: float) -> str:
-    """16.06 GB, or 0.76 MB"""
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-
-
-def count(number: int) -> str:
-    """8.03 G, or 855 k"""
-    scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if number >= x[0]), (1e3, "k"))
-    return f"{number / scale:.3g} {unit}"
-
-
-def progress_bar(total: int) -> Any:
-    """A context that gives `progress(name, bytes)`; a bar on a terminal, nothing elsewhere."""
-    console = rich.console.Console(stderr=True)
-    if not console.is_terminal:
-        return contextlib.nullcontext(lambda name, size: None)
-
-    class Bar:
-        def __enter__(self) -> Callable[[str, int], None]:
-            columns = (
-                *(rich.progress.BarColumn(), rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn()),
-                *(rich.progress.TimeRemainingColumn(), rich.progress.TextColumn("{task.description}")),
-            )
-            self.bar = rich.progress.Progress(*columns, console=console, transient=True)
-            self.bar.start()
-            task = self.bar.add_task("", total=total)
-            return lambda name, size: self.bar.update(task, advance=size, description=name)
-
-        def __exit__(self, *error: object) -> None:
-            self.bar.stop()
-
-    return Bar()
-
-
 def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
-    """As a run of no steps. more: what meta.json says besides."""
+    """Write the folder of a run of no steps; `more`: further keys of meta.json."""
     plain = config.to_dict(run)
     meta = {
         "config": plain,
@@ -175,9 +231,32 @@ def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -
         **more,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
-    checkpoints = Checkpoints(out / "checkpoints")
-    try:
-        checkpoints.save(0, tensors, meta)
-    finally:
-        checkpoints.close()
+    Checkpoints(out / "checkpoints").save_now(0, tensors, meta)
     write_atomic(out / "config.json", json.dumps(plain, indent=1) + "\n")
+
+
+# ---- Shared with the export
+
+
+def check_new(out: Path) -> None:
+    """Raise HuggingFaceError where a folder to write holds something."""
+    if out.exists() and any(out.iterdir()):
+        raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
+
+
+def check_space(out: Path, size: int) -> None:
+    """Raise HuggingFaceError where the disk of a folder has fewer free bytes."""
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise HuggingFaceError(f"{out}: {size / GiB:.1f} GiB are needed, and {free / GiB:.1f} GiB free. Name another --out.")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return 1 file, 2 files."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def rate(size: int, seconds: float) -> str:
+    """Return 16.1 GB in 59.5 s, 269.9 MB/s."""
+    return f"{decimal(size)} in {seconds:.1f} s, {decimal(int(size / seconds))}/s"

@@ -1,18 +1,21 @@
-"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder: to compute with, not to train."""
+"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder: to compute with; its logits."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import tokenize
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain import config, lora
-from jaxtrain.checkpoint import locate
 from jaxtrain.config import RunConfig
-from jaxtrain.hf import folder as folders
-from jaxtrain.hf.importing import run_of
-from jaxtrain.hf.origin import is_hugging_face, open_origin
+from jaxtrain.hf.importing import Origin
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.sharding import Placement, make_placement, replicated
@@ -20,47 +23,42 @@ from jaxtrain.train.definition import for_inference, make_definition
 from jaxtrain.train.kernel import choose_kernel, context_of
 from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
-
-def run_at(path: str) -> tuple[RunConfig, int]:
-    """The config of a run, a checkpoint or a Hugging Face folder, and its step (0 for the last).
-
-    Raises CheckpointError, HuggingFaceError, or ConfigError where the stored config is not one of this version.
-    """
-    if is_hugging_face(path):
-        opened = folders.open_folder(path)
-        here = str(opened.path) if (opened.path / "tokenizer.json").is_file() else "byte"
-        return run_of(opened, here, opened.dtype(opened.tensors)), 0
-    checkpoints, step = locate(path)
-    run, problems = config.resolve(checkpoints.meta(step)["config"])
-    if problems:
-        raise config.ConfigError(problems)
-    return run, step
+Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def read_params(path: str, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
-    """The weights of a model, placed; of a run with adapters those of its base and the adapters. Raises as `run_at` does.
+def read_params(source: Origin, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
+    """Return the weights of a model on its devices; of a run with adapters, those of its base and the adapters.
 
-    base: where the base is now, if not where it was.
+    Args:
+        source: the weights.
+        run: its config.
+        definition: of the model.
+        placement: of its parameters.
+        base: the folder of the adapters' base, if it was moved.
+
+    Raises:
+        CheckpointError, HuggingFaceError: they cannot be read.
     """
     abstract = abstract_of(definition, placement)
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
     fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())
     if not run.lora.rank:
-        return from_tensors(abstract, open_origin(path).read(wanted), fresh).params
-    checkpoints, step = locate(path)
-    meta = checkpoints.meta(step)
-    place = base or lora.base_path(meta)
+        return from_tensors(abstract, source.read(wanted), fresh).params
+    there = base or lora.base_path(source.meta)
     adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
-    tensors = checkpoints.restore(step, adapters, subset=True, cast=True)
-    tensors |= lora.restore_base(place, {name: a for name, a in wanted.items() if name not in adapters})
+    tensors = source.read(adapters) | lora.restore_base(there, {k: a for k, a in wanted.items() if k not in adapters})
     found = from_tensors(abstract, tensors, fresh).params
-    beside = part(found, jax.tree.map(lambda name: not is_adapter(name), names(found)))
-    lora.check_same(meta, place, lora.digest(beside))
+    lora.check_same(source.meta, there, base_digest(found))
     return found
 
 
+def base_digest(params: Params) -> str:
+    """Return `lora.digest` of the weights beside the adapters."""
+    return lora.digest(part(params, jax.tree.map(lambda name: not is_adapter(name), names(params))))
+
+
 def abstract_of(definition: Definition, placement: Placement) -> TrainState:
-    """A state of weights alone, placed and not allocated."""
+    """Return shapes, dtypes and shardings of a state of weights alone."""
     params = jax.tree_util.tree_map_with_path(
         lambda path, a, axes: jax.ShapeDtypeStruct(
             a.shape, a.dtype, sharding=placement.sharding(axes, jax.tree_util.keystr(path), a.shape)
@@ -72,18 +70,92 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
 
 
 def placed(run: RunConfig) -> tuple[Definition, Placement]:
-    """The model of a run on the devices of this process, `alone`."""
-    spread = alone(run, jax.local_devices())
-    placement = make_placement(spread, jax.local_devices()[: spread.mesh.fsdp])
-    kernel, _ = choose_kernel(spread, context_of(spread, placement), jax.local_devices()[0])
+    """Return the model of a run on the devices of this process, `alone`, with tokens replicated."""
+    devices = jax.local_devices()
+    spread = alone(run, devices)
+    placement = make_placement(spread, devices[: spread.mesh.fsdp])
+    placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
+    kernel, _ = choose_kernel(spread, context_of(spread, placement), devices[0])
     return make_definition(spread, placement, kernel), placement
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
     """Return the run with its weights sharded over these devices, where they divide, and all tokens on each."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
-    # Each device has all tokens. With a part of every expert it computes a part of each token; with whole experts, all tokens
-    # would travel to them from every device.
+    # Every device has all tokens. With a shard of every expert it computes a share of each token; with whole experts, every
+    # device would send all tokens to them.
     rules = tuple((axis, config.EXPERT_AXIS if axis == "experts" else onto) for axis, onto in run.sharding.rules)
     split = dataclasses.replace(run.sharding, rules=rules)
     return dataclasses.replace(for_inference(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)
+
+
+# ---- Logits
+
+
+def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and documents, int32 (B, T), from .npy files of integers (B, T) or (T,). Raises HuggingFaceError."""
+
+    def rows(path: Path) -> np.ndarray:
+        try:
+            with path.open("rb") as file:
+                found = np.lib.format.read_array(file, allow_pickle=False)
+        except (OSError, ValueError, tokenize.TokenError) as error:  # the last: of a damaged header
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise HuggingFaceError(f"{path}: cannot be read as .npy: {reason}.") from error
+        if found.ndim not in (1, 2) or not np.issubdtype(found.dtype, np.integer) or found.size == 0:
+            raise HuggingFaceError(f"{path}: is {found.dtype} of shape {list(found.shape)}; integers [B, T] or [T] are needed.")
+        return np.atleast_2d(found).astype(np.int64)
+
+    tokens_BT = rows(path)
+    if tokens_BT.min() < 0 or tokens_BT.max() >= vocab:
+        worst = tokens_BT.min() if tokens_BT.min() < 0 else tokens_BT.max()
+        raise HuggingFaceError(f"{path}: has the id {worst}, and the model's vocabulary has {vocab}.")
+    segments_BT = np.ones_like(tokens_BT) if segments is None else rows(segments)
+    if segments_BT.shape != tokens_BT.shape:
+        raise HuggingFaceError(f"{segments}: is {list(segments_BT.shape)}, the tokens are {list(tokens_BT.shape)}.")
+    return tokens_BT.astype(np.int32), segments_BT.astype(np.int32)
+
+
+def positions_of(segments_BT: np.ndarray) -> np.ndarray:
+    """Return positions, int32 (B, T), from 0 in each run of one segment."""
+    at = np.broadcast_to(np.arange(segments_BT.shape[1]), segments_BT.shape)
+    starts = np.concatenate([np.ones_like(segments_BT[:, :1]), np.diff(segments_BT, axis=1) != 0], axis=1)
+    return (at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)).astype(np.int32)
+
+
+def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunConfig | None = None) -> Logits:
+    """Return a function of (tokens, segments), each int32 (B, T), to the logits of a model, f32 (B, T, V).
+
+    Args:
+        source: the weights.
+        precision: of the arithmetic: f32 | bf16. With f32 the weights are read in f32, too, without rounding.
+        base: the folder of the adapters' base, if it was moved.
+        run: its config, if it is not that of the weights.
+    """
+    run = run or source.run()
+    weights = dataclasses.replace(run.dtypes, params="f32" if precision == "f32" else run.dtypes.params)
+    run = dataclasses.replace(run, precision=precision, dtypes=weights)
+    params: list[Params] = []
+
+    @functools.lru_cache(1)
+    def compiled(T: int, documents: int) -> Any:
+        data = dataclasses.replace(run.data, seq_len=T, packing="documents", max_segments=documents)
+        sized = dataclasses.replace(run, data=data)  # the length of the rows decides on the kernel
+        definition, placement = placed(sized)
+
+        def forward(params: Any, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+            model = definition.bind(params)
+            return model.logits(model(tokens_BT, segments_BT, positions_BT))
+
+        if not params:
+            params.append(read_params(source, sized, definition, placement, base))
+        return jax.jit(placement.shard_map(forward, (definition.specs(placement), P(), P(), P()), P()))
+
+    def logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
+        forward = compiled(tokens_BT.shape[1], max(1, int(segments_BT.max())))
+        arrays = tokens_BT, segments_BT, positions_of(segments_BT)
+        # Row by row: the logits of all rows would be many times the size of the model.
+        one = (np.asarray(forward(params[0], *(jnp.asarray(x[i : i + 1]) for x in arrays))) for i in range(len(tokens_BT)))
+        return np.concatenate(list(one))
+
+    return logits

@@ -1,161 +1,205 @@
-"""From a model's tensors to those of a Hugging Face checkpoint and back: names, shapes, and the order of axes. No jax."""
+"""Our tensors and those of a Hugging Face checkpoint: names, shapes, and the order of axes. No jax."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.config import Model
-from jaxtrain.models import family
-from jaxtrain.models.hugging_face import HfTensor
+from jaxtrain.models import FAMILIES, family
+from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError
+from jaxtrain.shapes import DENSE, STACK
 
-COLUMNS = 64  # of a transposed copy at a time: what fits the cache on both sides is several times faster
+COLUMNS = 64  # of a transposed copy at a time: several times faster, because the cache holds both sides
 PREFIX = "params."  # of parameters among the tensors of a train state
-# Buffers that old versions of transformers saved, and that follow from config.json.
+# Buffers of old versions of transformers, which follow from config.json.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+TIED = "the head is the embedding"
+SHOWN = 12  # problems named one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of a model, and those of a checkpoint that it is made of: one, or for experts one for each."""
+    """One tensor of ours, and those of the checkpoint that hold it: one, or one an expert."""
 
-    ours: str  # as checkpoints name it
+    ours: str  # as our checkpoints name it
     theirs: tuple[str, ...]
-    shape: tuple[int, ...]  # ours
-    their_shape: tuple[int, ...]  # of each of theirs
     how: HfTensor
-    sizes: tuple[tuple[str, int], ...]  # of each axis by its letter
+    sizes: Mapping[str, int]  # of each axis by its letter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of ours."""
+        return tuple(self.sizes[a] for a in flat(self.how.ours))
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """The shape of each of theirs."""
+        return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
-        """A part of ours, contiguous, of all arrays of theirs. Those that `index` leaves out are not touched.
+        """Return a shard of our array, contiguous.
 
-        index: a slice of each axis of ours.
+        Args:
+            stored: all arrays of theirs. Experts outside of `index` are not read.
+            dtype: of the result.
+            index: a slice of each axis of ours.
         """
         if not self.how.each_expert:
             return copied(self._turned(stored[0])[index]).astype(dtype, copy=False)
         experts, *rest = index
-        parts = [self._turned(x)[tuple(rest)] for x in stored[experts]]
-        out = np.empty((len(parts), *parts[0].shape), dtype)
-        for room, part in zip(out, parts, strict=True):
-            room[...] = copied(part).astype(dtype, copy=False)
-        return out
+        return np.stack([copied(self._turned(x)[tuple(rest)]).astype(dtype, copy=False) for x in stored[experts]])
 
-    def to_theirs(self, x: np.ndarray, at: int = 0) -> np.ndarray:
-        """The inverse of `to_ours`, contiguous: number `at` of their arrays."""
+    def to_theirs(self, x: np.ndarray, at: int = 0, other: np.ndarray | None = None) -> np.ndarray:
+        """Return array number `at` of theirs, contiguous, of our whole array: the inverse of `to_ours`.
+
+        other: of an array of theirs that holds two of ours, the result for the first of the two. It is filled in place.
+        """
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
-        one = x[at] if self.how.each_expert else x
-        return copied(one.transpose([ours.index(a) for a in theirs])).reshape(self.their_shape)
+        one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
+        if "2" not in theirs:
+            return copied(one.transpose([ours.index(a) for a in theirs])).reshape(self.their_shape)
+        both = np.empty(self.their_shape, x.dtype) if other is None else other
+        apart = np.moveaxis(both.reshape([self.sizes[a] for a in theirs]), theirs.index("2"), 0)
+        theirs.remove("2")
+        apart[self.how.half] = one.transpose([ours.index(a) for a in theirs])
+        return both
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
-        """One of their arrays with the axes of ours: a view."""
+        """Return a view of one of their arrays with our axes."""
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
-        sizes = dict(self.sizes) | {"2": 2}
-        x = x.reshape([sizes[a] for a in theirs])
+        x = x.reshape([self.sizes[a] for a in theirs])
         if "2" in theirs:
             x = np.moveaxis(x, theirs.index("2"), 0)[self.how.half]
             theirs.remove("2")
-        return x.transpose([theirs.index(a) for a in ours])
+        return self._ordered(x.transpose([theirs.index(a) for a in ours]), ours)
+
+    def _ordered(self, x: np.ndarray, axes: list[str], back: bool = False) -> np.ndarray:
+        """Return an array with pairs of neighbours apart, where the checkpoint has them so; `back`: the inverse."""
+        if not self.how.interleaved:
+            return x
+        order = halves_of_pairs(self.sizes[self.how.interleaved], self.sizes["rotary"])
+        words = x.view(np.uint16) if x.dtype.itemsize == 2 else x
+        return np.take(words, np.argsort(order) if back else order, axes.index(self.how.interleaved)).view(x.dtype)
 
     def called(self, at: int) -> str:
-        """What becomes of number `at` of theirs: layers.0.mlp.gate[3], or just layers.0.mlp_norm.scale."""
+        """Return our name of number `at` of theirs: layers.0.mlp.gate[3], or layers.0.mlp_norm.scale."""
         return self.ours.removeprefix(PREFIX) + (f"[{at}]" if self.how.each_expert else "")
 
 
+def halves_of_pairs(width: int, rotary: int) -> np.ndarray:
+    """Return, for each of `width` numbers, where a checkpoint has it whose last `rotary` numbers are pairs of neighbours."""
+    before = width - rotary
+    return np.concatenate([np.arange(before), before + np.arange(0, rotary, 2), before + np.arange(1, rotary, 2)])
+
+
 def flat(axes: str) -> list[str]:
-    """The letters of "(N H) D" in their order."""
+    """Return the letters of "(N H) D" in their order."""
     return axes.replace("(", "").replace(")", "").split()
 
 
 def grouped(axes: str) -> list[list[str]]:
-    """The letters of each axis of "(N H) D"."""
+    """Return the letters of each axis of "(N H) D"."""
     return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
-def entries(model: Model, names: Mapping[str, HfTensor] | None = None) -> dict[str, Entry]:
-    """Every tensor of a model by its name in checkpoints, in the order of layers.
+def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, Entry]:
+    """Return every tensor of a model by its name in our checkpoints, in the order of layers.
 
-    names: those that are to be used, if not those of model.family.
+    Args:
+        model: its sizes.
+        stored: the names of a folder's tensors, which show whether all experts of a layer are in one tensor.
+
+    Raises:
+        HuggingFaceError: the model's family is from outside the package.
     """
-    known: Mapping[str, HfTensor] = family(model.family).NAMES if names is None else names
-    letters = {"D": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
-    letters |= {"F": model.d_ff, "V": model.vocab_size, "E": model.num_experts, "2": 2}
-    absent = {"head": model.tied_head, ".bq": not model.qkv_bias, ".bk": not model.qkv_bias, ".bv": not model.qkv_bias}
+    if model.family not in FAMILIES:
+        raise HuggingFaceError(f"model.family = {model.family!r}: only jaxtrain's own families have Hugging Face names.")
+    known: dict[str, HfTensor] = dict(family(model.family).FORMAT.tensors)
+    gate = "layers.{i}.mlp.gate"
+    together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers)) in (stored or ())
+    if model.num_experts and known[gate].each_expert and together:
+        known |= EXPERTS_TOGETHER
+    sizes = {"D": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
+    sizes |= {"F": model.d_ff, "V": model.vocab_size, "E": model.num_experts, "2": 2, "G": model.dense_d_ff}
+    sizes |= {"S": model.shared_d_ff, "Q": model.q_lora_rank, "L": model.kv_lora_rank, "W": model.v_head_dim}
+    sizes |= {"C": model.kv_lora_rank + model.qk_rope_head_dim, "U": model.qk_nope_head_dim + model.v_head_dim}
+    sizes |= {"rotary": model.qk_rope_head_dim or model.head_dim}
+    absent = ("head",) * model.tied_head + (".bq", ".bk", ".bv") * (not model.qkv_bias)
+    if model.kv_lora_rank:
+        absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
+    first = [name for name in known if name.startswith("embed")]
+    # Our name, our number of the layer, and its number among all layers.
+    order: list[tuple[str, Any, Any]] = [(name, "", "") for name in first]
+    layered: list[str] = []
+    for stack, begin, end in ((DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)):
+        own = [name for name in known if name.startswith(f"{stack}.{{i}}")]
+        order += [(name, layer - begin, layer) for layer in range(begin, end) for name in own]
+        layered += own
+    order += [(name, "", "") for name in known if name not in first and name not in layered]
     out: dict[str, Entry] = {}
-
-    def add(ours: str, how: HfTensor, layer: int | None) -> None:
-        name, called = (text if layer is None else text.replace("{i}", str(layer)) for text in (PREFIX + ours, how.name))
-        each = tuple(called.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
-        sizes = tuple((a, letters[a]) for a in flat(how.ours))
-        shape = tuple(size for _, size in sizes)
-        theirs = tuple(math.prod(letters[a] for a in group) for group in grouped(how.theirs))
-        out[name] = Entry(name, each, shape, theirs, how, sizes)
-
-    gone = tuple(end for end, is_absent in absent.items() if is_absent)
-    present = [(ours, how) for ours, how in known.items() if not ours.endswith(gone or "?")]
-    for ours, how in present:
-        if "{i}" not in ours and ours != "head" and not ours.startswith("final"):
-            add(ours, how, None)
-    for layer in range(model.num_layers):
-        for ours, how in present:
-            if "{i}" in ours:
-                add(ours, how, layer)
-    for ours, how in present:
-        if ours == "head" or ours.startswith("final"):
-            add(ours, how, None)
+    for name, at, layer in order:
+        how = known[name]
+        if name.endswith(absent or "?"):
+            continue
+        ours, theirs = (PREFIX + name).replace("{i}", str(at)), how.name.replace("{i}", str(layer))
+        each = tuple(theirs.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
+        out[ours] = Entry(ours, each, how, sizes)
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Matched:
-    """The tensors of a checkpoint beside those of a model."""
+def match(
+    wanted: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], rule: str, model: Model | None = None
+) -> dict[str, str]:
+    """Return the tensors of a folder that are not used, with the reason.
 
-    used: dict[str, Entry]  # by our name
-    unused: dict[str, str]  # theirs -> why it is not needed
+    Args:
+        wanted: `entries` of the model.
+        shapes: of the folder's tensors by name.
+        rule: the first line of the error.
+        model: whose layers end where tensors of later ones may be left out (`Format.beyond`); None: nothing may.
 
-
-def match(wanted: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Matched, list[str]]:
-    """Which tensors of a folder are used, and what is wrong: missing ones, wrong shapes, names that nothing is known of.
-
-    shapes: of the folder's tensors.
+    Raises:
+        HuggingFaceError: tensors are missing, have wrong shapes or unknown names. It lists them.
     """
-    wrong = []
-    by_name = [(name, entry, at) for entry in wanted.values() for at, name in enumerate(entry.theirs)]
-    known = {name for name, _, _ in by_name}
-    for name, entry, at in by_name:
-        if name not in shapes:
-            wrong.append(f"{name}: missing (it is {entry.called(at)}, {shown(entry.their_shape)})")
-        elif shapes[name] != entry.their_shape:
-            wrong.append(f"{name}: its shape is {shown(shapes[name])}, config.json makes it {shown(entry.their_shape)}")
+    wrong, known = [], set()
+    for entry in wanted.values():
+        for at, name in enumerate(entry.theirs):
+            known.add(name)
+            if name not in shapes:
+                wrong.append(f"{name}: missing (it is {entry.called(at)}, {list(entry.their_shape)})")
+            elif shapes[name] != entry.their_shape:
+                theirs, ours = list(shapes[name]), list(entry.their_shape)
+                wrong.append(f"{name}: its shape is {theirs}, config.json makes it {ours}")
     unused = {}
+    beyond = family(model.family).FORMAT.beyond if model else ""
     for name in sorted(shapes.keys() - known):
         if DERIVED.fullmatch(name):
             unused[name] = "follows from config.json"
         elif name == "lm_head.weight" and "model.embed_tokens.weight" in known:
             unused[name] = TIED
+        elif model and beyond and (layer := LAYER.match(name)) and int(layer[1]) >= model.num_layers:
+            unused[name] = beyond
         else:
-            wrong.append(f"{name}: {shown(shapes[name])}, not known in models of this family")
-    return Matched({entry.ours: entry for entry in wanted.values()}, unused), wrong
-
-
-TIED = "the head is the embedding"
-
-
-def shown(shape: Iterable[int]) -> str:
-    """[4096, 14336]"""
-    return str(list(shape))
+            wrong.append(f"{name}: {list(shapes[name])}, not known in models of this family")
+    if wrong:
+        more = [f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        raise HuggingFaceError("\n  ".join([rule, *wrong[:SHOWN], *more]))
+    return unused
 
 
 def copied(view: np.ndarray) -> np.ndarray:
-    """A contiguous copy of a view with its axes in another order."""
+    """Return a contiguous copy of a view with its axes in another order."""
     # As integers: numpy copies types it does not know element by element.
     words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
     if words.flags.c_contiguous or words.ndim < 2:
         return np.array(words).view(view.dtype)
     out = np.empty(words.shape, words.dtype)
-    step = max(1, COLUMNS // max(1, int(np.prod(words.shape[2:]))))
+    step = max(1, COLUMNS // max(1, math.prod(words.shape[2:])))
     for i in range(0, words.shape[1], step):
         out[:, i : i + step] = words[:, i : i + step]
     return out.view(view.dtype)

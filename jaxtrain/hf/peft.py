@@ -1,167 +1,88 @@
-"""Adapters as Hugging Face's library PEFT has them: adapter_config.json and adapter_model.safetensors, out and in.
+"""Adapters in the format of Hugging Face's library PEFT: adapter_config.json and adapter_model.safetensors, out and in.
 
-PEFT calls the two matrices of a linear layer `base_model.model.{layer}.lora_A.weight`, (rank, inputs), and `.lora_B.weight`,
-(outputs, rank). What the layers are called, and which axes of a weight are its inputs, follows from a family's own map of names
-(`models.hugging_face`): its NAMES.
+PEFT names the two matrices of a linear layer `base_model.model.{layer}.lora_A.weight`, (rank, inputs), and `.lora_B.weight`,
+(outputs, rank). The names of layers, and which axes of a weight are its inputs, follow from the family's table of tensors.
 """
 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors
+import safetensors.numpy
 
-from jaxtrain.hf.names import grouped
+from jaxtrain import config, lora
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.commands import spelled
+from jaxtrain.config import Model, RunConfig
+from jaxtrain.hf.folder import is_folder
+from jaxtrain.hf.importing import check_new, open_origin, save
+from jaxtrain.hf.model import abstract_of, base_digest, placed
+from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
 from jaxtrain.metrics import write_atomic
+from jaxtrain.models.hugging_face import HfTensor, HuggingFaceError
+from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
+from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX, WEIGHT = "base_model.model.", ".weight"
-_A, _B = ".lora_A.weight", ".lora_B.weight"
-# Keys whose value says nothing of what the adapters compute, and which are not looked at.
-_FREE = (
+MODEL, A_NAME, B_NAME = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# Keys of adapter_config.json without effect on the adapters' output.
+WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
     *("revision", "target_modules", "exclude_modules", "task_type", "ensure_weight_tying", "eva_config"),
 )
-_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights")
-_INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # others change the base too
-# Values of all other keys with which they do nothing; anything else is refused.
-_NOTHING = (None, False, "none", {}, [])
+READ = ("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights")
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # other values of init_lora_weights change the base, too
+OFF = (None, False, "none", {}, [])  # the values of all other keys that are accepted
 
 
-class PeftError(ValueError):
-    """An adapter cannot be read or written. Says what to do."""
-
-
-class Named(Protocol):
-    """How a weight is called and ordered in Hugging Face's checkpoints: an entry of a family's NAMES."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ours(self) -> str: ...
-    @property
-    def theirs(self) -> str: ...
-    @property
-    def each_expert(self) -> bool: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What adapter_config.json says."""
-
-    rank: int
-    alpha: float  # outputs are multiplied by alpha / rank
-    targets: tuple[str, ...]  # our names of the weights, as lora.targets has them
-    base: str  # what the adapters' maker called the base; "" if nothing
-    notes: tuple[str, ...]  # what was read otherwise than it stands there, or not at all
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """One of our weights, as PEFT has its adapter."""
-
-    layer: str  # base_model.model.model.layers.0.self_attn.q_proj
-    ours: list[str]  # letters of its axes
-    outputs: list[str]  # of those, merged in this order
-    inputs: list[str]
-
-    def of(self, wanted: list[str]) -> list[str]:
-        """Some of the axes, as our adapter has them."""
-        return [c for c in self.ours if c in wanted]
-
-
-def _place(weight: str, names: Mapping[str, Named]) -> _Place:
-    """Raises KeyError for a weight that the family has no name for."""
-    number = re.search(r"\.(\d+)\.", weight)
-    entry = names[re.sub(r"\.\d+\.", ".{i}.", weight, count=1)]
-    called = entry.name.replace("{i}", number[1] if number else "")
-    outputs, inputs = grouped(entry.theirs)
-    return _Place(PREFIX + called.removesuffix(WEIGHT), entry.ours.split(), outputs, inputs)
-
-
-def _weight_of(adapter: str) -> tuple[str, str]:
-    """layers.0.mlp.lora.up_a -> (layers.0.mlp.up, a)."""
-    weight, _, half = adapter.replace(".lora.", ".").rpartition("_")
-    return weight, half
-
-
-def to_peft(adapters: Mapping[str, np.ndarray], names: Mapping[str, Named]) -> dict[str, np.ndarray]:
-    """PEFT's tensors, float32, of ours by their canonical names without prefix (layers.0.attention.lora.wq_a)."""
-    out = {}
-    for name, x in adapters.items():
-        weight, half = _weight_of(name)
-        place = _place(weight, names)
-        merged, have = (
-            (place.inputs, [*place.of(place.inputs), "R"]) if half == "a" else (place.outputs, ["R", *place.of(place.outputs)])
-        )
-        rank = x.shape[have.index("R")]
-        flat = np.asarray(x, np.float32).transpose([have.index(c) for c in [*merged, "R"]]).reshape(-1, rank)
-        out[place.layer + (_A if half == "a" else _B)] = np.ascontiguousarray(flat.T if half == "a" else flat)
+def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
+    """Return both matrices of an adapter of every linear layer, by our names; PEFT's tensors are their `theirs`."""
+    out: dict[str, Entry] = {}
+    for weight in entries(model).values():
+        if weight.ours.rpartition(".")[2] not in EQUATIONS or weight.how.each_expert:
+            continue
+        outputs, inputs = (" ".join(axes) for axes in grouped(weight.how.theirs))
+        ours = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
+        layer, sizes = MODEL + weight.theirs[0].removesuffix(".weight"), {**weight.sizes, "R": rank}
+        a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R ({inputs})")
+        b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"({outputs}) R", interleaved=weight.how.interleaved)
+        for half, how in ((A, a), (B, b)):
+            name = adapter_of(weight.ours, half)
+            out[name] = Entry(name, (how.name,), how, sizes)
     return out
 
 
-def from_peft(
-    tensors: Mapping[str, np.ndarray], names: Mapping[str, Named], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, np.ndarray]:
-    """Our adapters, float32, of PEFT's tensors.
+def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: config.Lora, base: str) -> list[str]:
+    """Write an adapter for PEFT and return the names of its tensors.
 
-    shapes: of our adapters by their canonical names without prefix: all that the model has.
-    Raises PeftError for tensors that are missing, left over, or of another shape; it names them.
+    Args:
+        folder: to write; it must hold no adapter yet.
+        adapters: all of the model, by our names.
+        model: of one of jaxtrain's families.
+        how: rank and alpha.
+        base: the base's name for users of PEFT.
+
+    Raises:
+        HuggingFaceError: the folder holds an adapter.
     """
-    out, used, wrong = {}, set(), []
-    for name, shape in shapes.items():
-        weight, half = _weight_of(name)
-        place = _place(weight, names)
-        theirs = place.layer + (_A if half == "a" else _B)
-        if theirs not in tensors:
-            wrong.append(f"{theirs}: not in the adapter")
-            continue
-        used.add(theirs)
-        x = np.asarray(tensors[theirs], np.float32)
-        have = [*place.of(place.inputs), "R"] if half == "a" else ["R", *place.of(place.outputs)]
-        sizes, merged = dict(zip(have, shape, strict=True)), place.inputs if half == "a" else place.outputs
-        width = math.prod(sizes[c] for c in merged)
-        fits = (sizes["R"], width) if half == "a" else (width, sizes["R"])
-        if x.shape != fits:
-            wrong.append(f"{theirs}: shape {x.shape}, and {fits} fits this model")
-            continue
-        x = (x.T if half == "a" else x).reshape([*(sizes[c] for c in merged), sizes["R"]])
-        out[name] = np.ascontiguousarray(x.transpose([[*merged, "R"].index(c) for c in have]))
-    wrong += [f"{name}: no weight of this model has such an adapter" for name in sorted(tensors.keys() - used)]
-    if wrong:
-        shown = "; ".join(wrong[:6]) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
-        raise PeftError(f"the adapter does not fit this model ({len(wrong)} tensors): {shown}. Name the base it was made for.")
-    return out
-
-
-def write(
-    folder: Path, adapters: Mapping[str, np.ndarray], names: Mapping[str, Named], *, alpha: float, base: str
-) -> list[str]:
-    """Writes an adapter for PEFT; returns the names of its tensors.
-
-    adapters: all of a model's, by canonical names without prefix. base: where PEFT's users find the model it stands beside.
-    Raises PeftError where the folder has an adapter already.
-    """
-    from safetensors.numpy import save
-
     if (folder / CONFIG).exists() or (folder / TENSORS).exists():
-        raise PeftError(f"{folder} holds an adapter already. Name another folder.")
-    tensors = to_peft(adapters, names)
-    weights = {_weight_of(name)[0] for name in adapters}
-    modules = sorted({_place(weight, names).layer.rpartition(".")[2] for weight in weights})
-    ranks = {x.shape[0] for name, x in tensors.items() if name.endswith(_A)}
+        raise HuggingFaceError(f"{folder} holds an adapter already. Name another folder.")
+    found = adapter_entries(model, how.rank)
+    tensors = {found[name].theirs[0]: found[name].to_theirs(np.asarray(x, np.float32)) for name, x in adapters.items()}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": ranks.pop(),
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": modules,
+        "r": how.rank,
+        "lora_alpha": int(how.alpha) if how.alpha == int(how.alpha) else how.alpha,
+        "target_modules": sorted({name.removesuffix(A_NAME).rpartition(".")[2] for name in tensors if name.endswith(A_NAME)}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -171,36 +92,34 @@ def write(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    write_atomic(folder / TENSORS, save(tensors, metadata={"format": "pt"}))
+    write_atomic(folder / TENSORS, safetensors.numpy.save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     return sorted(tensors)
 
 
-def read(folder: Path, names: Mapping[str, Named]) -> tuple[Settings, dict[str, np.ndarray]]:
-    """An adapter's settings, and its tensors by PEFT's names, for `from_peft`.
+def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray], list[str]]:
+    """Return the settings of an adapter, our arrays, float32, by name, and notes on keys that were converted or ignored.
 
-    Raises PeftError for a folder without one, and for settings that change what is computed in a way that jaxtrain's adapters
-    do not know, each by its name.
+    Raises:
+        HuggingFaceError: the folder holds no adapter, or one with settings or tensors that jaxtrain's adapters do not have.
     """
-    from safetensors.numpy import load_file
-
     try:
         found = json.loads((folder / CONFIG).read_text())
-        tensors = load_file(folder / TENSORS)
-    except (OSError, ValueError) as error:
-        raise PeftError(f"{folder} holds no adapter of PEFT ({CONFIG} and {TENSORS}): {error}") from error
+        tensors = safetensors.numpy.load_file(folder / TENSORS)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise HuggingFaceError(f"{folder} holds no adapter of PEFT ({CONFIG} and {TENSORS}): {error}") from error
     kind = found.get("peft_type") if isinstance(found, dict) else found
     if kind != "LORA":
-        raise PeftError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
-    unknown = [f"{key} = {value!r}" for key, value in found.items() if key not in (*_FREE, *_READ) and value not in _NOTHING]
-    if found.get("init_lora_weights", True) not in _INITIAL:
+        raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
+    unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in (*WITHOUT_EFFECT, *READ) and value not in OFF]
+    if found.get("init_lora_weights", True) not in INITIAL:
         unknown.append(f"init_lora_weights = {found['init_lora_weights']!r}")
     if unknown:
-        raise PeftError(f"{folder / CONFIG}: {'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind.")
+        raise HuggingFaceError(f"{folder / CONFIG}: {'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind.")
     try:
         rank, alpha, notes = int(found["r"]), float(found["lora_alpha"]), []
     except (KeyError, TypeError, ValueError) as error:
-        raise PeftError(f"{folder / CONFIG}: r and lora_alpha must be numbers ({error!r}).") from error
+        raise HuggingFaceError(f"{folder / CONFIG}: r and lora_alpha must be numbers ({error!r}).") from error
     if found.get("use_rslora"):
         notes.append(f"use_rslora: alpha / sqrt(rank) is read as alpha = {alpha * math.sqrt(rank):g}")
         alpha *= math.sqrt(rank)
@@ -208,16 +127,105 @@ def read(folder: Path, names: Mapping[str, Named]) -> tuple[Settings, dict[str, 
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
     expert = next((name for name in sorted(tensors) if ".experts." in name), None)
     if expert:
-        raise PeftError(
+        raise HuggingFaceError(
             f"{folder / TENSORS}: {expert} adapts experts, which have no adapters in jaxtrain. Train an adapter of attention "
             "alone (target_modules: q_proj, k_proj, v_proj, o_proj)."
         )
-    linear = [
-        name
-        for name, entry in names.items()
-        if name.startswith("layers.") and len(grouped(entry.theirs)) == 2 and not entry.each_expert
-    ]
-    known = {_place(name.replace("{i}", "0"), names).layer.rpartition(".")[2]: name.rpartition(".")[2] for name in linear}
-    modules = {name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)}
-    targets = tuple(ours for theirs, ours in known.items() if theirs in modules)
-    return Settings(rank, alpha, targets, str(found.get("base_model_name_or_path") or ""), tuple(notes)), tensors
+    known = adapter_entries(model, rank)
+    adapted = {weight_of(name) for name, e in known.items() if e.theirs[0] in tensors}
+    wanted = {name: e for name, e in known.items() if weight_of(name) in adapted}
+    shapes = {name: x.shape for name, x in tensors.items()}
+    match(wanted, shapes, f"{folder}: the adapter does not fit this model. Name the base that it was made for. Its tensors:")
+    every = {name: tuple(slice(None) for _ in e.shape) for name, e in wanted.items()}
+    ours = {name: e.to_ours([tensors[e.theirs[0]]], np.dtype("float32"), every[name]) for name, e in wanted.items()}
+    targets = ",".join(name for name in EQUATIONS if name in adapted)
+    return config.Lora(rank, alpha, targets), ours, notes
+
+
+def weight_of(adapter: str) -> str:
+    """Return wq of layers.0.attention.lora.wq_a."""
+    return adapter.rpartition(".")[2].rpartition("_")[0]
+
+
+# ---- The commands
+
+
+def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
+    """Write the adapters of a run's newest checkpoint, or of one checkpoint, for PEFT. Return the step and the names.
+
+    Args:
+        path: a run's folder, or a checkpoint.
+        folder: to write.
+        base: as in `write`; "", or a folder that is not Hugging Face's: by `base_name`.
+
+    Raises:
+        CheckpointError, HuggingFaceError: before anything is written.
+    """
+    source = open_origin(path)
+    run = source.run()
+    if not run.lora.rank:
+        raise HuggingFaceError(f"{source.name} is of a run without adapters: lora.rank is 0.")
+    if not base or (Path(base).is_dir() and not is_folder(base)):
+        base = base_name(base or lora.base_path(source.meta))
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = {name: a.update(sharding=here) for name, a in source.stored.items() if name.startswith(PREFIX)}
+    adapters = {name: np.asarray(x) for name, x in source.read(wanted).items()}
+    return source.step, write(folder, adapters, run.model, run.lora, base)
+
+
+def base_name(path: str) -> str:
+    """Return the name by which PEFT finds the base of adapters: of the hub, or a Hugging Face folder.
+
+    Args:
+        path: of the base: a Hugging Face folder, or a step of a run that was imported from one.
+
+    Raises:
+        CheckpointError: there is no base in `path`.
+        HuggingFaceError: the base is a run that jaxtrain trained, or the folder it was imported from is gone.
+    """
+    found = Path(path)
+    if not is_folder(path):
+        try:
+            meta = open_origin(path).meta
+        except CheckpointError as error:
+            raise lora.gone(path, error) from error
+        found = Path(meta["hugging_face"]["folder"]) if "hugging_face" in meta else found
+    if found.parent.name == "snapshots" and found.parent.parent.name.startswith("models--"):  # of the hub's cache
+        return found.parent.parent.name.removeprefix("models--").replace("--", "/")
+    if is_folder(found):
+        return str(found.absolute())
+    raise HuggingFaceError(
+        spelled(
+            f"--base: is needed, because the base of these adapters, {path}, is no Hugging Face model that PEFT could load. "
+            f"Fix: python -m jaxtrain.hf export {path} --out=DIR, then --base=DIR; or --base=NAME of a model on the hub."
+        )
+    )
+
+
+def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
+    """Write a checkpoint of adapters beside `base`, as of a run with lora.rank. Return its config and notes.
+
+    Args:
+        folder: with PEFT's adapter.
+        base: a run's folder, a checkpoint, or a Hugging Face folder.
+        out: a run's folder to make.
+
+    Raises:
+        CheckpointError, HuggingFaceError: before anything is written.
+    """
+    check_new(out)
+    source = open_origin(base)
+    run = source.run()
+    settings, found, notes = read(folder, run.model)
+    if not settings.targets:
+        raise HuggingFaceError(f"{folder}: adapts none of {', '.join(EQUATIONS)}, which are all that jaxtrain can.")
+    path = source.path
+    run = dataclasses.replace(run, lora=settings, init=config.Init(path), train=dataclasses.replace(run.train, freeze=""))
+    abstract = abstract_of(*placed(run))
+    wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}
+    beside = lora.restore_base(path, {name: a for name, a in wanted.items() if name not in found})
+    tensors = {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
+    kept = {name: jnp.copy(x) for name, x in tensors.items()}
+    params = from_tensors(abstract, tensors | beside, TrainState(jnp.zeros((), jnp.int32), {}, ())).params
+    save(out, run, kept, {"base": {"path": path, "digest": base_digest(params)}, "peft": {"folder": str(folder)}})
+    return run, notes

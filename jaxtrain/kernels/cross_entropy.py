@@ -25,7 +25,7 @@ def chunked_cross_entropy(
     precision: jax.lax.Precision,
     gradients: bool,
     head_gradient: bool = True,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Weighted sum of -log p(target), and of z_loss log(Z)^2, over this device's n tokens, and its gradients.
 
     Args:
@@ -40,8 +40,9 @@ def chunked_cross_entropy(
       gradients: also compute them.
       head_gradient: that of the head among them.
 
-    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V)). d_x and d_head are this device's part: d_x is still
-    to be summed over vocab_axes, d_head over the axes that split the tokens.
+    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's part:
+    d_x is still to be summed over vocab_axes, d_head over the axes that split the tokens. losses: -log p(target) of each token,
+    without its weight; None with gradients.
     """
     n, D = x_nD.shape
     V = head_DV.shape[1]
@@ -73,7 +74,7 @@ def chunked_cross_entropy(
         loss_C = log_z_C - target_C
         loss += jnp.sum(weights_C * (loss_C + z_loss * log_z_C**2 if z_loss else loss_C))
         if not gradients:
-            return (loss, d_head), None
+            return (loss, d_head), loss_C
         softmax_CV = exp_CV / sum_C[:, None]
         if z_loss:
             softmax_CV *= (1 + 2 * z_loss * log_z_C)[:, None]
@@ -87,5 +88,6 @@ def chunked_cross_entropy(
         return (loss, d_head), d_x_CD
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros((D, V), jnp.float32) if gradients and head_gradient else None)
-    (loss, d_head), d_x = jax.lax.scan(step, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
-    return loss, None if d_x is None else d_x.reshape(count * chunk, D)[:n], d_head
+    (loss, d_head), of_chunks = jax.lax.scan(step, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
+    of_tokens = of_chunks.reshape(count * chunk, *of_chunks.shape[2:])[:n]
+    return (loss, of_tokens, d_head, None) if gradients else (loss, None, None, of_tokens)

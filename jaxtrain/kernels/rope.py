@@ -30,10 +30,40 @@ def linear_scaling(freq: jax.Array, factor: float) -> jax.Array:
     return freq / factor
 
 
-def tables(positions_BT: jax.Array, freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every angle, each f32 (B, T, H/2)."""
+def yarn_scaling(
+    freq: jax.Array, base: float, factor: float, beta_fast: float, beta_slow: float, original_len: int, truncate: bool
+) -> jax.Array:
+    """Return YaRN's frequencies (Peng et al. 2023, arXiv:2309.00071), f32 (H/2,).
+
+    Pair i makes original_len base^(-2 i / H) / 2 pi turns over the original context. Pairs with more than `beta_fast` turns are
+    unchanged, pairs with fewer than `beta_slow` turn `factor` times slower. Between the two the frequency is interpolated
+    linearly in i. With `truncate` both bounds are rounded outwards to whole pairs.
+    """
+    pairs = freq.shape[0]
+
+    def pair_with(turns: float) -> float:
+        return pairs * math.log(original_len / (2 * math.pi * turns)) / math.log(base)
+
+    first, last = pair_with(beta_fast), pair_with(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # Published models were trained with this upper bound, the width of a head and not the number of its pairs.
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first if last != first else 1e-3
+    slower = jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - first) / width, 0.0, 1.0)
+    return freq / factor * slower + freq * (1 - slower)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of queries and of keys for a context that is `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def tables(positions_BT: jax.Array, freq: jax.Array, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin of every angle, times `factor`, each f32 (B, T, H/2)."""
     angles = positions_BT.astype(jnp.float32)[..., None] * freq[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, factor: float = 1.0) -> jax.Array:

@@ -1,11 +1,13 @@
 """Model families by name. Importing this imports no jax, so that a config can be read and checked without it."""
 
+import difflib
 import importlib
 from types import ModuleType
 from typing import Any
 
-# model.family -> module with PRESETS and STRUCTURE, and the names of Hugging Face (models/hugging_face.py): NAMES, MODEL_TYPE,
-# ARCHITECTURE, read(), write(). A new family is one file and one line here.
+from jaxtrain.config import ConfigError, Problem
+
+# model.family -> module with PRESETS, STRUCTURE and FORMAT (models/hugging_face.py). A family is one file and one line here.
 FAMILIES = {
     "llama": "jaxtrain.models.families.llama",
     "mistral": "jaxtrain.models.families.mistral",
@@ -13,6 +15,8 @@ FAMILIES = {
     "qwen2": "jaxtrain.models.families.qwen2",
     "qwen3": "jaxtrain.models.families.qwen3",
     "qwen3_moe": "jaxtrain.models.families.qwen3_moe",
+    "gpt_oss": "jaxtrain.models.families.gpt_oss",
+    "deepseek_v3": "jaxtrain.models.families.deepseek_v3",
     "gemma2": "jaxtrain.models.families.gemma2",
     "gemma3": "jaxtrain.models.families.gemma3",
 }
@@ -31,3 +35,22 @@ def family(name: str) -> Any:
         raise ValueError(f"model.family = {name!r}: no such family. Known: {', '.join(FAMILIES)}, or package.module:name.")
     found: ModuleType = importlib.import_module(FAMILIES[name])
     return found
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the keys of config.Model of every published size by its name. Keys that are not named stay at their defaults."""
+    return {preset: {"family": name} | keys for name in FAMILIES for preset, keys in family(name).PRESETS.items()}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return one of `presets`, for a config file: `config.model.update(preset("llama3.1_70b"))`.
+
+    Raises:
+      ConfigError: no such preset.
+    """
+    found = presets()
+    if name not in found:
+        near = difflib.get_close_matches(name, found, 1, 0.0)[0]
+        rule = f"no such preset. Known: {', '.join(found)}"
+        raise ConfigError([Problem("preset", name, rule, f"Use {near}.")])
+    return found[name]

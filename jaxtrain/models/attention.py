@@ -30,8 +30,8 @@ def kv_copies(model: Model, placement: Placement) -> int:
 
 
 def layer_kinds(model: Model) -> tuple[int, ...]:
-    """For each layer, which of the model's kinds of layers it is: an index into `Kernel.specs`."""
-    letters = windows.kinds(model)
+    """Return, for each layer of the stack, its kind: an index into `Kernel.specs`. Dense layers before it are of kind 0."""
+    letters = windows.kinds(model)[model.dense_layers :]
     known = list(dict.fromkeys(letters))
     return tuple(known.index(letter) for letter in letters)
 
@@ -48,18 +48,27 @@ class Kernel:
         """Return the kernel's view of a batch, once for all layers of a kind."""
         return tuple(context.prepare(rows, spec, self.name, self.split) for spec in self.specs)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, prepared: tuple[Any, ...], kind: Kind) -> jax.Array:
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prepared: tuple[Any, ...],
+        kind: Kind,
+        sinks_N: jax.Array | None = None,
+    ) -> jax.Array:
         """Return the attention of this device's queries, (B, T, N, H).
 
         kind: of the layer; an array where a loop runs layers of several kinds: then all of them are compiled.
+        sinks_N: where model.attention_sinks, of this device's heads.
         """
 
-        def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: tuple[Any, ...]) -> jax.Array:
-            return context.attention(q, k, v, prepared[i], self.specs[i], self.name, self.split)
+        def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
+            return context.attention(q, k, v, prepared[i], self.specs[i], self.name, self.split, sinks_N)
 
         if isinstance(kind, int):
-            return run(kind, q, k, v, prepared)
-        return jax.lax.switch(kind, [functools.partial(run, i) for i in range(len(self.specs))], q, k, v, prepared)
+            return run(kind, q, k, v, prepared, sinks_N)
+        return jax.lax.switch(kind, [functools.partial(run, i) for i in range(len(self.specs))], q, k, v, prepared, sinks_N)
 
 
 class Shared(NamedTuple):
@@ -75,13 +84,21 @@ class Shared(NamedTuple):
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 
 
-def _tables(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
+def tables_of(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
+    """Return the rotary tables of a kind of layer."""
     if len(shared.rotary) == 1:
         return shared.rotary[0]
     if isinstance(kind, int):
         return shared.rotary[kind]
     cos, sin = (jax.lax.select_n(kind, *of_kinds) for of_kinds in zip(*shared.rotary, strict=True))
     return cos, sin
+
+
+def appended(cache: Any, new: Any, at: jax.Array) -> Any:
+    """Return a layer's cached arrays, (B, S, ...) each, with those of new tokens from `at` on."""
+    return tuple(
+        jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), at, axis=1) for old, x in zip(cache, new, strict=True)
+    )
 
 
 class Attention(nnx.Module):
@@ -100,6 +117,10 @@ class Attention(nnx.Module):
             self.bq = param(rngs, (N, H), ("heads", "head_dim"), constant(0.0), ctx.numerics.vectors)
             self.bk = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), ctx.numerics.vectors)
             self.bv = param(rngs, (K, H), (kv_heads, "head_dim"), constant(0.0), ctx.numerics.vectors)
+        if model.attention_out_bias:
+            self.bo = param(rngs, (D,), ("embed",), constant(0.0), ctx.numerics.vectors)
+        if model.attention_sinks:
+            self.sinks = param(rngs, (N,), ("heads",), normal(std), ctx.numerics.vectors)
         if model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
@@ -138,39 +159,67 @@ class Attention(nnx.Module):
         # Kernels divide scores by the root of head_dim.
         scale = m.attn_logit_scale * math.sqrt(m.head_dim) if m.attn_logit_scale else 1.0
         with jax.named_scope("rope"):
-            cos, sin = _tables(shared, kind)
+            cos, sin = tables_of(shared, kind)
             q = checkpoint_name(rope.rotate(q, cos, sin, scale), "q")
             k = checkpoint_name(rope.rotate(k, cos, sin), "k")
         v = checkpoint_name(v, "v")
         if cache is not None:
-            k, v = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), shared.write_at, axis=1)
-                for old, new in zip(cache, (k, v), strict=True)
-            )
-            cache = (k, v)
-        o_BTNH = self.kernel(q, k, v, shared.prepared, kind)
+            cache = k, v = appended(cache, (k, v), shared.write_at)
+        o_BTNH = self.kernel(q, k, v, shared.prepared, kind, self.sinks[...] if m.attention_sinks else None)
         y_BTD = self.lora("wo", o_BTNH, dot("BTNH,DNH->BTD", o_BTNH, self.wo.get_value(), n))
         return y_BTD, cache
 
 
 def rotary_frequencies(model: Model) -> jax.Array:
-    """f32 (H/2,), with the model's scaling applied."""
-    freq = rope.frequencies(model.head_dim, model.rope_base)
-    if model.rope_scaling == "llama3":
-        freq = rope.llama3_scaling(freq, model.rope_factor, model.rope_low_freq, model.rope_high_freq, model.rope_original_len)
-    elif model.rope_scaling == "linear":
-        freq = rope.linear_scaling(freq, model.rope_factor)
+    """Return the angle per position of each pair, with the model's scaling, f32 (H/2,); H is the rotated part of a head."""
+    m, freq = model, rope.frequencies(model.qk_rope_head_dim or model.head_dim, model.rope_base)
+    if m.rope_scaling == "llama3":
+        return rope.llama3_scaling(freq, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original_len)
+    if m.rope_scaling == "linear":
+        return rope.linear_scaling(freq, m.rope_factor)
+    if m.rope_scaling == "yarn":
+        betas = m.rope_beta_fast, m.rope_beta_slow
+        return rope.yarn_scaling(freq, m.rope_base, m.rope_factor, *betas, m.rope_original_len, m.rope_truncate)
     return freq
+
+
+def rotary_factor(model: Model) -> float:
+    """Return the factor of the rotary tables, and so of rotated queries and of rotated keys: of YaRN, else 1."""
+    m = model
+    if m.rope_scaling != "yarn":
+        return 1.0
+    if m.rope_attention_factor:
+        return m.rope_attention_factor
+    if m.rope_mscale and m.rope_mscale_all_dim:
+        return rope.yarn_mscale(m.rope_factor, m.rope_mscale) / rope.yarn_mscale(m.rope_factor, m.rope_mscale_all_dim)
+    return rope.yarn_mscale(m.rope_factor)
+
+
+def score_factor(model: Model) -> float:
+    """Return DeepSeek's factor of attention scores under YaRN, the square of mscale; 1 without rope_mscale_all_dim.
+
+    Only multi-head latent attention multiplies by it. There a head has dimensions that are not rotated, which the factor of the
+    rotary tables does not reach.
+    """
+    if model.rope_scaling != "yarn" or not model.rope_mscale_all_dim:
+        return 1.0
+    return rope.yarn_mscale(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
 
 def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Tables for all layers, or for each kind of layer where they turn at different rates."""
-    scaled = rotary_frequencies(model)
+    scaled = rope.tables(positions_BT, rotary_frequencies(model), rotary_factor(model))
     if not model.local_rope_base:
-        return (rope.tables(positions_BT, scaled),)
-    local = rope.frequencies(model.head_dim, model.local_rope_base)
-    known = dict.fromkeys(windows.kinds(model))
-    return tuple(rope.tables(positions_BT, local if kind == windows.LOCAL else scaled) for kind in known)
+        return (scaled,)
+    local = rope.tables(positions_BT, rope.frequencies(model.head_dim, model.local_rope_base))
+    return tuple(local if kind == windows.LOCAL else scaled for kind in dict.fromkeys(windows.kinds(model)))
+
+
+def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:
+    """Return (heads, width) of both arrays that a layer caches of a token, and the logical axis of their heads."""
+    if model.kv_lora_rank:
+        return ((1, model.kv_lora_rank), (1, model.qk_rope_head_dim)), None
+    return ((model.num_kv_heads * kv_copies(model, placement), model.head_dim),) * 2, "kv_heads"
 
 
 def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:

@@ -1,20 +1,21 @@
-"""What families say of their Hugging Face checkpoints, and the keys of config.json that most of them share. No jax.
+"""The format of a family's Hugging Face checkpoints: names of tensors, and keys of config.json beside ours. No jax.
 
-config.json has had two manners. transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 both in `rope_parameters`,
-by type of layer where layers differ. Both are read, and what is written holds both. A key that is not there is never taken to
-be what transformers would make of it, where that would change the numbers and go unnoticed.
+config.json has two forms. transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both in
+`rope_parameters`, by type of layer where layers differ. Both forms are read, and an export holds both. A missing key is refused
+where the default of transformers for it would change the numbers unnoticed.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import windows
 from jaxtrain.config import Model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Keys that say nothing of what the weights compute: of training, of generation, of transformers itself.
-NO_MATTER = frozenset(
+# Keys without effect on the logits: of training, of generation, of transformers itself.
+WITHOUT_EFFECT = frozenset(
     (
         *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings"),
@@ -29,39 +30,46 @@ _NO_DEFAULT: Any = object()
 
 
 class HuggingFaceError(ValueError):
-    """A Hugging Face folder that is not understood, or a model that their formats cannot hold. Names the key or tensor."""
+    """A Hugging Face folder that cannot be read, or a model that their formats cannot hold. Names the key or tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HfTensor:
-    """A tensor's name in a Hugging Face checkpoint, and how its array becomes ours.
+    """A tensor's name in a Hugging Face checkpoint, and the axes of both arrays.
 
-    `ours` and `theirs` are the axes of the two arrays; axes in brackets are one merged axis there. torch stores a linear
-    layer as (out, in), so most differ by a transpose. Head axes split off as (heads, head_dim), in that order.
-    Hugging Face keeps queries and keys in rotate-half order (first half of the head dimension paired with the second), which
-    is ours too: nothing is permuted.
+    Axes in brackets are one merged axis in the checkpoint. torch stores a linear layer as (out, in), so most arrays are
+    transposed. A merged axis of heads is (heads, head_dim), in that order. Here queries and keys are in rotate-half order: the
+    first half of what is rotated is paired with the second. So they are in most checkpoints; `interleaved` names the exception.
 
-    A name with {e}, the expert, is of many tensors, one an expert. Ours is all of them, along its first axis, E. An axis 2 of
-    theirs holds two of ours, of which this is `half`.
+    Attributes:
+        name: with {i} for the layer, and {e} for the expert where each expert has a tensor of its own. Our array holds all
+            experts along its first axis, E.
+        ours: axes of our array.
+        theirs: axes of the array in the checkpoint. An axis 2 holds two of our arrays.
+        half: which of those two.
+        interleaved: an axis of ours. In the checkpoint its last sizes["rotary"] numbers are pairs of neighbours.
+        exact: float32 whatever the dtype of the other tensors.
     """
 
     name: str
     ours: str
     theirs: str
     half: int = 0
+    interleaved: str = ""
+    exact: bool = False
 
     @property
     def each_expert(self) -> bool:
-        """Whether each expert has a tensor of its own there."""
+        """Whether each expert has a tensor of its own in the checkpoint."""
         return "{e}" in self.name
 
     @property
     def each(self) -> str:
-        """The axes of what one tensor there holds, in our order."""
+        """The axes of one tensor of the checkpoint, in our order."""
         return self.ours.removeprefix("E ") if self.each_expert else self.ours
 
 
-# What all families have. {i} is the layer. A model whose head is tied has no head.
+# Tensors of all families. A model with model.tied_head has no head.
 COMMON = {
     "embed.embedding": HfTensor("model.embed_tokens.weight", "V D", "V D"),
     "layers.{i}.attention_norm.scale": HfTensor("model.layers.{i}.input_layernorm.weight", "D", "D"),
@@ -76,7 +84,7 @@ COMMON = {
     "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
     "head": HfTensor("lm_head.weight", "V D", "V D"),
 }
-# Where a family has them: model.qkv_bias, model.qk_norm, model.sandwich_norm.
+# Tensors of models with model.qkv_bias, model.qk_norm, model.sandwich_norm.
 QKV_BIAS = {
     "layers.{i}.attention.bq": HfTensor("model.layers.{i}.self_attn.q_proj.bias", "N H", "(N H)"),
     "layers.{i}.attention.bk": HfTensor("model.layers.{i}.self_attn.k_proj.bias", "K H", "(K H)"),
@@ -86,14 +94,14 @@ QK_NORM = {
     "layers.{i}.attention.q_norm.scale": HfTensor("model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
     "layers.{i}.attention.k_norm.scale": HfTensor("model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
 }
-POST_NORMS = {  # in place of the common name of mlp_norm
+POST_NORMS = {  # replaces the common name of mlp_norm
     "layers.{i}.attention_post_norm.scale": HfTensor("model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_norm.scale": HfTensor("model.layers.{i}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_post_norm.scale": HfTensor("model.layers.{i}.post_feedforward_layernorm.weight", "D", "D"),
 }
 
 
-# In place of a tensor an expert: what transformers 5 writes with save_original_format=False, as it has them in memory.
+# All experts of a layer in one tensor, as transformers 5 writes them with save_original_format=False.
 EXPERTS_TOGETHER = {
     "layers.{i}.mlp.router": HfTensor("model.layers.{i}.mlp.gate.weight", "D E", "E D"),
     "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 0),
@@ -102,15 +110,31 @@ EXPERTS_TOGETHER = {
 }
 
 
+def experts(block: str, gate: str, up: str, down: str) -> dict[str, HfTensor]:
+    """Return the tensors of a feed-forward block of experts, one an expert; `block` is its name, the others its matrices'."""
+    one = f"model.layers.{{i}}.{block}.experts.{{e}}."
+    return {
+        "layers.{i}.mlp.router": HfTensor(f"model.layers.{{i}}.{block}.gate.weight", "D E", "E D"),
+        "layers.{i}.mlp.gate": HfTensor(f"{one}{gate}.weight", "E D F", "F D"),
+        "layers.{i}.mlp.up": HfTensor(f"{one}{up}.weight", "E D F", "F D"),
+        "layers.{i}.mlp.down": HfTensor(f"{one}{down}.weight", "E D F", "D F"),
+    }
+
+
 class Settings:
-    """A config.json being read: what was taken of it, and what is left."""
+    """A config.json during reading: every key that is read is removed, so that unknown keys remain."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "config.json"):
         self.path = path
+        self.given = types.MappingProxyType(dict(values))
         self._left = dict(values)
 
     def take(self, key: str, default: Any = _NO_DEFAULT) -> Any:
-        """The value of a key, which counts as read from now on. Without a default, it has to be there."""
+        """Return the value of a key, or the default where it is missing or null.
+
+        Raises:
+            HuggingFaceError: the key is missing, and there is no default.
+        """
         if key in self._left:
             value = self._left.pop(key)
             if value is not None or default is None:
@@ -120,35 +144,46 @@ class Settings:
         return default
 
     def whole(self, key: str, default: Any = _NO_DEFAULT) -> int:
-        """A number of layers, heads or the like. Raises HuggingFaceError where it is none."""
-        value = self.take(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be a whole number above 0.")
-        return value
+        """Return a whole number above 0, as `take`."""
+        return self._checked(key, default, int, "a whole number above 0")
 
     def number(self, key: str, default: Any = _NO_DEFAULT) -> float:
-        """Raises HuggingFaceError where the value is no number."""
-        value = self.take(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be a number.")
-        return float(value)
+        """Return a number, as `take`."""
+        return float(self._checked(key, default, (int, float), "a number"))
 
-    def said(self, key: str) -> Any:
-        """The value of a key that has to be there, and may be null: where it is not, transformers has a number of its own."""
+    def flag(self, key: str, default: Any = _NO_DEFAULT) -> bool:
+        """Return true or false, as `take`."""
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be true or false.")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return an object of JSON; {} where the key is missing or null."""
+        return self._checked(key, {}, dict, "an object of JSON, or null")
+
+    def _checked(self, key: str, default: Any, kind: Any, rule: str) -> Any:
+        value = self.take(key, default)
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 1):
+            raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be {rule}.")
+        return value
+
+    def nullable(self, key: str) -> Any:
+        """Return the value of a key that must be present and may be null: transformers has a default other than null for it."""
         if key not in self._left:
             raise HuggingFaceError(f"{self.path}: no key {key!r}. Add it, null where the model was trained without.")
         return self._left.pop(key)
 
     def only(self, key: str, value: Any, why: str) -> None:
-        """Refuse any value but one (or its absence)."""
+        """Refuse every value but one; a missing key passes."""
         given = self.take(key, value)
         if given != value:
             raise HuggingFaceError(f"{self.path}: {key} = {given!r}: {why}.")
 
-    def finish(self) -> None:
-        """Raises HuggingFaceError where a key is left that nothing is known of: it may change what the weights compute."""
+    def refuse_unknown(self) -> None:
+        """Refuse keys that were not read and may change the logits."""
         self.only("attention_dropout", 0.0, "jaxtrain has no dropout; set it to 0.0 to go on without")
-        left = sorted(key for key in self._left.keys() - NO_MATTER if self._left[key] is not None)
+        left = sorted(key for key in self._left.keys() - WITHOUT_EFFECT if self._left[key] is not None)
         if left:
             shown = ", ".join(f"{key} = {self._left[key]!r}" for key in left)
             raise HuggingFaceError(
@@ -157,64 +192,125 @@ class Settings:
             )
 
 
-def read_common(s: Settings, activation: str, tied: bool | None = None, free_heads: bool = False) -> dict[str, Any]:
-    """The keys of config.Model that all families read alike.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some keys of config.json, and the keys of config.Model that they set.
 
-    activation: what the gate must be. tied: what the head is where config.json does not say: transformers 4 leaves that key out
-    where it is True for all models of a class. free_heads: the width of a head must be said.
+    Attributes:
+        read: return keys of config.Model, from config.json and the number of layers.
+        write: return keys of config.json; the inverse.
     """
-    for name in ("hidden_act", "hidden_activation"):
-        if (given := s.take(name, None)) not in (None, activation):
-            raise HuggingFaceError(f"{s.path}: {name} = {given!r}: models of this family are built with {activation!r} only.")
-    s.only("attention_bias", False, "biases on attention's projections are built for Qwen2 alone, and there without this key")
-    s.only("mlp_bias", False, "the feed-forward block is built without biases")
-    width, heads = s.whole("hidden_size"), s.whole("num_attention_heads")
-    return {
-        "num_layers": s.whole("num_hidden_layers"),
-        "d_model": width,
-        "num_heads": heads,
-        "num_kv_heads": s.whole("num_key_value_heads", heads),
-        "head_dim": s.whole("head_dim") if free_heads else s.whole("head_dim", width // heads),
-        "d_ff": s.whole("intermediate_size"),
-        "vocab_size": s.whole("vocab_size"),
-        "norm_eps": s.number("rms_norm_eps"),
-        "tied_head": s.take("tie_word_embeddings", _NO_DEFAULT if tied is None else tied),
-    }
+
+    read: Callable[[Settings, int], dict[str, Any]]
+    write: Callable[[Model], dict[str, Any]]
 
 
-def read_experts(s: Settings, experts: int) -> dict[str, Any]:
-    """Of config.Model what all families with experts read alike. experts: how many, which families call differently."""
-    chosen = s.whole("num_experts_per_tok")
-    if chosen > experts:
-        raise HuggingFaceError(f"{s.path}: num_experts_per_tok = {chosen}: there are only {experts} experts.")
-    return {"num_experts": experts, "experts_per_token": chosen}
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The Hugging Face checkpoints of a family.
+
+    Attributes:
+        model_type: in config.json.
+        architecture: the class of transformers, in config.json.
+        tensors: by our names.
+        parts: keys of config.json besides the sizes that all families have.
+        model: keys of config.Model with one value in all models of the family.
+        fixed: keys of config.json that must have one value, and why.
+        written: further keys of an export.
+        activation: in config.json.
+        activation_key: its key in an export.
+        head_dim: its key in config.json: optional | required | absent (always hidden_size / num_attention_heads).
+        attention_bias: attention_bias in config.json.
+        beyond: why tensors of layers past the last one are not used; "": they are refused.
+        tied: model.tied_head where config.json has no tie_word_embeddings: transformers 4 leaves that key out where it is the
+            default of the class. None: it is required.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Mapping[str, HfTensor]
+    parts: tuple[Part, ...]
+    model: Mapping[str, Any] = types.MappingProxyType({})
+    fixed: Mapping[str, tuple[Any, str]] = types.MappingProxyType({})
+    written: Mapping[str, Any] = types.MappingProxyType({})
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    head_dim: str = "optional"
+    tied: bool | None = None
+    attention_bias: bool = False
+    beyond: str = ""
+
+    def read(self, s: Settings) -> dict[str, Any]:
+        """Return keys of config.Model. Raises HuggingFaceError for a value that jaxtrain does not build."""
+        for name in ("hidden_act", "hidden_activation"):
+            if (given := s.take(name, None)) not in (None, self.activation):
+                rule = f"models of this family are built with {self.activation!r} only"
+                raise HuggingFaceError(f"{s.path}: {name} = {given!r}: {rule}.")
+        rule = "Qwen2 and GPT-OSS have biases on attention's projections, other families have none"
+        s.only("attention_bias", self.attention_bias, rule)
+        s.only("mlp_bias", False, "the feed-forward block is built without biases")
+        for key, (value, why) in self.fixed.items():
+            s.only(key, value, why)
+        width, heads = s.whole("hidden_size"), s.whole("num_attention_heads")
+        out = {
+            "num_layers": s.whole("num_hidden_layers"),
+            "d_model": width,
+            "num_heads": heads,
+            "num_kv_heads": s.whole("num_key_value_heads", heads),
+            "head_dim": s.whole("head_dim") if self.head_dim == "required" else s.whole("head_dim", width // heads),
+            "d_ff": s.whole("intermediate_size"),
+            "vocab_size": s.whole("vocab_size"),
+            "norm_eps": s.number("rms_norm_eps"),
+            "tied_head": s.take("tie_word_embeddings", _NO_DEFAULT if self.tied is None else self.tied),
+            **self.model,
+        }
+        for part in self.parts:
+            out |= part.read(s, out["num_layers"])
+        s.refuse_unknown()
+        return out
+
+    def write(self, model: Model) -> dict[str, Any]:
+        """Return keys of config.json. A key of the model that the format has no key for is lost: read it back to compare."""
+        out = {
+            "hidden_size": model.d_model,
+            "intermediate_size": model.d_ff,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "vocab_size": model.vocab_size,
+            "rms_norm_eps": model.norm_eps,
+            "tie_word_embeddings": model.tied_head,
+            "initializer_range": model.init_std,
+            "attention_dropout": 0.0,
+            self.activation_key: self.activation,
+            **{key: value for key, (value, _) in self.fixed.items()},
+            **self.written,
+        }
+        if self.head_dim == "absent":
+            del out["head_dim"]
+        for part in self.parts:
+            out |= part.write(model)
+        return out
 
 
-def read_rope(s: Settings, known: Sequence[str] = ("default", "llama3", "linear")) -> dict[str, Any]:
-    """`rope_*` of config.Model from either manner of config.json, for models whose layers all turn alike."""
-    old = {"rope_theta": s.take("rope_theta", None), **(s.take("rope_scaling", None) or {})}
-    new = s.take("rope_parameters", None) or {}
-    if FULL in new or SLIDING in new:
-        given = {key: value for key, value in new.items() if value is not None}
-        if any(value != next(iter(given.values())) for value in given.values()):
-            raise HuggingFaceError(f"{s.path}: rope_parameters = {new!r}: layers of this family all turn alike.")
-        new = next(iter(given.values()))
-    return _rope(_agreed(s, old, new), s.path, known)
+# ---- Rotary embeddings
 
 
-def _agreed(s: Settings, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """One set of rotary settings of the two places where they may stand."""
-    old, new = ({_RENAMED.get(k, k): v for k, v in x.items() if v is not None} for x in (old, new))
+def _agreed(s: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of both forms of config.json, which must agree."""
+    old, new = ({{"type": "rope_type"}.get(k, k): v for k, v in x.items() if v is not None} for x in (old, new))
     both = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
     if both:
         raise HuggingFaceError(
-            f"{s.path}: {both[0]} is {old[both[0]]!r} in the manner of transformers 4 and {new[both[0]]!r} in rope_parameters. "
+            f"{s.path}: {both[0]} is {old[both[0]]!r} in the form of transformers 4 and {new[both[0]]!r} in rope_parameters. "
             "Remove the wrong one."
         )
-    return old | new
+    return {**old, **new}
 
 
-_RENAMED = {"type": "rope_type"}
+def _old_rope(s: Settings) -> dict[str, Any]:
+    return {"rope_theta": s.take("rope_theta", None), **s.mapping("rope_scaling")}
 
 
 def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str, Any]:
@@ -229,110 +325,201 @@ def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str
         )
     s.only("partial_rotary_factor", 1.0, "only whole heads are rotated")
     out: dict[str, Any] = {"rope_base": s.number("rope_theta"), "rope_scaling": "none" if kind == "default" else kind}
-    if kind in ("llama3", "linear"):
+    if kind in ("llama3", "linear", "yarn"):
         out["rope_factor"] = s.number("factor")
     if kind == "llama3":
         out["rope_low_freq"] = s.number("low_freq_factor")
         out["rope_high_freq"] = s.number("high_freq_factor")
+    if kind in ("llama3", "yarn"):
         out["rope_original_len"] = s.whole("original_max_position_embeddings")
-    s.finish()
+    if kind == "yarn":
+        # transformers, too, reads a 0 as the default.
+        out["rope_beta_fast"] = s.number("beta_fast", 0.0) or 32.0
+        out["rope_beta_slow"] = s.number("beta_slow", 0.0) or 1.0
+        out["rope_truncate"] = s.flag("truncate", True)
+        out |= {f"rope_{key}": s.number(key, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+    s.refuse_unknown()
     return out
 
 
-def read_rope_by_kind(s: Settings) -> dict[str, Any]:
-    """The same, where layers that see a sliding window turn at a base of their own, which is never scaled (Gemma 3)."""
-    old = {"rope_theta": s.take("rope_theta", None), **(s.take("rope_scaling", None) or {})}
-    new = s.take("rope_parameters", None) or {}
-    unknown = sorted(new.keys() - {FULL, SLIDING})
-    if unknown:
-        raise HuggingFaceError(f"{s.path}: rope_parameters has {unknown[0]!r}; it must have {FULL!r} and {SLIDING!r} alone.")
-    local = _agreed(s, {"rope_theta": s.take("rope_local_base_freq", None)}, new.get(SLIDING) or {})
-    out = _rope(_agreed(s, old, new.get(FULL) or {}), s.path, ("default", "linear"))
-    return out | {"local_rope_base": _rope(local, f"{s.path}, {SLIDING}", ("default",))["rope_base"]}
+def _read_rope(s: Settings, _: int) -> dict[str, Any]:
+    old, new = _old_rope(s), s.mapping("rope_parameters")
+    if FULL in new or SLIDING in new:
+        given = [value for value in new.values() if value is not None]
+        if any(value != given[0] for value in given):
+            raise HuggingFaceError(f"{s.path}: rope_parameters = {new!r}: all layers of this family have the same.")
+        new = given[0]
+    return _rope(_agreed(s, old, new), s.path, ("default", "llama3", "linear", "yarn"))
 
 
-def read_layer_types(s: Settings, layers: int) -> str | None:
-    """A letter for each layer (`windows.LOCAL`, `windows.GLOBAL`) by `layer_types`; None where there is no such key."""
-    types = s.take("layer_types", None)
-    if types is None:
-        return None
-    letters = {SLIDING: windows.LOCAL, FULL: windows.GLOBAL}
-    unknown = [t for t in types if t not in letters]
-    if unknown or len(types) != layers:
-        what = f"{unknown[0]!r} is not supported" if unknown else f"has {len(types)} items for {layers} layers"
-        raise HuggingFaceError(f"{s.path}: layer_types: {what}. Known: {', '.join(letters)}.")
-    return "".join(letters[t] for t in types)
-
-
-def windows_of(letters: str, window: int | None, path: str) -> dict[str, Any]:
-    """`sliding_window` and `attention_pattern` of config.Model, of a letter for each layer."""
-    if windows.LOCAL not in letters:
-        return {"sliding_window": 0, "attention_pattern": ""}
-    if not window:
-        raise HuggingFaceError(f"{path}: sliding_window = {window!r}, but some layers see a sliding window.")
-    pattern = windows.pattern_of(letters)
-    return {"sliding_window": window, "attention_pattern": "" if pattern == windows.LOCAL else pattern}
-
-
-def write_common(model: Model, activation: str, key: str = "hidden_act") -> dict[str, Any]:
-    """The inverse of `read_common`."""
-    return {
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_head,
-        "initializer_range": model.init_std,
-        "attention_dropout": 0.0,
-        key: activation,
-    }
-
-
-def rope_settings(model: Model) -> dict[str, Any]:
-    """rope_parameters of transformers 5."""
+def _new_rope(model: Model) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}
     if model.rope_scaling != "none":
         out |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
     if model.rope_scaling == "llama3":
-        out |= {
-            "low_freq_factor": model.rope_low_freq,
-            "high_freq_factor": model.rope_high_freq,
-            "original_max_position_embeddings": model.rope_original_len,
-        }
+        out |= {"low_freq_factor": model.rope_low_freq, "high_freq_factor": model.rope_high_freq}
+    if model.rope_scaling in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = model.rope_original_len
+    if model.rope_scaling == "yarn":
+        out |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow, "truncate": model.rope_truncate}
+        factors = {key: getattr(model, f"rope_{key}") for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        out |= {key: value for key, value in factors.items() if value}
     return out
 
 
-def write_rope(model: Model) -> dict[str, Any]:
-    """The inverse of `read_rope`, in both manners."""
-    new = rope_settings(model)
+def _write_rope(model: Model) -> dict[str, Any]:
+    new = _new_rope(model)
     scaling = {k: v for k, v in new.items() if k != "rope_theta"} if model.rope_scaling != "none" else None
     return {"rope_theta": model.rope_base, "rope_scaling": scaling, "rope_parameters": new}
 
 
-def write_layer_types(model: Model) -> list[str]:
-    """The inverse of `read_layer_types`."""
+def _read_rope_by_kind(s: Settings, _: int) -> dict[str, Any]:
+    old, by_kind = _old_rope(s), s.mapping("rope_parameters")
+    new = Settings(by_kind, f"{s.path}: rope_parameters")
+    unknown = sorted(by_kind.keys() - {FULL, SLIDING})
+    if unknown:
+        raise HuggingFaceError(f"{s.path}: rope_parameters has {unknown[0]!r}; it must have {FULL!r} and {SLIDING!r} alone.")
+    local = _agreed(s, {"rope_theta": s.take("rope_local_base_freq", None)}, new.mapping(SLIDING))
+    out = _rope(_agreed(s, old, new.mapping(FULL)), s.path, ("default", "linear"))
+    return out | {"local_rope_base": _rope(local, f"{s.path}, {SLIDING}", ("default",))["rope_base"]}
+
+
+def _write_rope_by_kind(model: Model) -> dict[str, Any]:
+    local = model.local_rope_base or model.rope_base
+    new = {FULL: _new_rope(model), SLIDING: {"rope_theta": local, "rope_type": "default"}}
+    return _write_rope(model) | {"rope_local_base_freq": local, "rope_parameters": new}
+
+
+ROPE = Part(_read_rope, _write_rope)
+# Layers with a sliding window have a base of their own, which is never scaled.
+ROPE_BY_KIND = Part(_read_rope_by_kind, _write_rope_by_kind)
+
+
+# ---- Sliding windows
+
+
+def _layer_types(s: Settings, layers: int) -> str | None:
+    """Return a letter for each layer (`windows.LOCAL`, `windows.GLOBAL`) by `layer_types`; None without that key."""
+    kinds = s.take("layer_types", None)
+    if kinds is None:
+        return None
+    letters = {SLIDING: windows.LOCAL, FULL: windows.GLOBAL}
+    if not isinstance(kinds, list):
+        raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
+    unknown = [kind for kind in kinds if kind not in letters]
+    if unknown or len(kinds) != layers:
+        rule = f"{unknown[0]!r} is not supported" if unknown else f"has {len(kinds)} items for {layers} layers"
+        raise HuggingFaceError(f"{s.path}: layer_types: {rule}. Known: {', '.join(letters)}.")
+    return "".join(letters[kind] for kind in kinds)
+
+
+def _window(letters: str, window: int | None, path: str) -> dict[str, Any]:
+    """Return `sliding_window` and `attention_pattern` of config.Model from a letter for each layer."""
+    if windows.LOCAL not in letters:
+        return {"sliding_window": 0, "attention_pattern": ""}
+    if not isinstance(window, int) or window < 1:
+        rule = "must be a whole number above 0, since some layers see a sliding window"
+        raise HuggingFaceError(f"{path}: sliding_window = {window!r}: {rule}.")
+    pattern = windows.pattern_of(letters)
+    return {"sliding_window": window, "attention_pattern": "" if pattern == windows.LOCAL else pattern}
+
+
+def _write_layer_types(model: Model) -> list[str]:
     return [SLIDING if kind == windows.LOCAL else FULL for kind in windows.kinds(model)]
 
 
-def must_have(model: Model, family: str, **wanted: Any) -> None:
-    """Raises HuggingFaceError where a model has what its family's format cannot say."""
-    for key, value in wanted.items():
-        given = getattr(model, key)
-        if given != value:
-            raise HuggingFaceError(
-                f"model.{key} = {given!r}: transformers' {family} has {value!r} only, so no checkpoint of that family can hold "
-                "this model. Set model.family to one that has it, if there is one."
-            )
+def window_by_layer(pattern: str) -> Part:
+    """Return the part for a family whose layers differ; `pattern`: where config.json has no `layer_types`."""
+
+    def read(s: Settings, layers: int) -> dict[str, Any]:
+        window = s.nullable("sliding_window")
+        return _window(_layer_types(s, layers) or (pattern * layers)[:layers], window, s.path)
+
+    def write(model: Model) -> dict[str, Any]:
+        return {"sliding_window": model.sliding_window or None, "layer_types": _write_layer_types(model)}
+
+    return Part(read, write)
 
 
-def must_have_experts(model: Model, family: str) -> None:
-    """Raises HuggingFaceError for a model without experts, or with more to them than a softmax that chooses some of them."""
-    if not model.num_experts:
-        raise HuggingFaceError(
-            f"model.num_experts = 0: transformers' {family} has experts in every layer. Set model.family to another."
-        )
-    must_have(model, family, router="softmax", router_bias=False, shared_d_ff=0)
+def window_of_all_layers(read: Callable[[Settings], int | None]) -> Part:
+    """Return the part for a family whose layers all have the window, or none; `read` returns it from config.json."""
+
+    def of(s: Settings, layers: int) -> dict[str, Any]:
+        window = read(s)
+        return _window((windows.LOCAL if window else windows.GLOBAL) * layers, window, s.path)
+
+    return Part(of, lambda model: {"sliding_window": model.sliding_window or None})
+
+
+def _read_qwen_windows(s: Settings, layers: int) -> dict[str, Any]:
+    s.only("use_mrope", False, "positions are numbers, not places in pictures")
+    in_use = s.take("use_sliding_window", False)
+    letters = _layer_types(s, layers)
+    if in_use:
+        window, first = s.nullable("sliding_window"), layers if letters else s.whole("max_window_layers")
+        s.take("max_window_layers", None)
+    else:
+        window, first = s.take("sliding_window", None), s.take("max_window_layers", layers)
+    by_number = "".join(windows.LOCAL if in_use and window and i >= first else windows.GLOBAL for i in range(layers))
+    return _window(letters or by_number, window if in_use else None, s.path)
+
+
+def _write_qwen_windows(model: Model) -> dict[str, Any]:
+    letters = windows.kinds(model)
+    first = letters.find(windows.LOCAL)
+    return {
+        "use_sliding_window": windows.LOCAL in letters,
+        "sliding_window": model.sliding_window or None,
+        "max_window_layers": first if first >= 0 else model.num_layers,
+        "layer_types": _write_layer_types(model),
+    }
+
+
+# By `layer_types`; before that key existed, all layers from `max_window_layers` on.
+QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
+
+
+# ---- Gemma
+
+
+def gemma_part(pattern: Callable[[Settings], str]) -> Part:
+    """Return the part of Gemma 2 and 3; `pattern` returns the kinds of layers where config.json has no `layer_types`."""
+
+    def read(s: Settings, layers: int) -> dict[str, Any]:
+        s.only("use_bidirectional_attention", False, "jaxtrain has causal attention only")
+        window = s.nullable("sliding_window")
+        s.only("sliding_window_size", window, f"sliding_window is {window!r}, and both mean the same")
+        without_types = (pattern(s) * layers)[:layers]
+        divisor = s.number("query_pre_attn_scalar")
+        if divisor <= 0:
+            raise HuggingFaceError(f"{s.path}: query_pre_attn_scalar = {divisor:g}: must be above 0.")
+        return {
+            "attn_logit_scale": divisor**-0.5,
+            "attention_softcap": float(s.nullable("attn_logit_softcapping") or 0.0),
+            "logit_softcap": float(s.nullable("final_logit_softcapping") or 0.0),
+            **_window(_layer_types(s, layers) or without_types, window, s.path),
+        }
+
+    def write(model: Model) -> dict[str, Any]:
+        divisor = float(f"{(model.attn_logit_scale or model.head_dim**-0.5) ** -2:.12g}")
+        return {
+            # transformers requires an integer where it is one.
+            "query_pre_attn_scalar": int(divisor) if divisor == int(divisor) else divisor,
+            "attn_logit_softcapping": model.attention_softcap or None,
+            "final_logit_softcapping": model.logit_softcap or None,
+            "sliding_window": model.sliding_window or None,
+            "layer_types": _write_layer_types(model),
+        }
+
+    return Part(read, write)
+
+
+# ---- Experts
+
+
+def read_experts_per_token(s: Settings, experts: int) -> dict[str, Any]:
+    """Return `num_experts` and `experts_per_token` of config.Model."""
+    chosen = s.whole("num_experts_per_tok")
+    if chosen > experts:
+        raise HuggingFaceError(f"{s.path}: num_experts_per_tok = {chosen}: there are only {experts} experts.")
+    return {"num_experts": experts, "experts_per_token": chosen}

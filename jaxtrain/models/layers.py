@@ -5,10 +5,12 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import Moe
+from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
@@ -30,7 +32,7 @@ class Context:
     structure: Structure = Structure()
     lora: Lora = Lora()
     moe: Moe = Moe()
-    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the model's layers
+    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: those that are alike
 
 
 class RMSNorm(nnx.Module):
@@ -63,14 +65,28 @@ class Embed(nnx.Module):
         return embed(zero.ungathered(table, TABLE), tokens_BT, p, p.mesh_axes("embed"), self.ctx.numerics.compute)
 
 
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return GPT-OSS's gate, both factors clamped: (up + 1) gate sigmoid(1.702 gate)."""
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return (up + 1) * gate * jax.nn.sigmoid(SIGMOID_GAIN * gate)
+
+
+CLAMP, SIGMOID_GAIN = 7.0, 1.702
 NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+# Structure.activation -> the hidden values of a feed-forward block, of its gate and its up projection (Shazeer 2020,
+# arXiv:2002.05202).
+GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: NONLINEARITIES["silu"](gate) * up,
+    "gelu_tanh": lambda gate, up: NONLINEARITIES["gelu_tanh"](gate) * up,
+    "clamped_swiglu": clamped_swiglu,
+}
 
 
 class GatedLinear(nnx.Module):
-    """down(f(gate(x)) * up(x)): SwiGLU where f is silu, GeGLU where it is gelu (Shazeer 2020, arXiv:2002.05202)."""
+    """down(f(gate(x), up(x))), with f of GATED."""
 
     def __init__(self, d_model: int, d_ff: int, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         dtype = ctx.numerics.params
@@ -82,10 +98,13 @@ class GatedLinear(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Map (B, T, D) to (B, T, D): a partial sum, to be summed over the devices that shard F."""
-        n = self.ctx.numerics
+        n, weights = self.ctx.numerics, [getattr(self, name).get_value() for name in ("gate", "up", "down")]
+        activation = self.ctx.structure.activation
+        if all(isinstance(w, fp8.Float8) for w in weights) and not self.lora.names and activation in NONLINEARITIES:
+            return fp8.gated_linear(x_BTD, weights[0], weights[1], weights[2], NONLINEARITIES[activation])
         gate_BTF = self.lora("gate", x_BTD, dot("BTD,DF->BTF", x_BTD, self.gate.get_value(), n))
         gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
         up_BTF = checkpoint_name(self.lora("up", x_BTD, dot("BTD,DF->BTF", x_BTD, self.up.get_value(), n)), "mlp_up")
         with jax.named_scope("swiglu"):
-            h_BTF = NONLINEARITIES[self.ctx.structure.activation](gate_BTF) * up_BTF
+            h_BTF = GATED[activation](gate_BTF, up_BTF)
         return self.lora("down", h_BTF, dot("BTF,DF->BTD", h_BTF, self.down.get_value(), n))

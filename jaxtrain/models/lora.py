@@ -21,7 +21,9 @@ MODULE = "lora"  # of the adapters of one module, and part of each one's name
 A, B = "_a", "_b"
 # The equation that `dot` gets with each weight that can be adapted: it says which dimensions are inputs.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
+LATENT = "BTF,FNH->BTNH"
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
+EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,13 @@ class Adapters(nnx.Module):
             # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
             h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
             return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
+
+    def merged(self, name: str, w: jax.Array) -> jax.Array:
+        """Return a gathered weight with its adapter added, where `name` is adapted; `w` elsewhere."""
+        if name not in self.names:
+            return w
+        a, b = (getattr(self, name + half)[...].astype(jnp.float32) for half in (A, B))
+        return (w.astype(jnp.float32) + self.ctx.lora.scale * jnp.tensordot(a, b, 1)).astype(w.dtype)
 
 
 def _letters(eqn: str) -> str:

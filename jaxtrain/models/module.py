@@ -115,9 +115,15 @@ def names(tree: Params) -> Params:
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
 
 
+VECTORS = (
+    *("scale", "bq", "bk", "bv", "bo", "sinks"),
+    *("router_bias", "router_logit_bias", "gate_bias", "up_bias", "down_bias"),
+)
+
+
 def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm or a bias. Its shape does not matter."""
-    return name.rpartition(".")[2] in ("scale", "bq", "bk", "bv", "router_bias")
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink. Its shape does not matter."""
+    return name.rpartition(".")[2] in VECTORS
 
 
 def _axes(p: Any) -> Axes:

@@ -9,16 +9,16 @@ from flax import nnx
 from jaxtrain.config import Model
 from jaxtrain.kernels.experts import feed_forward as kernel
 from jaxtrain.kernels.experts.routing import COLUMNS, route
-from jaxtrain.models.layers import NONLINEARITIES, Context, GatedLinear
+from jaxtrain.models.layers import GATED, Context, GatedLinear
 from jaxtrain.models.module import constant, normal, param
-from jaxtrain.sharding import all_reduce
+from jaxtrain.sharding import all_reduce, index
 
 ROUTER = ("embed", None)
 DROPPED = COLUMNS.index("dropped")
 
 
 class ExpertsMLP(nnx.Module):
-    """sum over the chosen e of share_e down_e(f(gate_e(x)) * up_e(x)), and shared(x) where the model has a shared expert.
+    """sum over the chosen e of share_e down_e(f(gate_e(x), up_e(x))), and shared(x) where the model has a shared expert.
 
     After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight and bias are rounded to no other type than those they rest
     in, and used in float32.
@@ -30,21 +30,36 @@ class ExpertsMLP(nnx.Module):
         self.router = param(rngs, (D, E), ROUTER, normal(std), ctx.lora.params, exact=True)
         if model.router_bias:
             self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32), exact=True)
+        if model.router_logit_bias:
+            self.router_logit_bias = param(rngs, (E,), (None,), constant(0.0), ctx.numerics.vectors)
         self.gate = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype, dot=True)
         self.up = param(rngs, (E, D, F), kernel.AXES, normal(std), dtype, dot=True)
         self.down = param(rngs, (E, D, F), kernel.AXES, normal(out_std), dtype, dot=True)
+        if model.expert_bias:
+            hidden, out = ("experts", "mlp"), ("experts", "expert_embed")
+            self.gate_bias = param(rngs, (E, F), hidden, constant(0.0), ctx.numerics.vectors)
+            self.up_bias = param(rngs, (E, F), hidden, constant(0.0), ctx.numerics.vectors)
+            self.down_bias = param(rngs, (E, D), out, constant(0.0), ctx.numerics.vectors)
         if model.shared_d_ff:
             self.shared = GatedLinear(D, model.shared_d_ff, std, out_std, ctx, rngs)
         self.model, self.ctx = model, ctx
         self.spec = kernel.Spec(
             E,
-            NONLINEARITIES[ctx.structure.activation],
+            GATED[ctx.structure.activation],
             ctx.moe.impl,
             ctx.moe.capacity_factor,
             ctx.moe.buffer,
             ctx.placement,
             ctx.numerics,
         )
+
+    def _biases(self) -> kernel.Biases | None:
+        """Return the experts' biases; of the output on one of the devices that shard F, whose outputs are added."""
+        if not self.model.expert_bias:
+            return None
+        first = index(self.ctx.placement.mesh_axes("mlp")) == 0
+        down_ED = self.down_bias[...]
+        return kernel.Biases(self.gate_bias[...], self.up_bias[...], jnp.where(first, down_ED, jnp.zeros_like(down_ED)))
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(B, T, D) to (B, T, D), this device's term of a sum over the devices that shard F; and the layer's statistics.
@@ -55,12 +70,17 @@ class ExpertsMLP(nnx.Module):
         with jax.named_scope("router"):
             x32_BTD, precision = x_BTD.astype(jnp.float32), jax.lax.Precision.HIGHEST
             logits_BTE = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...], precision=precision)
+            if m.router_logit_bias:
+                logits_BTE += self.router_logit_bias[...][None, None].astype(jnp.float32)
             bias_E = self.router_bias[...] if m.router_bias else None
-            how = {"k": k, "router": m.router, "renormalize": m.renormalize, "over": p.token_axes}
+            how: dict[str, Any] = {"k": k, "router": m.router, "renormalize": m.renormalize, "over": p.token_axes}
+            how |= {"scaling": m.routed_scaling, "groups": m.router_groups, "kept_groups": m.groups_per_token}
+            if self.ctx.moe.sequence_balance_loss:
+                how["sequence"] = tuple(a for a in p.token_axes if a in p.mesh_axes("sequence"))
             routed = route(logits_BTE, bias_E, real_BT, **how)
         with jax.named_scope("experts"):
             weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
-            made: Any = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self.spec)
+            made: Any = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self._biases(), self.spec)
             y_BTD, dropped = made
         choices, dropped = all_reduce((real_BT.sum() * k, dropped), p.token_axes)
         dropped = jax.lax.stop_gradient(dropped) / jnp.maximum(choices, 1)
@@ -68,14 +88,14 @@ class ExpertsMLP(nnx.Module):
         return y_BTD + self.shared(x_BTD) if m.shared_d_ff else y_BTD, statistics
 
 
-Statistics = Any  # of all layers so far, f32 (layers, 4 + experts); () of a model without experts
+Statistics = Any  # of all layers so far, f32 (layers, 5 + experts); () of a model without experts
 
 
 def no_statistics(model: Model, ctx: Context) -> Statistics:
     """Before the first layer."""
     if not model.num_experts:
         return ()
-    return jnp.zeros((ctx.places or model.num_layers, len(COLUMNS) + model.num_experts), jnp.float32)
+    return jnp.zeros((ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
 
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:

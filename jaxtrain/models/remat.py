@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtrain.activations import KEPT, parse_tensors
 from jaxtrain.config import Remat
 from jaxtrain.kernels.experts.routing import CHOICE
+from jaxtrain.kernels.fp8 import SCALE
 from jaxtrain.zero import ComputeCopy, StackCheck, StackWeight, zeros
 
 # The kind of a layer: an int where it is known when the program is traced, an int32 () where a loop runs several kinds.
@@ -27,8 +28,9 @@ Body = Callable[[Any, Any, Any, Kind], Any]
 # Gathered weights (zero.py). No policy saves them, not even `none`: those of every layer would be in memory at once. They are
 # saved of the last group alone, whose backward pass comes next, and of all layers if sharding.gather = forward.
 WEIGHT = ("weight",)
-# Every policy saves the expert choice, k integers per token: the backward pass must route tokens to the same experts.
-ALWAYS = (CHOICE,)
+# Every policy saves the expert choice, k integers per token: the backward pass must route tokens to the same experts. And
+# scales of FP8 that a pass over their tensor would have to find again.
+ALWAYS = (CHOICE, SCALE)
 SLOTS = "slots"  # the scope of writes to buffers of saved activations; plans find them by it
 
 

@@ -9,7 +9,7 @@ from typing import Any
 class Structure:
     """The same for all sizes of a family, and for models that nobody configures otherwise: so these are no keys."""
 
-    activation: str = "silu"  # of the gate: silu | gelu_tanh
+    activation: str = "silu"  # of gate and up projection: silu | gelu_tanh | clamped_swiglu (models/layers.py, GATED)
     norm_offset: bool = False  # norms multiply by 1 + scale, also those of queries and keys
     scaled_embedding: bool = False  # embeddings are multiplied by the root of d_model
 

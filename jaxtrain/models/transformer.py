@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.models.attention import Attention, Kernel, Shared, kv_copies, layer_kinds, share
+from jaxtrain.models.attention import Attention, Kernel, Shared, cached_arrays, layer_kinds, share
+from jaxtrain.models.latent_attention import LatentAttention
 from jaxtrain.models.layers import Context, Embed, GatedLinear, RMSNorm
 from jaxtrain.models.module import normal, param, stack
 from jaxtrain.models.moe import ExpertsMLP, Statistics, no_statistics, with_row
@@ -25,43 +26,52 @@ from jaxtrain.sharding import Placement, all_gather, to_block, to_residual
 class Cache:
     """Keys and values of the tokens so far, for sampling."""
 
-    kv: tuple[jax.Array, jax.Array]  # each (L, B, S, K, H)
+    kv: tuple[jax.Array, jax.Array]  # of the stack of layers, each (L, B, S, K, H); or a model's latents and rotated keys
+    dense: tuple[tuple[jax.Array, jax.Array], ...]  # of each dense layer before it, (B, S, K, H)
     segments_BS: jax.Array  # 0 where nothing is written yet
     positions_BS: jax.Array
     length: jax.Array  # int32 (): tokens written, the same in every row
 
 
-jax.tree_util.register_dataclass(Cache, ["kv", "segments_BS", "positions_BS", "length"], [])
+jax.tree_util.register_dataclass(Cache, ["kv", "dense", "segments_BS", "positions_BS", "length"], [])
 
 
 def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, places: int = 0) -> Cache:
-    """Return an empty cache for `length` tokens in each of `batch` rows. places: length of the stack; 0: num_layers."""
-    heads = model.num_kv_heads * kv_copies(model, placement)
-    shape = (places or model.num_layers, batch, length, heads, model.head_dim)
+    """Return an empty cache for `length` tokens in each of `batch` rows. places: length of the stack; 0: its layers."""
+    arrays, _ = cached_arrays(model, placement)
+
+    def empty(*layers: int) -> Any:
+        return tuple(jnp.zeros((*layers, batch, length, *of_token), dtype) for of_token in arrays)
+
     # Separate arrays throughout: the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
-    return Cache((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), segments_BS, positions_BS, jnp.zeros((), jnp.int32))
+    kv, dense = empty(places or model.stacked_layers), tuple(empty() for _ in range(model.dense_layers))
+    return Cache(kv, dense, segments_BS, positions_BS, jnp.zeros((), jnp.int32))
 
 
 Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual stream, and statistics of the experts
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with sandwich_norm what is added is normalised too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with sandwich_norm both terms are normalised too.
 
-    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
+    dense: the feed-forward block has no experts, whatever the model has.
+    """
+
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs, dense: bool = False):
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
         self.attention_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
-        self.attention = Attention(model, kernel, std, out_std, ctx, rngs)
+        attention = LatentAttention if model.kv_lora_rank else Attention
+        self.attention = attention(model, kernel, std, out_std, ctx, rngs)
         self.mlp_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
-        if model.num_experts:
+        if model.num_experts and not dense:
             self.mlp = ExpertsMLP(model, std, out_std, ctx, rngs)
         else:
-            self.mlp = GatedLinear(model.d_model, model.d_ff, std, out_std, ctx, rngs)
+            self.mlp = GatedLinear(model.d_model, model.dense_d_ff if dense else model.d_ff, std, out_std, ctx, rngs)
         if model.sandwich_norm:
             self.attention_post_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
             self.mlp_post_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
-        self.sandwich_norm, self.ctx = model.sandwich_norm, ctx
+        self.sandwich_norm, self.attention_out_bias, self.ctx = model.sandwich_norm, model.attention_out_bias, ctx
 
     def __call__(self, carry: Carry, shared: Shared, kind: Kind, cache: Any) -> tuple[Carry, Any]:
         """Return the residual stream after this layer, and the cache.
@@ -76,7 +86,10 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BTD = to_block(checkpoint_name(self.attention_norm(x_BTD), "attention_norm"), p)
             y_BTD, cache = self.attention(h_BTD, shared, kind, cache)
-            y_BTD = checkpoint_name(to_residual(y_BTD, p.mesh_axes("heads"), p), "attention_proj")
+            y_BTD = to_residual(y_BTD, p.mesh_axes("heads"), p)
+            if isinstance(self.attention, Attention) and self.attention_out_bias:  # once, not in each term of the sum
+                y_BTD = (y_BTD.astype(jnp.float32) + self.attention.bo[...][None, None].astype(jnp.float32)).astype(y_BTD.dtype)
+            y_BTD = checkpoint_name(y_BTD, "attention_proj")
             y_BTD = self.attention_post_norm(y_BTD) if self.sandwich_norm else y_BTD
             x_BTD = checkpoint_name(x_BTD + y_BTD, "residual")
         with jax.named_scope("mlp"):
@@ -91,12 +104,32 @@ class Block(nnx.Module):
             return (x_BTD + y_BTD, statistics), cache
 
 
+class DenseLayers(nnx.Module):
+    """The first layers of a model with experts, which have none: one after the other, not stacked.
+
+    They are few, and unlike the others. In a pipeline they belong to no stage, as the embedding does: all stages compute them
+    for the microbatch that enters. That takes as long as if the first stage did, since the others would wait.
+    """
+
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
+        self.count = model.dense_layers
+        for i in range(self.count):
+            setattr(self, str(i), Block(model, kernel, ctx, rngs, dense=True))
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return [getattr(self, str(i)) for i in range(self.count)]
+
+
 class Transformer(nnx.Module):
     """Tokens to final hidden states; `head_VD` turns those into logits."""
 
     def __init__(self, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs):
         self.embed = Embed(model.vocab_size, model.d_model, model.init_std, ctx, rngs)
-        self.layers = stack(lambda r: Block(model, kernel, ctx, r), model.num_layers, rngs)
+        if model.dense_layers:
+            self.dense_layers = DenseLayers(model, kernel, ctx, rngs)
+        self.layers = stack(lambda r: Block(model, kernel, ctx, r), model.stacked_layers, rngs)
         self.final_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
         if not model.tied_head:
             shape = (model.vocab_size, model.d_model)
@@ -131,7 +164,8 @@ class Transformer(nnx.Module):
         self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array
     ) -> tuple[jax.Array, Statistics]:
         """Return the same, and the statistics of all layers' experts (kernels/experts/routing.py)."""
-        shared, carry = self.share(segments_BT, positions_BT), self.embed_tokens(tokens_BT)
+        shared = self.share(segments_BT, positions_BT)
+        carry = self.enter(tokens_BT, shared)
         with jax.named_scope("layers"):
             carry = self.remat.run(self.layer, carry, self.layers, shared, layer_kinds(self.model))
         return self.final_hidden(carry)
@@ -141,6 +175,24 @@ class Transformer(nnx.Module):
         with jax.named_scope("attention"):
             rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
             return share(self.model, self.kernel, rows)
+
+    def enter(self, tokens_BT: jax.Array, shared: Shared) -> Carry:
+        """Return the input of the stack of layers: the embeddings, after the dense layers if there are any."""
+        carry = self.embed_tokens(tokens_BT)
+        if self.model.dense_layers:
+            run = self.remat.checkpoint(self.layer, in_loop=False)
+            with jax.named_scope("dense_layers"):
+                for block in self.dense_layers.blocks:
+                    carry = run(carry, block, shared, 0)
+        return carry
+
+    def enter_with_cache(self, tokens_BT: jax.Array, shared: Shared, cache: Cache) -> tuple[Carry, Cache]:
+        """Return the same, and the cache with the tokens of the dense layers in it."""
+        carry, dense = self.embed_tokens(tokens_BT), []
+        for block, kv in zip(self.dense_layers.blocks if self.model.dense_layers else (), cache.dense, strict=True):
+            carry, kv = self.layer_with_cache(carry, block, shared, 0, kv)
+            dense.append(kv)
+        return carry, dataclasses.replace(cache, dense=tuple(dense))
 
     def embed_tokens(self, tokens_BT: jax.Array) -> Carry:
         """Return the first layer's input: (B, T, D) in the residual layout, and empty statistics."""
@@ -175,7 +227,8 @@ class Transformer(nnx.Module):
             block, kv, kind = layer
             return self.layer_with_cache(carry, block, shared, kinds[0] if alike else kind, kv)
 
-        carry, kv = jax.lax.scan(body, self.embed_tokens(tokens_BT), (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
+        carry, cache = self.enter_with_cache(tokens_BT, shared, cache)
+        carry, kv = jax.lax.scan(body, carry, (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
         return self.final_hidden(carry)[0], dataclasses.replace(cache, kv=kv)
 
     def append(self, tokens_BT: jax.Array, cache: Cache) -> tuple[Shared, Cache]:
@@ -190,7 +243,7 @@ class Transformer(nnx.Module):
         kv_segments, kv_positions = write(cache.segments_BS, segments_BT), write(cache.positions_BS, positions_BT)
         rows = Rows(segments_BT, positions_BT, kv_segments, kv_positions)
         shared = share(self.model, self.kernel, rows, cache.length)
-        return shared, Cache(cache.kv, kv_segments, kv_positions, cache.length + T)
+        return shared, Cache(cache.kv, cache.dense, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """f32 (B, T, V), on every device. For sampling and checks: training never holds the

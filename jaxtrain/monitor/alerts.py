@@ -1,4 +1,4 @@
-"""What in the numbers of a run's GPUs deserves a word in the log, told once when it begins and once when it is over. No jax."""
+"""Warnings about the GPUs of a run: one when a condition begins, one when it ends."""
 
 import collections
 import statistics

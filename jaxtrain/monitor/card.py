@@ -1,4 +1,4 @@
-"""One GPU as the driver tells of it at one moment, through NVML. No jax: NVML asks the driver and leaves the devices alone."""
+"""Readings of one GPU through NVML. No jax: NVML asks the driver and leaves the devices alone."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Parameter groups by name: the text of `optimizer.groups`, and what it says of one parameter. No jax: config checks read it.
+"""Parameter groups by name: the text of `optimizer.groups`, and the settings of one parameter.
 
     PATTERN:SETTING=VALUE[,SETTING=VALUE...][;PATTERN:...]        embed.*:lr=0.1;*.scale:weight_decay=0
 

@@ -1,4 +1,4 @@
-"""How Adam's moments are stored: which tensors go into 8-bit blocks, along which dimension, and what that takes. No jax.
+"""Storage of Adam's moments: tensors in 8-bit blocks, the dimension of their blocks, and their bytes.
 
 The block is a fact of the tensor and never of the mesh: so a checkpoint means the same numbers on every layout. It lies along a
 dimension that data parallelism leaves whole.

@@ -21,7 +21,7 @@ from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
 from jaxtrain.optim.muon import dims, orthogonal, scale_by_muon
 from jaxtrain.optim.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
-from jaxtrain.shapes import STACK
+from jaxtrain.shapes import DENSE, STACK
 from jaxtrain.sharding import Axes, Placement
 
 
@@ -36,15 +36,18 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
     o = optimizer
     first = max(1, o.warmup_steps)  # steps up to the peak: the first one takes lr / warmup_steps, since 0 would change nothing
     after, decay = max(1, steps - first), o.decay(steps)
+    line = optax.linear_schedule(o.lr, o.lr_min, decay)
+
+    def linear(step: Any) -> Any:
+        return jnp.maximum(line(step), o.lr_min)  # rounding ends a line to 0 below it
+
     if o.schedule == "wsd":
-        tail = optax.join_schedules(
-            [optax.constant_schedule(o.lr), optax.linear_schedule(o.lr, o.lr_min, decay)], [after - decay]
-        )
+        tail = optax.join_schedules([optax.constant_schedule(o.lr), linear], [after - decay])
     else:
         tail = {
             "constant": lambda: optax.constant_schedule(o.lr),
             "cosine": lambda: optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0),
-            "linear": lambda: optax.linear_schedule(o.lr, o.lr_min, decay),
+            "linear": lambda: linear,
         }[o.schedule]()
     if first == 1:
         return tail
@@ -81,7 +84,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
 
     def one(path: Any, a: Axes, is_matrix: bool) -> Choice:
         group = groups.group_of(found, _name(path)) or groups.Group("*")
-        hidden = is_matrix and dims(a)[1] > 0 and (STACK in a or path[0].key == STACK)
+        hidden = is_matrix and dims(a)[1] > 0 and (STACK in a or path[0].key in (STACK, DENSE))
         decay = group.weight_decay
         return Choice(
             optimizer.name == "muon" and (group.optimizer == "muon" if group.optimizer else hidden),

@@ -60,3 +60,8 @@ def key(parts: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
 def plural(n: int, noun: str) -> str:
     """Return `1 GPU`, `8 GPUs`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def framed(page: str) -> str:
+    """Return a page for a notebook: in a frame, which keeps its style from the notebook's."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'

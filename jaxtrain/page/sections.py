@@ -7,8 +7,9 @@ rows, swatches, scopes and drawings.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -155,6 +156,15 @@ def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
 def _are_numbers(cells: Sequence[str]) -> bool:
     """Return whether each text starts with a digit, as 8 and <0.1 do, or is a dash."""
     return all(cell.removeprefix("<")[:1].isdigit() or cell == "-" for cell in cells)
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return rows as a pandas.DataFrame. Raises ImportError if pandas is missing."""
+    try:
+        import pandas  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("pandas is not installed. Fix: ./run.sh notebooks, which installs it.") from error
+    return pandas.DataFrame(list(rows))
 
 
 # ---- terminal

@@ -17,7 +17,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.optim.moments import INT8
-from jaxtrain.resume import LAYOUT, effect
+from jaxtrain.resume import EXPERT_LOSSES, LAYOUT, effect
 from jaxtrain.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
@@ -26,7 +26,12 @@ STAGES = "stage2xfsdp4,stage2xfsdp2xtensor2"
 EXPERTS = "fsdp4xexpert2,fsdp2xexpert2xtensor2"
 BOTH = "stage2xfsdp2xexpert2"
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
-FLOAT32 = ("precision=f32", "fp8.exclude=", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")))
+FLOAT32 = (
+    "precision=f32",
+    "fp8.exclude=",
+    "attention.forward=compute",
+    *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +133,7 @@ def in_float32(run: RunConfig) -> RunConfig:
     """Return the run with every type float32, and an attention kernel that supports it."""
     tree = to_dict(run)
     tree["precision"] = "f32"
-    tree["fp8"]["exclude"] = ""
+    tree["fp8"]["exclude"], tree["attention"]["forward"] = "", "compute"
     tree["dtypes"] = dict.fromkeys(tree["dtypes"], "f32")
     if run.attention.impl == "cudnn":
         tree["attention"]["impl"] = "auto"
@@ -154,7 +159,7 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
     """Return what forbids a comparison of these runs, although each is possible: data, optimizer, experts, memory."""
     run = runs[0]
-    problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, need_eval=False)
+    problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
     if run.optimizer.name not in METHODS:
         rule = "gradients are read from Adam's first moment, or Muon's momentum"
         problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))
@@ -166,7 +171,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
         problems.append(Problem("moe.capacity_factor", run.moe.capacity_factor, rule, "Set 0."))
     accums = sorted({r.train.grad_accum for r in runs})
     rule = f"is of a microbatch, and these layouts divide a batch into {' and '.join(map(str, accums))}"
-    for name in ("balance_loss", "z_loss") if run.model.num_experts and len(accums) > 1 else ():
+    for name in EXPERT_LOSSES if run.model.num_experts and len(accums) > 1 else ():
         if factor := getattr(run.moe, name):
             problems.append(Problem(f"moe.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
     return problems + check_size(run, layouts)

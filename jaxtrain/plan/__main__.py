@@ -238,9 +238,8 @@ def _act(parsed: Parsed) -> int:
         return _fail(f"the compiled program cannot be read: {error}")
     except machines.TopologyError as error:
         topology = parsed.options["topology"]
-        raise ConfigError(
-            [Problem("--topology", topology, str(error).rstrip("."), "For example --topology=h200:8.")]
-        ) from error
+        rule = str(error).removeprefix(f"topology {topology!r}: ").rstrip(".")
+        raise ConfigError([Problem("--topology", topology, rule, "For example --topology=h200:8.")]) from error
     except (LayoutError, Unsupported, CalibrationError, ValueError) as error:
         raise ConfigError([Problem("cannot plan", None, str(error).rstrip("."), "")]) from error
     except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
@@ -255,6 +254,8 @@ def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
 
     options, run = parsed.options, parsed.config.run
     topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
+    if other_size := parsed.config.launch.other_size(topology.total):
+        print(other_size, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
     cache = Cache(options["cache"]) if options["cache"] else None
     loaded = dataclasses.replace(parsed.config, options=options)

@@ -21,8 +21,8 @@ import rich.table
 from jaxtrain import hardware, precision
 from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, Reading, Sizes
+from jaxtrain.kernels.attention import Hardware
 from jaxtrain.plan import rates, result
-from jaxtrain.train.kernel import hardware_of
 
 PLAUSIBLE = 1.1  # times the data sheet: a higher rate means an error of the clock or the loop
 # Rate -> (kinds of its readings, its unit, FLOPs or bytes a second in one unit)
@@ -50,7 +50,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
         report: called with the name of each measurement before it.
     """
     found: list[Reading] = []
-    first, target = devices[:1], hardware_of(devices[0])
+    first, target = devices[:1], Hardware.of(devices[0])
 
     def add(kinds: Sequence[str], what: str, make: Callable[[], Reading | list[Reading]]) -> None:
         report(f"{kinds[0]} {what}".strip())

@@ -22,8 +22,8 @@ LIBRARIES = (
     ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublas.so.12"),
     ("nvidia-cudnn-cu12", "nvidia/cudnn/lib/libcudnn.so.9"),
 )
-# Later ones need a key in the description of the GPU that this XLA does not write, and refuse every graph.
-VERSION = "9.19.0.56"
+# jax 0.12 asks no earlier one without a GPU. 9.28 fails: it looks for a library that its package does not have.
+VERSION = "9.23.2.1"
 REMEDY = "JAXTRAIN_CUDNN=1 ./run.sh setup installs it"
 
 # Every function of the driver that cuDNN looks for before it builds a graph. None is called, but for those with a body.

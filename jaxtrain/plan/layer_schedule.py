@@ -1,4 +1,4 @@
-"""The schedule of one layer's forward and backward pass, by the roofline: computation beside communication."""
+"""The schedule of one layer's forward and backward pass, by the roofline: computation and overlapping communication."""
 
 import statistics
 from collections.abc import Sequence

@@ -50,7 +50,7 @@ def read_plan(
     experts_load: float = 1.0,
 ) -> Plan:
     """Return the plan of a compiled step. run: the config that it was compiled from; the others: see `make_plan`."""
-    kept = auto_remat.words(compiled.run.remat) if run.remat.policy == "auto" else ""
+    kept = auto_remat.words(compiled.run) if run.remat.policy == "auto" else ""
     run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)
     program = compiled.program

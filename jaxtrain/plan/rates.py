@@ -1,4 +1,4 @@
-"""How fast a GPU is taken to be: what others measured of its kernels, or what a calibration on that GPU measured.
+"""Rates of a GPU: published rates of its kernels, or a calibration on that GPU.
 
 A calibration is one JSON file for each GPU name. Plans say which of the two they used.
 """
@@ -38,10 +38,17 @@ FP8_FRACTION = 1280 / HOPPER_FP8
 # rate at 4,096, longer ones that at 16,384. Calls without a mask, which are faster, take the same.
 CUDNN_H100 = {4096: (518.0, 499.0), 8192: (529.0, 518.0), 16384: (539.0, 516.0)}
 ATTENTION_AT = 8192  # keys of the call that `Rates.attention_*_tflops` are of, and that a calibration measures
-# Of cuDNN's rate, assumed or calibrated, for the Pallas kernels. Tokamax has timings of its own Triton kernel beside cuDNN's on
-# an H100 (data/autotuning/nvidia_h100_80gb_hbm3, forward, causal, 2 x 8,192 tokens, 16 heads of 128): 352 of 613 TFLOP/s.
-# The same of cuBLAS's rate for products with experts' weights: there its ragged_dot (131,072 rows of 7,168, 256 experts 1,024
-# wide) reaches 422 TFLOP/s, and GEMM_FRACTION of the peak is 720.
+# Rate of our Pallas attention kernels as a fraction of cuDNN's (forward, backward). Nobody has measured them. The assumption:
+# they are as fast as Tokamax's kernels of the same kind, Pallas Mosaic GPU on an H100. Those take 7.19 ms forward
+# where cuDNN takes 6.72, and 60.9 ms backward: 181 TFLOP/s, where CUDNN_H100 has 518 (openxla/tokamax at 783ea95,
+# data/autotuning/nvidia_h100_80gb_hbm3, causal, 32 x 4,096 tokens, 32/8 heads of 128). FlashAttention-3 reaches 602 and 561.
+PALLAS_ATTENTION = (0.93, 0.35)
+# FlashAttention-3's forward pass on an H100 SXM, causal, heads of 128, FLOPs inside the mask: keys of a call -> TFLOP/s in 16
+# bits and in FP8. Read off the figures of arXiv 2407.08608. The assumption: our kernel in e4m3 is faster than our kernel in
+# bfloat16 by the same factor. Shorter calls take the factor at 4,096, longer ones that at 16,384.
+FA3_FORWARD = {4096: (579.0, 716.0), 8192: (602.0, 815.0), 16384: (616.0, 881.0)}
+# Rate of the Pallas grouped matmuls of experts as a fraction of cuBLAS's: Tokamax's ragged_dot on an H100 (131,072 rows of
+# 7,168, 256 experts 1,024 wide) reaches 422 TFLOP/s, and GEMM_FRACTION of the peak is 720.
 PALLAS_FRACTION = 0.57
 MEMORY_FRACTION = 0.85  # of HBM bandwidth: refresh, and the turn from reading to writing
 NVLINK_FRACTION = 370 / 450  # of one direction: packet headers and NCCL's protocol; 370 GB/s where the sheet has 900
@@ -65,8 +72,9 @@ COLLECTIVE_CURVE: result.Curve = (
 # of 2 to 16 MiB over one H100 in each of two nodes took 113, 154, 231 and 421 us (NVIDIA/nccl-tests issue 232), of which two
 # hops of NETWORK_LATENCY_US are taken off here. The smallest entry is a launch of 10 us, as above.
 NETWORK_CURVE: result.Curve = ((2.0**15, 0.073), (2 * _MIB, 0.715), (4 * _MIB, 0.876), (8 * _MIB, 1.0))
-# From one node to the next NCCL counts 14 us in its own table of costs (src/graph/tuning.cc: rings, "Simple"); the way through
-# that node is taken to be another 10. For hundreds of nodes it is most of what a collective takes: docs/plan.md compares.
+# From one node to the next NCCL counts 14 us in its own table of costs (src/graph/tuning.cc: rings, "Simple"). Another 10 us
+# for the hop inside a node are an assumption. With hundreds of nodes, hops are most of a collective's time:
+# docs/evidence/rates.md compares.
 NETWORK_LATENCY_US = 24.0
 
 # By compute capability times ten. Gb/s of the one network card that the usual 8-GPU boards have for each GPU (DGX and HGX
@@ -95,14 +103,15 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     """Return the kind of published runs that a run is like: "bf16 dense" or "fp8 dense"; "" where it is like none.
 
     They train all weights of a dense model by AdamW over data and fsdp axes, on SXM cards of Hopper, with attention to all
-    tokens that is as fast as cuDNN's, and nothing in host memory. gpus: of all nodes.
+    tokens in 16 bits that is as fast as cuDNN's, and nothing in host memory. gpus: of all nodes.
     """
     least, most = SIZES.get(run.precision, (1, 0))
     on_device = run.optimizer.offload == "none" and "=offload" not in run.remat.tensors
     all_weights = not (run.lora.rank or run.train.freeze) and run.optimizer.name == "adamw"
     dense = not (run.model.num_experts or run.model.sliding_window)
     data_parallel = all(size == 1 for size in (run.mesh.tensor, run.mesh.seq, run.mesh.stage, run.mesh.expert))
-    alike = gpu.name in COMPARED_GPUS and attention == "cudnn" and run.data.seq_len <= LONGEST and least <= gpus <= most
+    sixteen = attention == "cudnn" and run.attention.forward == "compute"
+    alike = gpu.name in COMPARED_GPUS and sixteen and run.data.seq_len <= LONGEST and least <= gpus <= most
     return f"{run.precision} dense" if alike and dense and all_weights and on_device and data_parallel else ""
 
 
@@ -133,6 +142,12 @@ def over_length(keys: int, backward: bool) -> float:
     table = {length: each[backward] for length, each in CUDNN_H100.items()}
     rate = float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in table], list(table.values())))
     return rate / table[ATTENTION_AT]
+
+
+def fp8_attention(keys: int) -> float:
+    """Return the rate of attention's forward pass in FP8 over its rate in 16 bits, interpolated in log keys."""
+    gains = [eight / sixteen for sixteen, eight in FA3_FORWARD.values()]
+    return float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in FA3_FORWARD], gains))
 
 
 def fastest_attention(backward: bool) -> float:

@@ -92,7 +92,7 @@ class Memory:
     timeline: tuple[tuple[float, str], ...]  # (GiB, phase) over the schedule, thinned to a few hundred points
     largest: tuple[Buffer, ...]  # at the peak, largest first
     workspace_gib: float  # the largest workspace of one of cuDNN's attention calls, counted above
-    workspace_by: str  # "formula", or "cudnn 9.19.0" if cuDNN gave it
+    workspace_by: str  # "formula", or "cudnn 9.23.2" if cuDNN gave it
     over_time: tuple[MemoryClass, ...] = ()  # at each point of the timeline the classes sum to its GiB
 
     @property
@@ -207,7 +207,7 @@ class Kernel:
     gb: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """A plan of one config on one topology."""
 
@@ -239,6 +239,42 @@ class Plan:
     # Loops of unknown length and branches, at which the host waits for the GPU: op_name -> times in a step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
+
+    def to_pandas(self, table: str = "collectives") -> Any:
+        """Return a table as a pandas.DataFrame. Needs pandas.
+
+        Args:
+            table: collectives | kernels | memory (GiB by class at the peak) | timeline (GiB by class over the schedule).
+
+        Raises:
+            ValueError: another table.
+        """
+        from jaxtrain.page.sections import data_frame
+
+        if table in ("collectives", "kernels"):
+            return data_frame([dataclasses.asdict(row) for row in getattr(self, table)])
+        if table == "memory":
+            return data_frame([{"class": name, "gib": gib} for name, gib in self.memory.by_class.items()])
+        if table == "timeline":
+            classes = {c.name: c.gib for c in self.memory.over_time}
+            points = enumerate(self.memory.timeline)
+            return data_frame(
+                [{"phase": phase, "gib": gib} | {name: at[i] for name, at in classes.items()} for i, (gib, phase) in points]
+            )
+        raise ValueError(f"table = {table!r}: no such table. Fix: collectives, kernels, memory or timeline.")
+
+    def __repr__(self) -> str:
+        """Return the report of `python -m jaxtrain.plan`."""
+        from jaxtrain.plan.report import terminal
+
+        return terminal.text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the page of `python -m jaxtrain.plan --html` for a notebook, in a frame of its own."""
+        from jaxtrain.page.html import framed
+        from jaxtrain.plan.report import page
+
+        return framed(page.html(self))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

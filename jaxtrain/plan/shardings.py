@@ -1,12 +1,12 @@
 """The sharding of every array of a train step: a row for each parameter, moment, gradient, gathered weight and activation.
 
 Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
-from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not tell how the shards
+from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not show how the shards
 of all devices fit together. The logical axes of jaxtrain/activations.py do.
 
-    found = describe("configs/llama3_8b.py", "h200:8", mesh={"fsdp": 4, "tensor": 2})
+    found = jaxtrain.shardings("llama3_8b", "h200:8", mesh={"fsdp": 4, "tensor": 2})
     found.filter(name="mlp", kind="parameter")
-    visualize(found.row("layers.mlp.gate"))
+    found["layers.mlp.gate"].draw()
 """
 
 import collections
@@ -14,19 +14,19 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from html import escape
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from jaxtrain import launch
 from jaxtrain.activations import AXES, PLACES
-from jaxtrain.config import ConfigError, Problem, RunConfig, flatten, nearest
+from jaxtrain.config import ConfigError, Problem, RunConfig, nearest
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.module import part
 from jaxtrain.page import sections
@@ -43,7 +43,7 @@ from jaxtrain.train.definition import fp8_weights, numerics_of
 from jaxtrain.train.program import Program, build
 from jaxtrain.zero import make_zero
 
-KINDS = ("parameter", "counter", "moment", "gradient", "gathered", "activation", "batch")
+KINDS = ("parameter", "counter", "moment", "gradient", "gathered", "activation", "batch", "array")
 # Dtypes by the short names that the config uses too.
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "uint32": "u32", "uint8": "u8"}
 LAYER_INPUT = "layer_input"
@@ -119,6 +119,14 @@ class Row:
         return 0 if self.saved == "offload" else self.bytes_per_device * self.copies
 
     @property
+    def type(self) -> str:
+        """Return dtype, global shape and mesh axes, such as f32[32, 4096@fsdp, 14336@tensor]."""
+        if self.shape is None or self.mesh_axes is None:
+            return f"{self.dtype}[?]"
+        dims = (f"{n}@{'+'.join(over)}" if over else str(n) for n, over in zip(self.shape, self.mesh_axes, strict=True))
+        return f"{self.dtype}[{', '.join(dims)}]"
+
+    @property
     def layout(self) -> str:
         """Return logical axis → mesh axes of each dimension, as text."""
         if self.mesh_axes is None:
@@ -128,9 +136,65 @@ class Row:
             f"{axis or '·'}{'→' + '+'.join(over) if over else ''}" for axis, over in zip(axes, self.mesh_axes, strict=True)
         )
 
+    def draw(self) -> "Drawing":
+        """Return a picture of the devices that hold each shard, along the two dimensions with the most shards.
 
-PLAIN = ("name", "kind", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes", "replicas",
-         "copies", "saved")  # fmt: skip
+        Raises:
+            ValueError: the row has no global shape, or is a single number.
+        """
+        return _drawing(self)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Drawing:
+    """Which devices hold each shard of an array: an SVG in a notebook, a grid of text elsewhere.
+
+    Attributes:
+        title: array, type, and the two dimensions that are drawn.
+        holders: for each shard, by row and column, the device ids.
+        note: further sharded dimensions; "" if there are none.
+    """
+
+    title: str
+    holders: tuple[tuple[tuple[int, ...], ...], ...]
+    note: str = ""
+
+    @staticmethod
+    def _label(ids: tuple[int, ...]) -> str:
+        if len(ids) <= 4:
+            return ",".join(map(str, ids))
+        in_a_row = ids == tuple(range(ids[0], ids[-1] + 1))
+        return f"{ids[0]}-{ids[-1]}" if in_a_row else f"{ids[0]},{ids[1]}, ... {len(ids)} devices"
+
+    def __repr__(self) -> str:
+        cells = [[self._label(ids) for ids in row] for row in self.holders]
+        width = max(len(cell) for row in cells for cell in row)
+        edge = "+" + "+".join("-" * (width + 2) for _ in cells[0]) + "+"
+        body = [line for row in cells for line in ("|" + "|".join(f" {cell:<{width}} " for cell in row) + "|", edge)]
+        return "\n".join([self.title, edge, *body, *[self.note] * bool(self.note)])
+
+    def _repr_svg_(self) -> str:
+        """Return the picture for a notebook. Shards with the same first device have the same colour."""
+        wide = max(48, 7 * max(len(self._label(ids)) for row in self.holders for ids in row) + 12)
+        high, top = 30, 22
+        firsts = sorted({ids[0] for row in self.holders for ids in row})
+        parts = [f'<text x="1" y="14">{escape(self.title)}</text>']
+        for y, row in enumerate(self.holders):
+            for x, ids in enumerate(row):
+                at = f'x="{x * wide + 1}" y="{top + y * high}"'
+                colour = f"hsl({360 * firsts.index(ids[0]) // len(firsts)} 60% 85%)"
+                parts.append(f'<rect {at} width="{wide - 2}" height="{high - 2}" fill="{colour}" stroke="#555"/>')
+                parts.append(f'<text x="{x * wide + 7}" y="{top + y * high + 19}">{self._label(ids)}</text>')
+        height = top + len(self.holders) * high + 20 * bool(self.note)
+        if self.note:
+            parts.append(f'<text x="1" y="{height - 5}">{escape(self.note)}</text>')
+        size = f'width="{max(wide * len(self.holders[0]), 8 * len(self.title)) + 2}" height="{height}"'
+        style = 'font-family="sans-serif" font-size="13" style="background: #fff" fill="#222"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+PLAIN = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes",
+         "replicas", "copies", "saved")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +212,20 @@ class Shardings:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def __getitem__(self, name: str) -> Row:
+        """Return the row of this name; of several kinds the first, the parameter. Raises ConfigError without one."""
+        return self.row(name)
+
+    def diff(self, other: "Shardings", title: str = "") -> sections.Table:
+        """Return the arrays whose sharding or size on a device differs in `other`."""
+        return changes(self, other, title)
+
+    def to_pandas(self) -> Any:
+        """Return a pandas.DataFrame with a row for each array. Needs pandas."""
+        return sections.data_frame(self.rows())
+
     def rows(self) -> list[dict[str, Any]]:
-        """Return plain values, one dict a row: `pandas.DataFrame(found.rows())`."""
+        """Return plain values, one dict a row."""
         return [{**{name: getattr(row, name) for name in PLAIN}, "spec": str(row.spec)} for row in self.entries]
 
     def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> "Shardings":
@@ -198,9 +274,8 @@ class Shardings:
         headings = ("name", "kind", "array", "logical axis→mesh axes", "on a device", "held", "replicas")
         cells = []
         for row in self.entries:
-            held = (f"{row.copies} x " if row.copies > 1 else "") + _size(row.bytes_per_device)
-            held += " on the host" if row.saved == "offload" else ""
             array = row.dtype + ("[?]" if row.shape is None else _shape(row.shape))
+            held = _held(row).removesuffix(" recomputed")
             same = "-" if row.replicas is None else str(row.replicas)
             cells.append((row.name, _kind(row), array, row.layout, _shape(row.local_shape), held, same))
         total = (plural(len(self), "array"), "", "", "", "", _size(sum(row.held_bytes for row in self.entries)), "")
@@ -218,11 +293,59 @@ class Shardings:
             cells.append((kind, str(len(rows)), _size(sum(known)) + unknown, _size(sum(row.held_bytes for row in rows))))
         return sections.text_table(self.title, ("kind", "arrays", "global", "held by a device"), cells)
 
+    def _by_kind(self) -> dict[str, list[Row]]:
+        out: dict[str, list[Row]] = {}
+        for row in self.entries:
+            out.setdefault(row.kind, []).append(row)
+        return out
+
     def __repr__(self) -> str:
-        return "\n".join([repr(self.table()), *self.notes])
+        """Return a tree: a heading for each kind, a line for each array."""
+        lines = [self.title]
+        for kind, rows in self._by_kind().items():
+            lines.append(f"{kind}: {plural(len(rows), 'array')}, {_size(sum(row.held_bytes for row in rows))} on a device")
+            wide = max(len(row.name) for row in rows), max(len(row.type) for row in rows)
+            lines += [f"  {row.name:<{wide[0]}}  {row.type:<{wide[1]}}  {_held(row)}" for row in rows]
+        return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_() + "".join(f"<p>{note}</p>" for note in self.notes)
+        """Return the same tree for a notebook, with kinds and modules that fold."""
+        parts = [f"<b>{escape(self.title)}</b>"]
+        for kind, rows in self._by_kind().items():
+            total = _size(sum(row.held_bytes for row in rows))
+            summary = f"{kind}: {plural(len(rows), 'array')}, {total} on a device"
+            parts.append(_details(summary, _branch([(row.name.split("."), row) for row in rows]), kind == "parameter"))
+        return (
+            '<div style="font-family: monospace; text-align: left">'
+            + "".join(parts)
+            + "</div>"
+            + "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        )
+
+
+def _held(row: Row) -> str:
+    """Return copies and bytes on a device, as text."""
+    copies = f"{row.copies} x " if row.copies > 1 else ""
+    return copies + _size(row.bytes_per_device) + {"offload": " on the host", "recompute": " recomputed"}.get(row.saved, "")
+
+
+def _details(summary: str, body: str, is_open: bool = False) -> str:
+    style = "margin-left: 1.5em"
+    return f"<details{' open' * is_open}><summary>{escape(summary)}</summary><div style='{style}'>{body}</div></details>"
+
+
+def _branch(rows: Sequence[tuple[list[str], Row]]) -> str:
+    """Return rows as nested HTML, by the parts of their names."""
+    groups: dict[str, list[tuple[list[str], Row]]] = {}
+    for (first, *rest), row in rows:
+        groups.setdefault(first, []).append((rest, row))
+    out = []
+    for first, group in groups.items():
+        leaves = [row for rest, row in group if not rest]
+        out += [f"<div>{escape(first)}  <b>{escape(row.type)}</b>  {escape(_held(row))}</div>" for row in leaves]
+        if inner := [(rest, row) for rest, row in group if rest]:
+            out.append(_details(f"{first}: {_size(sum(row.held_bytes for _, row in inner))}", _branch(inner), True))
+    return "".join(out)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -268,7 +391,7 @@ def parse_filter(text: str) -> dict[str, Any]:
     return out
 
 
-def print_shardings(run: RunConfig, topology: str | Topology | Sequence[Any], filter: str, console: Console) -> None:
+def print_shardings(run: RunConfig, topology: Topology | Sequence[Any], filter: str, console: Console) -> None:
     """Print the arrays of a run, and their sums by kind.
 
     Args:
@@ -283,14 +406,7 @@ def print_shardings(run: RunConfig, topology: str | Topology | Sequence[Any], fi
     sections.print_sections([sections.Section("Shardings", [found.table(), *found.notes, found.sums()])], console)
 
 
-def visualize(row: Row) -> None:
-    """Print which device has which shard of an array, along the two dimensions with the most shards.
-
-    jax.debug.visualize_sharding draws it. It needs no array, so the devices can be described ones.
-
-    Raises:
-        ValueError: the row has no global shape, or is a single number.
-    """
+def _drawing(row: Row) -> Drawing:
     shape, over = row.shape, row.mesh_axes
     if not shape or not over or row.sharding is None:
         raise ValueError(f"{row.name}: " + ("a single number" if shape == () else "each device's shard is its own"))
@@ -298,52 +414,30 @@ def visualize(row: Row) -> None:
     shards = [whole // local for whole, local in zip(shape, row.local_shape, strict=True)]
     order = sorted(range(len(shape)), key=lambda i: (-shards[i], -shape[i]))
     drawn = sorted(order[:2])
+    grid: dict[tuple[int, ...], list[int]] = {}
+    for device, index in row.sharding.devices_indices_map(shape).items():
+        at = tuple((index[i].start or 0) // row.local_shape[i] for i in drawn)
+        grid.setdefault(at if len(drawn) == 2 else (0, *at), []).append(device.id)
+    rows, columns = (1 + max(at[i] for at in grid) for i in (0, 1))
+    holders = tuple(tuple(tuple(sorted(grid[y, x])) for x in range(columns)) for y in range(rows))
+    title = f"{row.name} ({row.kind}) {row.type}: " + " down, ".join(f"{names[i]} {shape[i]}" for i in drawn) + " across"
     sharded = [f"{names[i]} over {'+'.join(over[i])}" for i in order[2:] if shards[i] > 1]
-    print(f"{row.name} ({row.kind}), {row.spec}: " + " down, ".join(f"{names[i]} {shape[i]}" for i in drawn) + " across")
-    # Each shard is drawn as a square. At the array's own proportions, a long and narrow one has no width for its labels.
-    spec = P(*(over[i] or None for i in drawn))
-    jax.debug.visualize_sharding(tuple(shards[i] for i in drawn), NamedSharding(row.sharding.mesh, spec))
-    if sharded:
-        print(f"not drawn: {', '.join(sharded)}")
+    return Drawing(title, holders, f"not drawn: {', '.join(sharded)}" if sharded else "")
 
 
 # ---- The arrays of a run
 
 
-def load(config: str | Path, **overrides: Any) -> RunConfig:
-    """Return the run of a config file ("FILE.py" or "FILE.py:variant"), with keys set as on the command line.
-
-    Args:
-        overrides: dotted keys or sections: `load(file, mesh={"fsdp": 4, "tensor": 2}, precision="f32")`.
-
-    Raises:
-        ConfigError: the config has mistakes. It names all of them.
-    """
-    given = [f"--config.{key}={value}" for key, value in flatten(overrides)]
-    loaded = launch.load([f"--config={config}", *given])
-    if loaded.problems:
-        raise ConfigError(loaded.problems)
-    return loaded.run
-
-
-def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence[Any], **overrides: Any) -> Shardings:
+def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     """Return the sharding of every array of a run's train step.
 
     Args:
-        config: a run, or the path of a config file.
-        topology: such as "h200:8", or one that is parsed already, or a list of devices, real or described.
-        overrides: keys of the config file, as `load` takes them.
+        topology: a machine, or a list of devices, real or described.
 
     Raises:
-        ConfigError: the config cannot be read.
         LayoutError, Unsupported: the layout is impossible.
         TopologyError: the machine is unknown.
     """
-    if isinstance(config, RunConfig) and overrides:
-        raise TypeError("overrides belong to a config file: change the RunConfig with dataclasses.replace, or name its file")
-    run = config if isinstance(config, RunConfig) else load(config, **overrides)
-    if isinstance(topology, str):
-        topology = machines.parse(topology)
     devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)
     name = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
     program = build(run, devices)
@@ -355,6 +449,29 @@ def describe(config: RunConfig | str | Path, topology: str | Topology | Sequence
     rows = (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named, saved))
     batch = (_global_row(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
     return Shardings((*rows, *batch), title, mesh, tuple(_places(run, mesh)))
+
+
+def of_tree(tree: Any) -> Shardings:
+    """Return the sharding of every array of a pytree, such as a model's parameters.
+
+    Args:
+        tree: leaves are jax.Array or jax.ShapeDtypeStruct with a sharding.
+
+    Raises:
+        TypeError: a leaf has no sharding by named axes and is not on one device.
+    """
+    rows, mesh = [], {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name, sharding = jax.tree_util.keystr(path, simple=True, separator="."), getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+            one = jax.sharding.Mesh(np.array(list(sharding.device_set)), ("device",))
+            sharding = NamedSharding(one, P())
+        if not isinstance(sharding, NamedSharding):
+            raise TypeError(f"{name or 'the tree'}: {type(leaf).__name__} without a NamedSharding has no mesh axes to show")
+        mesh |= dict(sharding.mesh.shape)
+        rows.append(_row(name, "array", sharding.shard_shape(leaf.shape), leaf.dtype, None, sharding))
+    shown = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1) or "one device"
+    return Shardings(tuple(rows), f"{plural(len(rows), 'array')}: {shown}", mesh)
 
 
 def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:

@@ -124,6 +124,8 @@ def cpus(c: Context) -> Verdict:
     if len(quota) == 2 and quota[0].isdigit():
         allowed = int(quota[0]) / int(quota[1])
         text, count = f"{count}, of which the container may use {allowed:g}", min(count, int(allowed))
+    if not c.gpus.count:
+        return ok(f"{text}, and no GPU")
     return ok(text) if count >= CPUS_PER_GPU * c.gpus.count else note(f"{text} for {c.gpus.count} GPUs")
 
 
@@ -141,6 +143,8 @@ def host_memory(c: Context) -> Verdict:
     if limit.isdigit() and int(limit) / 2**30 < gib:
         gib = int(limit) / 2**30
         text = f"{gib:,.0f} GiB of {text}, by the container's limit"
+    if not c.gpus.count:
+        return ok(f"{text}, and no GPU")
     return ok(text) if gib >= HOST_MEMORY_SHARE * c.gpu_gib else note(f"{text}, for GPUs with {c.gpu_gib:,.0f} GiB")
 
 

@@ -1,4 +1,4 @@
-"""Checks of the links: NVLink and NVSwitch between the GPUs, and the NICs beside them."""
+"""Checks of the links: NVLink and NVSwitch between the GPUs, and their NICs."""
 
 import re
 from collections import Counter

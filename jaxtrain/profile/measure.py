@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from jaxtrain import hardware, metrics
+from jaxtrain.page.html import framed
+from jaxtrain.page.sections import data_frame
 from jaxtrain.page.timeline import Stretch
 from jaxtrain.plan.program.hlo import HloError, Module
 from jaxtrain.plan.rates import rates_for
@@ -63,7 +66,7 @@ class Device:
     idle_ms: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
     """The time of a step, by a trace; `--json` writes it."""
 
@@ -85,6 +88,38 @@ class Profile:
     no_plan: str  # why `planned` is None
     notes: tuple[str, ...]
     format: int = 2
+
+    def to_pandas(self, table: str = "kinds") -> Any:
+        """Return a table as a pandas.DataFrame. Needs pandas.
+
+        Args:
+            table: kinds | parts (ms of a step by part and kind) | operations.
+
+        Raises:
+            ValueError: another table.
+        """
+        if table == "kinds":
+            return data_frame([{"kind": kind, "ms": ms, "share": ms / self.step_ms} for kind, ms in self.by_kind.items()])
+        if table == "parts":
+            return data_frame([{"part": part, **kinds} for part, kinds in self.by_part.items()])
+        if table == "operations":
+            return data_frame([dataclasses.asdict(op) for op in self.ops])
+        raise ValueError(f"table = {table!r}: no such table. Fix: kinds, parts or operations.")
+
+    def __repr__(self) -> str:
+        """Return the report of `python -m jaxtrain.profile`."""
+        from jaxtrain.profile import report
+
+        console = Console(width=120, color_system=None, force_terminal=False, force_jupyter=False)
+        with console.capture() as captured:
+            report.print_profile(self, None, console)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def _repr_html_(self) -> str:
+        """Return the page of `python -m jaxtrain.profile --html` for a notebook, in a frame of its own."""
+        from jaxtrain.profile import report
+
+        return framed(report.make_html(self))
 
 
 # ---- The run around a trace

@@ -60,7 +60,7 @@ def facts(found: Profile) -> list[tuple[str, str, str]]:
     untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
     if found.untraced_ms is not None:
         ratio = f"{found.step_ms / found.untraced_ms:.2f}"
-        untraced = f"{rough(found.untraced_ms)} ms", f"median of the run; a traced step takes {ratio} times that"
+        untraced = f"{rough(found.untraced_ms)} ms", f"median of the run; the traced steps took {ratio} times as long"
     if found.planned:
         ratio = f"{found.step_ms / found.planned.step_ms:.2f}"
         planned = f"{rough(found.planned.step_ms)} ms", f"{found.planned.rates}; the measured step takes {ratio} times that"

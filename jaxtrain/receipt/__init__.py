@@ -1,7 +1,9 @@
-"""receipt.json: what ran. It is written before the first step and completed at the end, so a killed run has one too.
+"""receipt.json: code, settings, data and hardware of a run. It is written before the first step and completed at the end, so a
+killed run has one too.
 
-The file holds the newest attempt at its top level and a summary of every earlier attempt under `attempts`, oldest first. If an
-attempt has no `exit_code`, it was killed or still runs. docs/receipts.md lists the fields.
+The file holds the newest attempt at its top level and a summary of every other attempt under `attempts`. An attempt that finds
+all steps done joins `attempts` at its end: the top level stays that of the attempt that trained. If an attempt has no
+`exit_code`, it was killed or still runs. docs/receipts.md lists the fields.
 """
 
 import hashlib
@@ -38,6 +40,7 @@ class Receipt:
     Attributes:
       fields: the receipt as it is written.
       preflight: everything that preflight found before this start; None if it did not run.
+      took_no_step: set it if all steps were done before this attempt. Then `finish` keeps the attempt that trained.
     """
 
     def __init__(self, workdir: str | Path, *, process_index: int = 0, nvml: Any = pynvml):
@@ -46,6 +49,7 @@ class Receipt:
         self.id = str(uuid.uuid4())
         self.fields: dict[str, Any] = {}
         self.preflight: dict[str, Any] | None = None
+        self.took_no_step = False
         self._active = process_index == 0
         self._nvml = nvml
         self._earlier: list[dict[str, Any]] = []
@@ -105,7 +109,7 @@ class Receipt:
         Changes are differences from the newest attempt that saved, since this one continues from its checkpoint. An attempt
         that ended before its first save left nothing in the result.
         """
-        every = [*before.pop("attempts"), before]
+        every = sorted([*before.pop("attempts"), before], key=lambda one: one["attempt"])
         saved = [one for one in every if one.get("saves") and "source" in one]
         self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]
         here = json.loads(json.dumps(found))  # as a file has it: no tuples
@@ -138,7 +142,14 @@ class Receipt:
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
         """Write how the attempt ended, the figures of the run's folder (speed, memory, loss, goodput), and the GPUs' clocks."""
-        self.update(**{**(fields or {}), "ended": now(), "exit_code": exit_code, "reason": reason})
+        end = {**(fields or {}), "ended": now(), "exit_code": exit_code, "reason": reason}
+        trained = [one for one in self._earlier if "source" in one]
+        if self.took_no_step and trained:
+            self._earlier.remove(trained[-1])
+            self._earlier.append({k: v for k, v in (self.fields | end).items() if k in SUMMARY})
+            self._set(trained[-1])
+            return
+        self.update(**end)
         if self._active:  # a second write, since the figures may fail
             self.update(**self._final_figures())
 

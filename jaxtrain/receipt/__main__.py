@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.receipt show|list|diff`: what ran, and the differences between two runs. Uses no device."""
+"""`python -m jaxtrain.receipt show|list|diff`: receipts of runs, and the differences between two runs. Uses no device."""
 
 import dataclasses
 import json

@@ -33,7 +33,18 @@ PREFIXES = {
     "origin": ("data", "first state"),
 }
 # What a fingerprint of data has from the config, and paths; files are compared by `_files`.
-DATA = ("source", "split", "global_batch", "seq_len", "seed", "packing", "max_segments", "files.*", "tokenizer.name")
+DATA = (
+    "source",
+    "source_schedule",
+    "split",
+    "global_batch",
+    "seq_len",
+    "seed",
+    "packing",
+    "max_segments",
+    "files.*",
+    "tokenizer.name",
+)
 IGNORED = (
     *(f"data.{name}" for name in DATA),
     *(f"eval_data.*.{name}" for name in DATA),

@@ -55,7 +55,8 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         value = {key: [item[key] for item in value if item.get(key) is not None] for key in keys}
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from flatten(inner, f"{path}.{key}" if path else str(key))
+            # A held-out set without a name has the key "".
+            yield from flatten(inner, ".".join(filter(None, (path, str(key)))))
     elif isinstance(value, list):
         counted = sorted(Counter(map(str, value)).items(), key=lambda pair: (-pair[1], pair[0]))
         if counted:
@@ -79,8 +80,8 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return all attempts, oldest first; of the earlier ones the summary."""
-        return [*self.receipt.get("attempts", ()), self.receipt]
+        """Return all attempts, oldest first; all but one as a summary. [{}] if the folder has no receipt."""
+        return sorted([*self.receipt.get("attempts", ()), self.receipt], key=lambda one: one.get("attempt", 0))
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -118,9 +119,9 @@ class Run:
 
     @property
     def end(self) -> str:
-        """Return exit code and reason of the newest attempt."""
+        """Return exit code and reason of the newest attempt that trained."""
         code = self.receipt.get("exit_code")
-        return "no end: killed, or still running" if code is None else f"{code}: {self.receipt['reason']}"
+        return "killed, or still running" if code is None else f"{code}: {self.receipt['reason']}"
 
 
 def open_run(target: str | Path) -> Run:

@@ -1,4 +1,4 @@
-"""Several runs beside each other: a table of their results, and the differences of their receipts."""
+"""A comparison of several runs: a table of their results, and the differences of their receipts."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""What the files of a run's folder contain. Nothing is written. No jax."""
+"""The contents of a run's folder. Nothing is written. No jax."""
 
 import dataclasses
 import itertools
@@ -14,6 +14,7 @@ from typing import Any
 from jaxtrain import goodput, metrics
 from jaxtrain import samples as sample_files
 from jaxtrain.goodput import Goodput
+from jaxtrain.page.sections import data_frame
 from jaxtrain.progress import duration
 from jaxtrain.receipt import format as receipts
 
@@ -76,6 +77,24 @@ class Run(receipts.Run):
     def train(self) -> Columns:
         """Return the train lines of metrics.jsonl."""
         return columns(line for line in self.lines if line["kind"] == "train")
+
+    def to_pandas(self, kind: str = "train") -> Any:
+        """Return the lines of metrics.jsonl of one kind ("train", "eval", "gpu") as a pandas.DataFrame. Needs pandas."""
+        return data_frame([line for line in self.lines if line["kind"] == kind])
+
+    def profile(self) -> Any:
+        """Return the newest trace of the run as a jaxtrain.profile.measure.Profile. Raises TraceError without one."""
+        from jaxtrain.profile import measure, trace
+
+        return measure.profile(trace.find(self.folder)[-1], measure.run_around(self.folder))
+
+    def write_report(self, html: str | Path = "") -> Path:
+        """Write the HTML report, by default report.html in the run's folder. Return its path."""
+        from jaxtrain.report.page import html as page
+
+        target = Path(html).expanduser() if html else self.folder / "report.html"
+        metrics.write_atomic(target, page([self], target))
+        return target
 
     @cached_property
     def evals(self) -> dict[str, Columns]:

@@ -11,21 +11,22 @@ import math
 from collections.abc import Iterable, Mapping
 
 from jaxtrain import flops
-from jaxtrain.activations import kept
+from jaxtrain.activations import LATENTS, kept
 from jaxtrain.config import Model, Remat, RunConfig
+from jaxtrain.shapes import FURTHER_ROUND
 from jaxtrain.train.stages import Arrangement, Schedule
 
 # Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
 MARGIN = 0.03
 
-# What is kept or not, together.
-GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
+# Activations that are saved or not, together. Latents are of multi-head latent attention alone.
+GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
 def layers_kept(run: RunConfig, stages: int) -> int:
     """Of how many layers a device keeps the activations of one microbatch each: of its own, and in a pipeline of those of every
     unit that waits for its backward pass."""
-    how = Arrangement(run.model.num_layers, stages, run.pipeline.groups if stages > 1 else 1)
+    how = Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if stages > 1 else 1)
     if stages == 1:
         return how.places
     return how.per_group * Schedule(run.pipeline.schedule, stages, how.groups, run.train.grad_accum).slots[2]
@@ -34,13 +35,13 @@ def layers_kept(run: RunConfig, stages: int) -> int:
 def expert_room(run: RunConfig, ranks: int) -> float:
     """Rows that the arrays of a device's experts have room for, for each of its tokens.
 
-    The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of one exchange.
+    The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of a first round.
     """
     m, x = run.model, run.moe
     shares = (
         min(x.capacity_factor, m.num_experts / m.experts_per_token)
         if x.capacity_factor
-        else min(x.buffer, ranks)
+        else _rooms(run, ranks)[0]
         if ranks > 1
         else 1.0
     )
@@ -54,7 +55,14 @@ def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
     """
     if run.moe.capacity_factor or ranks == 1:
         return 1
-    return math.ceil(_busiest(run, ranks, load) / min(run.moe.buffer, ranks) - 1e-9)
+    first, further = _rooms(run, ranks)
+    return 1 + max(0, math.ceil((_busiest(run, ranks, load) - first) / further - 1e-9))
+
+
+def _rooms(run: RunConfig, ranks: int) -> tuple[float, float]:
+    """Even shares of a device that the first round of an exchange has room for, and each further one."""
+    first = min(run.moe.buffer, ranks)
+    return first, min(first, FURTHER_ROUND)
 
 
 def _busiest(run: RunConfig, ranks: int, load: float) -> float:
@@ -68,8 +76,10 @@ def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
     """The part of that room that `load` fills, over all rounds; of a capacity's places all are computed."""
     if run.moe.capacity_factor or not run.model.num_experts:
         return 1.0
-    fill = run.model.experts_per_token / expert_room(run, ranks)
-    return fill * _busiest(run, ranks, load) / expert_rounds(run, ranks, load) if ranks > 1 else fill
+    if ranks == 1:
+        return 1.0
+    first, further = _rooms(run, ranks)
+    return _busiest(run, ranks, load) / (first + further * (expert_rounds(run, ranks, load) - 1))
 
 
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
@@ -80,15 +90,18 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
     log-sum-exp has a place for every document that a row may hold.
     """
     m = run.model
-    q, kv = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+    q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+    narrower = flops.value_dim(m) / flops.head_dim(m)
     documents = run.data.most_documents + 1 if packed_stats else 1
     compute = 4 if run.precision == "f32" else 2
     wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
     return {
+        "q_latent": m.q_lora_rank * compute,
+        "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
         "q": q * compute,
-        "k": kv * compute,
-        "v": kv * compute,
-        "attention_out": q * compute,
+        "k": k * compute,
+        "v": k * narrower * compute,
+        "attention_out": q * narrower * compute,
         "attention_lse": m.num_heads / axes["heads"] * documents * 4,
         "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
         "mlp_gate": wide / axes["mlp"] * compute,
@@ -104,11 +117,12 @@ def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], pa
 
 
 @functools.lru_cache(maxsize=4)
-def _choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
+def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
     """Return (FLOPs computed again, names, remat) of every set of activations that may be kept."""
     found = []
-    for size in range(len(GROUPS) + 1):
-        for groups in itertools.combinations(GROUPS, size):
+    known = GROUPS if model.kv_lora_rank else GROUPS[1:]
+    for size in range(len(known) + 1):
+        for groups in itertools.combinations(known, size):
             names = tuple(name for group in groups for name in group)
             remat = Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
             found.append((flops.recompute(model, remat, seq_len).causal, names, remat))
@@ -118,7 +132,7 @@ def _choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], R
 def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
     """Return the remat with the least recomputation among those that keep at most `most_bytes` on a device, or None."""
     one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
-    found = ((again, sum(one[n] for n in names), remat) for again, names, remat in _choices(run.model, run.data.seq_len))
+    found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))
     return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
 
@@ -128,7 +142,7 @@ def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_s
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 
 
-def words(remat: Remat) -> str:
-    """What a choice keeps, for the log."""
-    names = sorted(kept(remat))
+def words(run: RunConfig) -> str:
+    """Return a line for the log: the activations that a choice saves."""
+    names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
     return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto keeps nothing but each layer's input"

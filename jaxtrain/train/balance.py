@@ -1,4 +1,4 @@
-"""What a step does with what its experts report: losses that spread tokens over them, metrics, and the bias of the router.
+"""Routing statistics of experts in a step: losses that spread tokens, metrics, and the router's bias.
 
 Statistics are those of kernels/experts/routing.py, one row for each layer that a microbatch passed through, means over its real
 tokens. A step adds them up over its microbatches, each by its share of the batch's loss weight, as it does with losses.
@@ -38,9 +38,10 @@ class Balance:
         return jnp.zeros((len(self.places), len(COLUMNS) + self.count), jnp.float32)
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
-        """What is minimised beside the loss, f32 (): both losses, means over the layers."""
+        """Return what is minimised beside the loss, f32 (): all losses of experts, means over the layers."""
         means = statistics[jnp.asarray(self.rows)].mean(0)
-        return self.moe.balance_loss * means[0] + self.moe.z_loss * means[1]
+        losses = self.moe.balance_loss * means[0] + self.moe.z_loss * means[2]
+        return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
         """shapes.EXPERT_METRICS of a step."""

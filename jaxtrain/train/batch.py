@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.context import Context
-from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.sharding import Axes, Placement
 from jaxtrain.train.loss import Batch
 
@@ -17,10 +17,11 @@ MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
 HostBatch = dict[str, np.ndarray]  # (A x B, T) each, or the rows of this process
 
 
-def abstract_batch(placement: Placement, shape: tuple[int, int, int]) -> Batch:
-    """Return a batch of this shape, (A, B, T), without its numbers."""
+def abstract_batch(placement: Placement, shape: tuple[int, int, int], pairs: bool = False) -> Batch:
+    """Return a batch of this shape, (A, B, T), without its numbers. pairs: with the keys of pairs."""
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
-    return {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in BATCH_KEYS.items()}
+    keys = BATCH_KEYS | (PAIR_KEYS if pairs else {})
+    return {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in keys.items()}
 
 
 def rows_here(abstract: Batch) -> list[int] | None:

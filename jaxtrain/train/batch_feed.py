@@ -7,13 +7,12 @@ saving. Batches are therefore read in another thread, and the main thread waits 
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.context import Context
-from jaxtrain.data import pipeline
 from jaxtrain.train.batch import HostBatch, place_batch, rows_here
 from jaxtrain.train.loss import Batch
 
@@ -23,34 +22,31 @@ POLL_S = 0.05  # between two looks whether a batch is still wanted
 class BatchFeed:
     """The batches of a run, read ahead in a thread. Every process reads the rows that its own devices hold."""
 
-    def __init__(self, source: Any, first: int, abstract: Batch, context: Context, prefetch: int = 0, count: int | None = None):
+    def __init__(self, source: Any, first: int, abstract: Batch, context: Context, prefetch: int = 1, count: int | None = None):
         """Start to read.
 
         Args:
           source: `.batch(i)` is batch `i`, and `.batch(i, rows)` these rows of it.
           first: the `i` of the first batch.
           abstract: the batch on the devices, without its numbers.
-          prefetch: batches that the data pipeline reads ahead.
+          prefetch: batches that are read ahead.
           count: batches to read; None: no end.
         """
         self._abstract, self._context, self.rows = abstract, context, rows_here(abstract)
-        batches = pipeline.iterate(source, first, prefetch, None if self.rows is None else np.asarray(self.rows))
-        self._count = count
-        # The pipeline reads ahead. This queue of one only hands over.
-        self._ready: queue.Queue[HostBatch | BaseException] = queue.Queue(1)
+        only = () if self.rows is None else (np.asarray(self.rows),)
+        batches = (source.batch(i, *only) for i in itertools.islice(itertools.count(first), count))
+        self._ready: queue.Queue[HostBatch | BaseException] = queue.Queue(prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(batches,), name="data", daemon=True)
         self._thread.start()
 
-    def _read(self, batches: Any) -> None:
+    def _read(self, batches: Iterator[HostBatch]) -> None:
         try:
-            for batch in itertools.islice(batches, self._count):
+            for batch in batches:
                 if not self._put(batch):
                     return
         except BaseException as error:  # raised again by `next`
             self._put(error)
-        finally:
-            batches.close()
 
     def _put(self, item: HostBatch | BaseException) -> bool:
         while not self._closed.is_set():
@@ -80,6 +76,11 @@ class BatchFeed:
     def place(self, host: HostBatch) -> Batch:
         """Put rows from `next` onto the devices."""
         return place_batch(host, self._abstract, self._context, self.rows)
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches on the devices. Waits for each."""
+        while (host := self.next(lambda: False)) is not None:
+            yield self.place(host)
 
     def close(self) -> None:
         """Stop reading. The thread of a source that hangs ends with the process."""

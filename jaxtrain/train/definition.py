@@ -53,7 +53,7 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
         make_zero(run, placement, numerics),
         lora=lora_of(run),
         moe=run.moe,
-        places=stage_layout.places if stage_layout else run.model.num_layers,
+        places=stage_layout.places if stage_layout else run.model.stacked_layers,
     )
     # A family from outside the package builds its own module.
     build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import generate, samples
+from jaxtrain import generation, samples
 from jaxtrain.config import RunConfig
 from jaxtrain.context import Context
 from jaxtrain.metrics import Writers
@@ -27,8 +27,9 @@ def evaluate(
     context: Context,
     sequences: int,
     unwanted: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Return the mean loss in nats per predicted token over the first `sequences` sequences of a source.
+) -> dict[str, float] | None:
+    """Return the means over the first `sequences` sequences of a source: `loss`, in nats per predicted token or of a loss of
+    pairs per pair, and what else the loss reports.
 
     They are the same at every call and in every layout: rows of the last batch beyond them are padding. The sums are added in
     float64 on the host, so the result does not depend on the order in which they arrive.
@@ -50,20 +51,24 @@ def evaluate(
             made.append(eval_step(params, feed.place(mask_rows(host, numbers >= sequences))))
     finally:
         feed.close()
-    sums = []
-    for one in made:
+    if not made:
+        return {"loss": math.nan}
+    sums, counts = [], []
+    for loss, count, reported in made:
         if unwanted():
             return None
-        sums.append(tuple(map(float, one)))
-    loss, weight = (math.fsum(s[k] for s in sums) for k in (0, 1))
-    return loss / weight if weight else math.nan
+        sums.append({name: float(x) for name, x in ({"loss": loss} | reported).items()})
+        counts.append(float(count))
+    count = math.fsum(counts)
+    return {name: math.fsum(s[name] for s in sums) / count if count else math.nan for name in sums[0]}
 
 
 def mask_rows(host: HostBatch, mask_R: np.ndarray) -> HostBatch:
     """Return a batch with these rows, bool (R,), as padding: of weight 0, and of no document."""
     if not mask_R.any():
         return host
-    return host | {name: np.where(mask_R[:, None], 0, host[name]) for name in ("weights", "segments", "positions")}
+    masked = [name for name in ("weights", "segments", "positions", "reference") if name in host]
+    return host | {name: np.where(mask_R[:, None], 0, host[name]) for name in masked}
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
@@ -102,20 +107,25 @@ class HeldOut:
             services.watchdog.beat()
             return alone and services.stop_requested
 
-        found: dict[str, float] = {}
+        found: dict[str, dict[str, float]] = {}
         with services.phase("step", "eval"):
             for name, batches in self._sets.items():
                 how = (program.eval_batch, program.context, self._run.eval.sequences, unwanted)
-                loss = evaluate(eval_step, params, batches, *how)
-                if loss is None:
+                means = evaluate(eval_step, params, batches, *how)
+                if means is None:
                     return
-                found[name] = loss
-            lines = [self._write(done, name, loss) for name, loss in found.items()]
+                found[name] = means
+            lines = [self._write(done, name, means) for name, means in found.items()]
             services.receipt.update(held_out=[{k: finite(v) for k, v in line.items() if k != "kind"} for line in lines])
 
-    def _write(self, done: int, name: str, loss: float) -> dict[str, Any]:
-        bits = bits_per_byte(loss, self._sets[name].bytes_per_token)
+    def _write(self, done: int, name: str, means: Mapping[str, float]) -> dict[str, Any]:
+        loss = means["loss"]
         said = f"step {done}: held-out loss {f'of {name} ' if name else ''}{loss:.4f}"
+        if "rewards/margins" in means:
+            said += f", {means['rewards/accuracies']:.1%} of the pairs in order, mean margin {means['rewards/margins']:.4f}"
+            self._services.console.say(said)
+            return self._services.writers.eval(step=done, name=name, **means)
+        bits = bits_per_byte(loss, self._sets[name].bytes_per_token)
         said += f", {bits:.3f} bits a byte" if bits else ""
         self._services.console.say(f"{said}, perplexity {perplexity(loss):.5g}")
         return self._services.writers.eval(step=done, loss=loss, bits_per_byte=bits, perplexity=perplexity(loss), name=name)
@@ -127,7 +137,7 @@ class SampleWriter:
     def __init__(self, run: RunConfig, program: Program, tokenizer: Any, services: Services):
         self._run, self._program, self._tokenizer, self._services = run, program, tokenizer, services
         self._writers: Writers = services.writers
-        self._sampler: generate.Sampler | None = None
+        self._sampler: generation.Sampler | None = None
 
     def due(self, done: int) -> bool:
         """Return whether samples are due after step `done`, before the last one."""
@@ -140,8 +150,8 @@ class SampleWriter:
             return
         with self._services.phase("step", "eval"):
             if self._sampler is None:
-                self._sampler = generate.Sampler(self._run, self._program.placement)
-            texts = generate.continue_all(self._sampler, params, self._tokenizer, self._run.sample)
+                self._sampler = generation.Sampler(self._run, self._program.placement)
+            texts = generation.continue_all(self._sampler, params, self._tokenizer, self._run.sample)
             made = [Sample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
             self._writers.samples(made)
             console = self._services.console

@@ -15,12 +15,14 @@ from jaxtrain.models.moe import Statistics
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Placement, all_reduce, to_residual
 from jaxtrain.train.balance import Balance
-from jaxtrain.train.loss import Batch, LossFunction, LossSpec
+from jaxtrain.train.loss import Batch, Loss, LossSpec, Sums, document_log_probs
 from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.zero import Zero
 
-# The loss of a batch, and the statistics of its experts. A microbatch's statistics count by its fraction of the loss weights.
-Report = tuple[jax.Array, Statistics]
+EXPERTS = "experts"
+# The loss of a batch, and what else its loss reports (Loss.reports); under EXPERTS the statistics of its experts. Those of a
+# microbatch count by its fraction of what the loss is divided by.
+Report = tuple[jax.Array, Sums]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +30,15 @@ class Objective:
     """The number that a step minimises. Static."""
 
     placement: Placement
-    loss: LossFunction
+    loss: Loss
     spec: LossSpec
     balance: Balance | None = None  # the losses that keep experts evenly loaded, beside the first
+
+    @property
+    def nothing(self) -> Report:
+        """The report of no microbatch."""
+        zero = jnp.zeros((), jnp.float32)
+        return zero, dict.fromkeys(self.loss.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
 
     def __call__(
         self, hidden_BTD: jax.Array, statistics: Statistics, head_VD: Any, micro: Batch, total: jax.Array
@@ -41,23 +49,25 @@ class Objective:
         number.
 
         Args:
-          total: weight of all tokens of all microbatches.
+          total: the loss's count of all microbatches.
         """
         p = self.placement
         of_residual = {k: to_residual(micro[k], (), p) for k in ("targets", "weights")}
         with jax.named_scope("loss"):
-            value = self.loss(hidden_BTD, head_VD, micro | of_residual, self.spec) / total
-            value /= p.size(p.replica_axes(("batch", "residual")))
+            made: Any = self.loss.function(hidden_BTD, head_VD, micro | of_residual, self.spec)
+            alike = p.size(p.replica_axes(("batch", "residual")))
+            of_loss = made if self.loss.reports else (made, {})
+            value, sums = jax.tree.map(lambda x: x / total / alike, of_loss)
             if self.balance is None:
-                return value, (value, ())
+                return value, (value, sums)
             # Statistics are those of all devices' tokens.
-            share = all_reduce(micro["weights"].sum(), p.token_axes) / total / p.mesh.size
-            return value + share * self.balance.penalty(statistics), (value, share * statistics)
+            share = all_reduce(self.loss.count(micro), p.token_axes) / total / p.mesh.size
+            return value + share * self.balance.penalty(statistics), (value, sums | {EXPERTS: share * statistics})
 
 
-def total_weight(batch: Batch, p: Placement) -> jax.Array:
-    """Return the weight of all tokens of a batch, f32 (); 1 where no token has any."""
-    total = all_reduce(batch["weights"].sum(), p.token_axes)
+def total_count(batch: Batch, objective: Objective) -> jax.Array:
+    """Return the number that the sums of a batch's losses are divided by, f32 (): 1 where it would be 0."""
+    total = all_reduce(objective.loss.count(batch), objective.placement.token_axes)
     # A batch without targets has nothing to learn from, and must not divide by zero. A positive total below 1 is kept.
     return jnp.where(total > 0, total, 1.0)
 
@@ -85,7 +95,7 @@ def make_gradients(
     learnt_axes = part(definition.axes, trained)
 
     def gradients(params: Params, batch: Batch) -> tuple[Report, Params]:
-        total = total_weight(batch, p)
+        total = total_count(batch, objective)
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
         learnt = part(base, trained)
@@ -102,6 +112,10 @@ def make_gradients(
         differentiate = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
 
         def accumulate(carry: tuple[Report, Params], micro: Batch) -> tuple[tuple[Report, Params], None]:
+            if batch["tokens"].shape[0] == 2:
+                # XLA makes no loop of two iterations, and would run the second forward pass before the first backward pass
+                # ends: both would hold their saved activations.
+                micro, carry = jax.lax.optimization_barrier((micro, carry))
             report, sums = carry
             into = {name: sums[name] for name in stack} if adds else zero.gradient_buffers(stack)
             (_, made), (grads, of_stack) = differentiate(rest, into, micro)
@@ -120,8 +134,7 @@ def make_gradients(
             (_, report), (grads, of_stack) = differentiate(rest, zero.gradient_buffers(stack), micro)
             grads |= of_stack
         else:
-            nothing = jnp.zeros((), jnp.float32), objective.balance.zeros if objective.balance else ()
-            report, grads = jax.lax.scan(accumulate, (nothing, zero.zero_sums(learnt)), batch)[0]
+            report, grads = jax.lax.scan(accumulate, (objective.nothing, zero.zero_sums(learnt)), batch)[0]
         with jax.named_scope("reduce"):
             return all_reduce(report, p.all_axes), zero.reduce_gradients(grads, learnt_axes)
 
@@ -134,18 +147,40 @@ def _added(sums: Params, grads: Params) -> Params:
 
 def make_loss(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
-) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """Return a function of the master weights and one microbatch, (1, B, T), to the sums of weighted losses and of weights."""
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
+    """Return a function of the master weights and one microbatch, (1, B, T), to the sum of its loss, the number to divide it
+    by, and the other sums that the loss reports."""
     p = objective.placement
 
-    def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        micro = jax.tree.map(lambda x: x[0], batch)
-        base, copies = zero.step_weights(params, definition, in_fp8)
-        model = definition.bind(zero.microbatch_weights(base, copies, {}))
-        one = jnp.ones((), jnp.float32)
-        rows = micro["tokens"], micro["segments"], micro["positions"]
-        hidden = pipe.hidden(model, micro) if pipe else model(*rows)
-        value, _ = objective(hidden, (), model.head_VD, micro, one)
-        return all_reduce(value, p.all_axes), all_reduce(micro["weights"].sum(), p.token_axes)
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
+        micro, hidden, head_VD = _forward(params, batch, definition, zero, in_fp8, pipe)
+        _, report = objective(hidden, (), head_VD, micro, jnp.ones((), jnp.float32))
+        value, sums = all_reduce(report, p.all_axes)
+        return value, all_reduce(objective.loss.count(micro), p.token_axes), sums
 
     return loss
+
+
+def make_log_probs(
+    definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
+) -> Callable[[Params, Batch], jax.Array]:
+    """Return a function of the master weights and one microbatch, (1, B, T), to its documents' log-probabilities, (1, B, M)."""
+
+    def log_probs(params: Params, batch: Batch) -> jax.Array:
+        micro, hidden, head_VD = _forward(params, batch, definition, zero, in_fp8, pipe)
+        of_residual = {k: to_residual(micro[k], (), objective.placement) for k in ("targets", "weights")}
+        return document_log_probs(hidden, head_VD, micro | of_residual, objective.spec)[None]
+
+    return log_probs
+
+
+def _forward(
+    params: Params, batch: Batch, definition: Definition, zero: Zero, in_fp8: Params, pipe: Pipeline | None
+) -> tuple[Batch, jax.Array, Any]:
+    """Return the one microbatch of a batch, its hidden states, and the head."""
+    micro = jax.tree.map(lambda x: x[0], batch)
+    base, copies = zero.step_weights(params, definition, in_fp8)
+    model = definition.bind(zero.microbatch_weights(base, copies, {}))
+    rows = micro["tokens"], micro["segments"], micro["positions"]
+    hidden = pipe.hidden(model, micro) if pipe else model(*rows)
+    return micro, hidden, model.head_VD

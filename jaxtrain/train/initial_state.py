@@ -1,7 +1,7 @@
 """The start of a run: the user's own modules, the checkpoint to resume from, the data, and the first state.
 
-All but `initial_state` and `restore` run before anything is written or allocated. They raise ConfigError or CheckpointError for
-a run that should not start.
+All but `initial_state`, `restore` and `continue_sources` run before anything is written or allocated. They raise ConfigError
+or CheckpointError for a run that should not start.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from jaxtrain import config, lora, position, resume, stored_form
+from jaxtrain import config, lora, models, position, resume, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.hf.origin import HuggingFace, open_origin, structure_problem
+from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
 from jaxtrain.timelimit import launched
@@ -154,9 +154,14 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     Raises ConfigError if its tensors do not fit: one is missing, has another shape, or is a weight that this model lacks.
     """
     source = open_origin(run.init.from_)
-    there, here = source.model, config.to_dict(run)["model"]
-    problems = structure_problem("model.family", there.get("family", ""), run.model.family)
-    if isinstance(source, HuggingFace) and run.init.what != "weights":
+    there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
+    problems = []
+    of, family = there.get("family", ""), run.model.family
+    if {of, family} <= models.FAMILIES.keys() and models.family(of).STRUCTURE != models.family(family).STRUCTURE:
+        # Tensors of the same names and shapes, of which another function is computed.
+        rule = f"its weights are those of model.family = {of}, which computes otherwise: {models.family(of).STRUCTURE}"
+        problems.append(config.Problem("model.family", family, rule, f"Set model.family to {of}."))
+    if source.hugging_face and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
         problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
     if source.adapters:
@@ -173,11 +178,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     if wrong:
         rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
         rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        of = (
-            "its config.json (`python -m jaxtrain.hf config`)"
-            if isinstance(source, HuggingFace)
-            else "that run (its config.json)"
-        )
+        of = "its config.json (`python -m jaxtrain.hf config`)" if source.hugging_face else "that run (its config.json)"
         raise ConfigError([config.Problem("init.from", run.init.from_, rule, f"Give the model the sizes of {of}.")])
     return tuple(
         f"model.{name}: {there.get(name)!r} in init.from, {value!r} here"
@@ -251,13 +252,12 @@ class Restored:
 
 
 def restore(
-    run: RunConfig, asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, data: Any, services: Services
+    run: RunConfig, asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services
 ) -> Restored:
     """Make the first state, from the newest checkpoint whose digests match if there are any, and report it.
 
     Args:
       asked: the config as the user gave it, to compare with older checkpoints.
-      data: the training data; its sources continue from the checkpoint.
 
     Raises Damaged if `checkpoint.step` names a damaged checkpoint, and CheckpointError if none is left.
     """
@@ -275,7 +275,6 @@ def restore(
             start = choose_start(asked, checkpoints, program, {**start.damaged, start.step: str(error)})
             console.say(f"resuming from step {start.step} in {checkpoints.directory}")
     base = _base(program, start, current, checkpoints)
-    _continue_sources(run, start, data, console.say)
     services.ledger.back(start.step)
     services.receipt.update(
         resumed_from_step=start.step if start.resumed else None,
@@ -304,12 +303,35 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
     return {"path": start.base, "digest": found}
 
 
-def _continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
-    """Let each source of a resumed run continue where it stopped, also if the mixture was changed."""
-    go_on = getattr(data, "go_on", None)  # a user's own source may lack it
-    row = start.position.begin * run.train.global_batch
-    if start.resumed and go_on and go_on(start.data, start.step, row):
+def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
+    """Set the mixture from the first step of this attempt on, and after a rollback from the step that it went back to.
+
+    Each source of a resumed run continues where it stopped. Scheduled changes are placed by `start.position`.
+    """
+    start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
+
+    def row_at(step: int) -> int:
+        return start.position.at(step) * run.train.global_batch
+
+    if start_mixture and start_mixture(start.data, start.step, start.position.begin * run.train.global_batch, row_at):
         say(f"data: mixture changed at step {start.step}: each source continues where it stopped")
+    if start_mixture:
+        _report_mixture(run, start, data, say)
+
+
+def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
+    """Report the weights of this attempt, and how often the run reads each source up to its last step."""
+    labels, last = data.labels(), start.position.at(run.train.steps)
+    if len(labels) == 1:
+        return
+    for k, phase in enumerate(data.mixture.phases):
+        if k + 1 < len(data.mixture.phases) and data.mixture.phases[k + 1].step <= start.step:
+            continue  # it is over
+        weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
+        never = f" (not reached: train.steps={run.train.steps})" if phase.step >= run.train.steps else ""
+        say(f"data: mixture from step {phase.step}: {weights}{never}")
+    read = [f"{line['source']} {line['epoch']:.3g}" for line in data.sources_read(last) if line["epoch"] is not None]
+    say(f"data: epochs of each source at step {run.train.steps}: {', '.join(read)}")
 
 
 def _origin(run: RunConfig, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The attention kernel of a run, and how the devices of a sequence share its attention."""
 
+import dataclasses
 from typing import Any
 
 from jaxtrain import windows
@@ -12,16 +13,11 @@ from jaxtrain.models.attention import Kernel
 from jaxtrain.sharding import Placement
 
 
-def hardware_of(device: Any) -> attention.Hardware:
-    """What attention kernels need to know of a device, present or only described."""
-    if device.platform == "cpu":
-        return attention.Hardware("cpu")
-    major, _, minor = str(device.compute_capability).partition(".")
-    return attention.Hardware("gpu", (int(major), int(minor or 0)))
-
-
 def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
-    """What training asks of the attention kernel, for each kind of layer (`models.attention.layer_kinds`)."""
+    """Return what training asks of the attention kernel, for each kind of layer (`models.attention.layer_kinds`).
+
+    The forward pass is in the compute type; `choose_kernel` says where it is in e4m3.
+    """
     m, packed = run.model, run.data.masks_documents
     segments = run.data.most_documents if packed else 1
     return tuple(
@@ -33,6 +29,8 @@ def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
             windows.window(m, kind),
             m.attention_softcap,
             deterministic=run.train.deterministic,
+            sinks=m.attention_sinks,
+            value_dim=m.v_head_dim if m.v_head_dim != m.head_dim else 0,
         )
         for kind in dict.fromkeys(windows.kinds(m))
     )
@@ -48,8 +46,11 @@ def context_of(run: RunConfig, placement: Placement) -> Context:
 
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
-    """The attention kernel for training on devices like this one, and why it was chosen."""
-    split, specs = Split(context), attention_specs(run)
+    """Return the attention kernel for training on devices like this one, and why it was chosen."""
+    split, specs, hardware = Split(context), attention_specs(run), attention.Hardware.of(device)
+    if run.attention.forward == "fp8":
+        how = attention.KERNEL if hardware.platform == "gpu" else attention.EMULATED
+        specs = tuple(dataclasses.replace(spec, fp8=how) for spec in specs)
     places = run.data.seq_len // context.ring
 
     def asked(spec: attention.Spec) -> tuple[attention.Spec, int]:
@@ -60,5 +61,7 @@ def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel
             return spec, places // 2
         return window.inner_spec(spec), places // 2 + window.halo_tokens(spec, places // 2, split)
 
-    name, reason = attention.choose(run.attention.impl, [asked(spec) for spec in specs], hardware_of(device))
+    name, reason = attention.choose(run.attention.impl, [asked(spec) for spec in specs], hardware)
+    if run.attention.forward == "fp8":
+        reason += f"; forward pass in e4m3{', emulated' * (specs[0].fp8 == attention.EMULATED)}"
     return Kernel(name, specs, split), reason

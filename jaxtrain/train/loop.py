@@ -22,7 +22,7 @@ from jaxtrain.train import compiler, guard, state, step
 from jaxtrain.train.batch import HostBatch
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.evaluate import HeldOut, SampleWriter
-from jaxtrain.train.initial_state import Restored
+from jaxtrain.train.initial_state import Restored, continue_sources
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Compiled, Setup
@@ -220,8 +220,8 @@ class Loop:
         """Begin to save the newest state. Raises CheckpointError after too many failures in a row."""
         read = self.start.position.read(self.done)
         data: dict[str, Any] = {"tokens": read * self.run.tokens_per_step, "fingerprint": self.data.fingerprint}
-        if mixture := getattr(self.data, "mixture", None):
-            data["mixture"] = mixture(read * self.run.train.global_batch)
+        if mixture := getattr(self.data, "mixture", None):  # a user's own source may lack it
+            data["mixture"] = mixture.state(read * self.run.train.global_batch)
         meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
         self.saver.save(self.current, self.done, meta)
 
@@ -338,6 +338,7 @@ class Loop:
         services.console.warn(
             f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )
+        continue_sources(self.run, self.start, self.data, services.console.say)  # by the position past the skipped data
         services.writers.rewind(back)
         self.done = back
         self.metrics.drop()

@@ -1,8 +1,11 @@
-"""The training loss: a token-weighted sum, normalised once, over the whole batch of a step.
+"""The training loss: a sum over the global batch of a step, normalised once.
 
 A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`: this device's share of the weighted SUM over all tokens,
 given its tokens of the residual stream. A loss from outside the package gets the head by `spec.whole_head(head_VD)`. The step
 divides by the total weight of all microbatches, and by the number of devices with the same tokens (gradients.py).
+
+LOSSES has the losses of this package. Each may be divided by another number than the weight of the tokens, and return further
+sums by name, which the step reports. A loss from outside the package returns its sum alone.
 """
 
 import dataclasses
@@ -17,7 +20,8 @@ import jax.numpy as jnp
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.kernels.numerics import Numerics
-from jaxtrain.sharding import Placement, all_gather
+from jaxtrain.shapes import REWARD_METRICS
+from jaxtrain.sharding import Placement, all_gather, all_reduce, to_residual
 from jaxtrain.zero import Zero
 
 Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
@@ -34,13 +38,17 @@ class LossSpec:
     logit_softcap: float
     z_loss: float = 0.0  # see `cross_entropy`
     head_gradient: bool = True  # False where the head is frozen
+    documents: int = 0  # of pairs: in a row at most
+    beta: float = 0.1  # see `dpo`
+    label_smoothing: float = 0.0
 
     def whole_head(self, head_VD: Any) -> jax.Array:
         """Return the head, gathered over all devices, (V, D) in the compute dtype."""
         return all_gather(self.zero.gather_weight(head_VD, TABLE), self.placement.mesh_axes("vocab"), 0)
 
 
-LossFunction = Callable[[jax.Array, Any, Batch, LossSpec], jax.Array]
+Sums = dict[str, jax.Array]  # f32 () each
+LossFunction = Callable[[jax.Array, Any, Batch, LossSpec], jax.Array | tuple[jax.Array, Sums]]
 
 
 def cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
@@ -57,15 +65,20 @@ def cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossS
       head_VD: this device's shard; the loss gathers it.
       batch: targets and weights of the same tokens, (B, T).
     """
+    x_nD, head_DV, targets_BT, weights_BT, shared = _gathered(hidden_BTD, head_VD, batch, spec)
+    loss: Any = _cross_entropy(x_nD, head_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), spec)
+    return loss / spec.placement.size(shared)
+
+
+def _gathered(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> Any:
+    """Return (x_nD, head_DV, targets_BT, weights_BT, mesh axes along which devices now have the same tokens)."""
     p = spec.placement
     shared = tuple(a for a in p.sequence_parallel_axes if a in p.mesh_axes("vocab"))
     x_BTD, targets_BT, weights_BT = (all_gather(a, shared, 1) for a in (hidden_BTD, batch["targets"], batch["weights"]))
     # Transposed before it is gathered: with the sharded dimension first, the all-gather appends shards, and the gathered
     # head needs no transposition.
     head_DV = spec.zero.gather_weight(jax.tree.map(jnp.transpose, head_VD), TABLE[::-1])
-    x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    loss: Any = _cross_entropy(x_nD, head_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), spec)
-    return loss / p.size(shared)
+    return x_BTD.reshape(-1, x_BTD.shape[-1]), head_DV, targets_BT, weights_BT, shared
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -93,7 +106,7 @@ def _chunked(x_nD, head_DV, targets_n, weights_n, spec: LossSpec, gradients: boo
 
 
 def _forward(x_nD, head_DV, targets_n, weights_n, spec: LossSpec):
-    loss, d_x, d_head = _chunked(x_nD, head_DV, targets_n, weights_n, spec, gradients=True)
+    loss, d_x, d_head, _ = _chunked(x_nD, head_DV, targets_n, weights_n, spec, gradients=True)
     # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the compiler
     # would keep them until the reduction, which it starts as late as it likes.
     d_x, d_head = jax.lax.optimization_barrier((d_x, None if d_head is None else d_head.astype(head_DV.dtype)))
@@ -111,12 +124,112 @@ def _backward(spec: LossSpec, residuals, g):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy}
+def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Sums]:
+    """Return the sum over pairs of the DPO loss, f32 (), and the sums of REWARD_METRICS over pairs.
+
+    Of a pair (Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label smoothing eps that of Mitchell 2023, "A note on
+    DPO with noisy preferences"):
+
+        L(m) = -(1 - eps) log sigmoid(m) - eps log sigmoid(-m)
+        m = beta ((log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)))
+
+    where log p of a completion is the sum over its tokens, and ref is the model that training began with.
+
+    The gradient goes through the fused cross entropy, so that no logits are held and the layouts are those of `cross_entropy`.
+    L depends on the weights through the tokens' log-probabilities l_t alone, so dL = sum_t (dL/dl_t) dl_t with
+
+        dL/dl_t = beta L'(m) on chosen tokens, -beta L'(m) on rejected ones
+        L'(m) = -(1 - eps) sigmoid(-m) + eps sigmoid(m)
+
+    A first pass without gradients gives l_t, and with them L and these numbers. Then sum_t w_t (-l_t), the weighted cross
+    entropy with the constants w_t = -dL/dl_t, has exactly the gradient of L. Its value does not matter and is taken off again.
+    The first pass costs one more forward matmul with the head.
+
+    Args: as of `cross_entropy`; of the batch also segments, positions, reference.
+    """
+    gathered = _gathered(hidden_BTD, head_VD, batch, spec)
+    x_nD, head_DV, targets_BT, weights_BT, shared = gathered
+    log_probs_BM, tokens = _document_log_probs(gathered, batch, spec)
+    references_BM, present_BM = (_document_sums(a, tokens, spec, shared) for a in (tokens["reference"], tokens["first"]))
+    rewards_BM = spec.beta * (log_probs_BM - references_BM)
+    chosen_BP, rejected_BP, present_BP = rewards_BM[:, ::2], rewards_BM[:, 1::2], present_BM[:, ::2] > 0
+    margin_BP, eps = chosen_BP - rejected_BP, spec.label_smoothing
+    losses_BP = -(1 - eps) * jax.nn.log_sigmoid(margin_BP) - eps * jax.nn.log_sigmoid(-margin_BP)
+    slope_BP = -(1 - eps) * jax.nn.sigmoid(-margin_BP) + eps * jax.nn.sigmoid(margin_BP)
+
+    of_document_BM = -spec.beta * jnp.stack([slope_BP, -slope_BP], -1).reshape(rewards_BM.shape)
+    of_segment_BM = jnp.pad(of_document_BM, ((0, 0), (1, 0)))  # segment 0 is padding
+    constants_BT = weights_BT * jnp.take_along_axis(of_segment_BM, tokens["segments"], axis=1)
+    entropy: Any = _cross_entropy(x_nD, head_DV, targets_BT.reshape(-1), constants_BT.reshape(-1), spec)
+    entropy /= spec.placement.size(shared)
+
+    reported = (chosen_BP, rejected_BP, margin_BP > 0, margin_BP)
+    alike = spec.placement.size(spec.placement.mesh_axes("residual"))  # devices that have the same pairs
+    value, *sums = (jnp.sum(jnp.where(present_BP, a, 0.0)) / alike for a in (losses_BP, *reported))
+    return value + (entropy - jax.lax.stop_gradient(entropy)), dict(zip(REWARD_METRICS, sums, strict=True))
 
 
-def loss_function(name: str) -> LossFunction:
-    """By name, or a user's own as `package.module:name`."""
+def document_log_probs(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
+    """Return the log-probability of each document's tokens that count, f32 (B, M), the same on all devices of a sequence."""
+    return _document_log_probs(_gathered(hidden_BTD, head_VD, batch, spec), batch, spec)[0]
+
+
+def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Batch]:
+    """Return (log-probabilities of documents, f32 (B, M); what else is known of the gathered tokens, (B, T) each). It has no
+    gradient."""
+    x_nD, head_DV, targets_BT, weights_BT, shared = gathered
+    x_nD, head_DV = (jax.lax.stop_gradient(a) for a in (x_nD, head_DV))
+    operands = x_nD, head_DV, targets_BT.reshape(-1), weights_BT.reshape(-1)
+    losses_n: Any = _chunked(*operands, spec, gradients=False)[3]
+    log_probs_BT = -losses_n.reshape(targets_BT.shape)
+    # Tokens that were gathered are those that blocks have; others are those of the residual stream.
+    known = {k: batch[k] if shared else to_residual(batch[k], (), spec.placement) for k in ("segments", "positions")}
+    if "reference" in batch:
+        known["reference"] = batch["reference"] if shared else to_residual(batch["reference"], (), spec.placement)
+    known["first"] = jnp.asarray(known["positions"] == 0, jnp.float32)
+    return _document_sums(weights_BT * log_probs_BT, known, spec, shared), known
+
+
+def _document_sums(values_BT: jax.Array, tokens: Batch, spec: LossSpec, shared: tuple[str, ...]) -> jax.Array:
+    """Return the sum of each document's values over all devices of a sequence, f32 (B, M)."""
+    number_M = jnp.arange(1, 2 * (spec.documents // 2) + 1)
+    # Compared with every number, and not added up by index: GPUs would add in another order each time.
+    mine_BTM = tokens["segments"][..., None] == number_M[None, None]
+    sums_BM = jnp.sum(jnp.where(mine_BTM, values_BT[..., None], 0.0), axis=1)
+    return all_reduce(sums_BM, tuple(a for a in spec.placement.mesh_axes("residual") if a not in shared))
+
+
+def token_weight(batch: Batch) -> jax.Array:
+    """Return the weight of all tokens of a batch, f32 ()."""
+    return batch["weights"].sum()
+
+
+def pairs(batch: Batch) -> jax.Array:
+    """Return the number of pairs of a batch, f32 (): of chosen documents that begin in it."""
+    return jnp.sum((batch["positions"] == 0) & (batch["segments"] % 2 == 1), dtype=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss function and how the step treats its sums.
+
+    Attributes:
+      function: return this device's share of the sum; if the loss `reports`, also the other sums by name.
+      count: return the number of a batch, f32 (), that the sums are divided by.
+      reports: names of the other sums.
+    """
+
+    function: LossFunction
+    count: Callable[[Batch], jax.Array] = token_weight
+    reports: tuple[str, ...] = ()
+
+
+LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_METRICS)}
+
+
+def find_loss(name: str) -> Loss:
+    """Return the loss of a name, or a user's own, `package.module:name`."""
     if name in LOSSES:
         return LOSSES[name]
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return Loss(getattr(importlib.import_module(module), attribute))

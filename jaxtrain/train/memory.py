@@ -1,4 +1,4 @@
-"""What a step holds on each device, and what to say when that is too much."""
+"""Memory of a step on each device, and advice if the step needs too much."""
 
 import contextlib
 import dataclasses
@@ -78,7 +78,7 @@ def compile_to_fit(
         say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
         run, program = less, build(less, list(program.placement.mesh.devices.flat))
     if auto:
-        say(auto_remat.words(run.remat))
+        say(auto_remat.words(run))
     return run, program, compiled
 
 

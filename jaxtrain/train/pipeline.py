@@ -8,7 +8,8 @@ stack as they are made.
 
 The embedding and the head belong to no stage. Their tables are sharded by vocabulary over all, as over a tensor axis: each
 stage looks up its rows for the microbatch that enters, and computes its slice of the logits of the one that leaves. So no
-stage has more work than the others, and none a table of its own.
+stage has more work than the others, and none a table of its own. Dense layers before a stack with experts belong to no stage
+either: all stages run them for the microbatch that enters.
 """
 
 import dataclasses
@@ -194,7 +195,7 @@ class Pipeline:
             of = shared.where(mine)
             return layers.through(lambda x, layer, kind, _: model.layer(x, layer, of, kind), x, group), own
 
-        x, _ = self.in_turn(model.embed_tokens(micro["tokens"]), (), turn)
+        x, _ = self.in_turn(model.enter(micro["tokens"], shared), (), turn)
         return model.final_hidden(x)[0]
 
     def decode(self, model: Transformer, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -214,7 +215,8 @@ class Pipeline:
 
             return layers.through(layer, (x, kv), group)
 
-        x, kv = self.in_turn(model.embed_tokens(tokens_BT), cache.kv, turn)
+        x, cache = model.enter_with_cache(tokens_BT, shared, cache)
+        x, kv = self.in_turn(x, cache.kv, turn)
         return model.final_hidden(x)[0], dataclasses.replace(cache, kv=kv)
 
     def in_turn(self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -295,7 +297,8 @@ class _Step:
     def entry(self, u: jax.Array) -> Any:
         """Return the input of the first stage's forward pass u, where that is of its first group."""
         _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
-        return self.model.embed_tokens(self.micro(m)["tokens"])
+        micro = self.micro(m)
+        return self.model.enter(micro["tokens"], self.shared(micro))
 
     def forward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
         """Return this stage's forward pass of tick t, and its input."""
@@ -337,8 +340,9 @@ class _Step:
         w = t - self.schedule.wait - self.pipe.last
         valid = (w >= 0) & (w < self.schedule.units) & (self.stage == 0)
         _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]
-        tokens = self.micro(m)["tokens"]
-        _, vjp = jax.vjp(lambda ends: self.model_of(ends).embed_tokens(tokens), self.ends)
+        micro = self.micro(m)
+        shared = self.shared(micro)
+        _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(micro["tokens"], shared), self.ends)
         d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), dx)
         return dataclasses.replace(carry, ends=_added(carry.ends, vjp(d_entry)[0]))
 
@@ -367,7 +371,7 @@ class _Step:
     def run(self) -> tuple[Any, Params]:
         """Run all ticks."""
         micro = self.micro(jnp.int32(0))
-        x = self.model.embed_tokens(micro["tokens"])
+        x = self.model.enter(micro["tokens"], self.shared(micro))
         empty = jax.tree.map(jnp.zeros_like, x)
         self.tree, shapes = self.layers.saved(x, self.shared(micro))
         report = jax.eval_shape(lambda: self.objective(*self.model.final_hidden(x), self.model.head_VD, micro, self.total)[1])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import ConfigError, Problem, RunConfig, parts_of
 from jaxtrain.context import Context
+from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import grouped
 from jaxtrain.models.attention import Kernel, layer_kinds
 from jaxtrain.models.module import Definition, Params, names, part
@@ -25,9 +26,9 @@ from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.train.balance import Balance, is_bias
 from jaxtrain.train.batch import MICROBATCHES, abstract_batch
 from jaxtrain.train.definition import fp8_weights, make_definition, matches, numerics_of, trained_parameters
-from jaxtrain.train.gradients import Objective, make_gradients, make_loss
-from jaxtrain.train.kernel import choose_kernel, context_of, hardware_of
-from jaxtrain.train.loss import Batch, LossSpec, loss_function
+from jaxtrain.train.gradients import Objective, make_gradients, make_log_probs, make_loss
+from jaxtrain.train.kernel import choose_kernel, context_of
+from jaxtrain.train.loss import Batch, LossSpec, find_loss
 from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.train.stages import STAGE, Arrangement, Schedule, arrangement
 from jaxtrain.train.state import TrainState, abstract_state, shardings
@@ -50,8 +51,9 @@ class Program:
     batch: Batch  # abstract, (A, B, T)
     eval_batch: Batch  # abstract, (1, B, T)
     train_step: Any  # jitted: (state, batch) -> (state, metrics)
-    eval_step: Any  # jitted: (params, eval_batch) -> (sum of weighted losses, sum of weights)
-    gradients: Any  # jitted: (params, batch) -> ((loss, statistics of experts), gradients)
+    eval_step: Any  # jitted: (params, eval_batch) -> (sum of the loss, what to divide it by, sums that the loss reports)
+    gradients: Any  # jitted: (params, batch) -> ((loss, other sums), gradients)
+    log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
 
     @property
     def context(self) -> Context:
@@ -80,7 +82,7 @@ class Program:
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
-        return plan.trips(stage_layout.per_group if stage_layout else run.model.num_layers)
+        return plan.trips(stage_layout.per_group if stage_layout else run.model.stacked_layers)
 
     @property
     def rounds(self) -> bool:
@@ -102,7 +104,7 @@ def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangeme
     """Return how a step keeps experts evenly loaded. Biases of frozen layers do not move, nor do any beside adapters."""
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
-    stage_layout = stage_layout or Arrangement(run.model.num_layers)
+    stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
     return Balance(run.moe, run.model.num_experts, stage_layout.turns, stage_layout.order, moves)
 
 
@@ -136,8 +138,10 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
     """Return the objective of a train step."""
     head = "embed.embedding" if run.model.tied_head else "head"
     head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
-    spec = LossSpec(zero.numerics, placement, zero, run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns)
-    return Objective(placement, loss_function(run.loss.name), spec, balance)
+    of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
+    how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
+    spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs)
+    return Objective(placement, find_loss(run.loss.name), spec, balance)
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:
@@ -159,7 +163,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     placement = make_placement(run, devices)
     kernel, kernel_reason = choose_kernel(run, context_of(run, placement), devices[0])
     if run.model.num_experts:
-        grouped.check(run.moe.impl, hardware_of(devices[0]))
+        grouped.check(run.moe.impl, Hardware.of(devices[0]), numerics_of(run).compute)
     definition = make_definition(run, placement, kernel)
     numerics = numerics_of(run)
     stage_layout = arrangement(run, placement.size(STAGE))
@@ -179,8 +183,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     # The arrays.
     state = abstract_state(definition, tx, placement, offload, trained, stage_layout)
     rows = run.train.global_batch // run.train.grad_accum
-    batch = abstract_batch(placement, (run.train.grad_accum, rows, run.data.seq_len))
-    eval_batch = abstract_batch(placement, (1, rows, run.data.seq_len))
+    batch = abstract_batch(placement, (run.train.grad_accum, rows, run.data.seq_len), run.loss.of_pairs)
+    eval_batch = abstract_batch(placement, (1, rows, run.data.seq_len), run.loss.of_pairs)
 
     # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
     zero = make_zero(run, placement, numerics)
@@ -190,7 +194,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
     param_specs = definition.specs(placement)
     in_specs = param_specs, placement.spec(MICROBATCHES)
-    report_specs = P(), P() if balance else ()
+    report_specs = jax.tree.map(lambda _: P(), jax.eval_shape(lambda: objective.nothing))
     gradients = placement.shard_map(local, in_specs, (report_specs, part(param_specs, trained)))
 
     train_step = make_train_step(
@@ -203,10 +207,14 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         balance=balance,
     )
     held_out = dataclasses.replace(objective, spec=dataclasses.replace(objective.spec, z_loss=0.0), balance=None)
-    eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P()))
+    sums = dict.fromkeys(objective.loss.reports, P())
+    eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P(), sums))
+    of_documents = placement.spec((None, "batch", None))
+    log_probs = placement.shard_map(make_log_probs(definition, zero, held_out, in_fp8, pipe), in_specs, of_documents)
 
-    metrics = ("loss", "grad_norm", "lr", "verdict", *(EXPERT_METRICS if balance else ()))
+    metrics = ("loss", "grad_norm", "lr", "verdict", *objective.loss.reports, *(EXPERT_METRICS if balance else ()))
     whole = replicated(placement)
+    in_shardings = shardings(state.params), shardings(eval_batch)
     return Program(
         run,
         placement,
@@ -226,6 +234,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
             # Arrays of a batch that the kernel does not read stay arguments, so that plans find all of them.
             keep_unused=True,
         ),
-        eval_step=jax.jit(eval_step, in_shardings=(shardings(state.params), shardings(batch)), out_shardings=(whole, whole)),
+        eval_step=jax.jit(eval_step, in_shardings=in_shardings, out_shardings=whole),
         gradients=jax.jit(gradients),
+        log_probs=jax.jit(log_probs, in_shardings=in_shardings, out_shardings=whole),
     )

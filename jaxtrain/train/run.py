@@ -41,11 +41,12 @@ from jaxtrain.signals import Stop
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
 from jaxtrain.trackers import TrackerError, open_trackers
-from jaxtrain.train import state
+from jaxtrain.train import references, state
 from jaxtrain.train.evaluate import SampleWriter
-from jaxtrain.train.initial_state import Restored, choose_start, restore
+from jaxtrain.train.initial_state import Restored, choose_start, continue_sources, restore
 from jaxtrain.train.loop import Loop
 from jaxtrain.train.memory import OutOfMemory, check_free_memory, out_of_memory_explained
+from jaxtrain.train.references import META, References
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_times, open_checkpoints
@@ -57,7 +58,7 @@ from jaxtrain.validate.places import remote
 from jaxtrain.watchdog import Watchdog, parse_budgets
 
 if TYPE_CHECKING:
-    from jaxtrain.checkpoint.place import AnyPath
+    from etils import epath
 
 DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
 AGREE_S = 600.0  # processes wait for each other so long at the start
@@ -71,7 +72,7 @@ class Result:
     reason: str  # in words, as in receipt.json
     step: int  # optimizer steps done
     metrics: dict[str, Any]  # the newest train line of metrics.jsonl; empty if there is none
-    checkpoints: "AnyPath"  # the folder of the checkpoints, or its address in a bucket
+    checkpoints: "epath.Path"  # the folder of the checkpoints, or its address in a bucket
     error: Exception | None = None  # the exception that ended it; `run` raises it
 
 
@@ -208,6 +209,7 @@ def train_attempt(
             setup = check_setup(run, workdir, launch, checkpoints, own_process)  # writes nothing
             workdir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_workdir(setup, overlay, peers))
+            check_references(setup, peers)
             services = stack.enter_context(open_services(setup, overlay, own_process, watchdog, ending))
         except ConfigError as error:
             return Result(REFUSED, str(error), 0, {}, checkpoints.directory, error)
@@ -245,6 +247,23 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
     finally:
         if handle is not None and handle != NO_LOCK:
             os.close(handle)
+
+
+def check_references(setup: Setup, peers: Peers) -> None:
+    """Check the reference log-probabilities of a run on preference pairs that resumes after training all weights.
+
+    Process 0 reads the files. Raises SharedRefusal on all processes.
+    """
+    run, start = setup.run, setup.start
+    if not (run.loss.of_pairs and start.resumed and not setup.program.adapters):
+        return
+    problems: list[Problem] = []
+    if jax.process_index() == 0:
+        saved = setup.checkpoints.meta(start.step)
+        problems = references.check(run, setup.workdir, start.step, saved, [setup.data, *setup.held_out.values()])
+    found = json.loads(peers.gather("references", json.dumps([dataclasses.astuple(p) for p in problems]), AGREE_S)[0])
+    if found:
+        raise SharedRefusal([Problem(*each) for each in found])
 
 
 NO_LOCK = -1
@@ -313,7 +332,6 @@ def open_services(
         writers.close(FAILED)
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
     ending.receipt = receipt
-    metrics.write_atomic(workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
     if preflight := receipt.preflight:
         metrics.write_atomic(workdir / "preflight.json", json.dumps(preflight, indent=1) + "\n")
     born = time.time() - (process_age_s() if own_process else 0.0)
@@ -394,12 +412,12 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
 def train_steps(setup: Setup, services: Services, saver: Saver, start_times: StartTimes, ending: Ending) -> tuple[int, str]:
     """Compile, restore, take the steps, and save the last one. Return (exit code, reason)."""
     run, console, steps = setup.run, services.console, setup.run.train.steps
-    print_summary(run, setup.program, setup.start, setup.data, setup.checkpoints.directory, console)
+    print_summary(run, setup.program, setup.start, setup.data, setup.held_out, setup.checkpoints.directory, console)
     if not setup.asked.data.max_segments and run.data.masks_documents:
         console.say(f"data: up to {run.data.max_segments} documents in a sequence")
 
     def first_state(asked: RunConfig, setup: Setup) -> Restored:
-        restored = restore(setup.run, asked, setup.program, setup.start, setup.checkpoints, setup.data, services)
+        restored = restore(setup.run, asked, setup.program, setup.start, setup.checkpoints, services)
         saver.newest = restored.start.step if restored.start.resumed else -1
         ending.step = restored.start.step
         return restored
@@ -408,8 +426,10 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
     if setup.start.step == steps:
         restored = first_state(setup.asked, setup)
         if restored.start.step == steps:
+            services.receipt.took_no_step = True
             return DONE, nothing_left(setup, restored, services)
         # The last checkpoint was damaged, and the one before is not the end.
+    metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
     start_times.end("open")
     if run.checkpoint.every_steps:
         saver.snapshots.reserve()  # takes minutes for a large state, beside compiling
@@ -420,10 +440,13 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 
     with out_of_memory_explained(setup.run, compiled.memory):
         restored = restored or first_state(setup.asked, setup)
+        continue_sources(setup.run, restored.start, setup.data, console.say)
         rewind_metrics(setup, restored, services)
         jax.block_until_ready(restored.state)
         start_times.end("restore" if restored.start.resumed else "initial state")
         check_free_memory(setup.program, compiled.train, jax.local_devices())
+        if run.loss.of_pairs and not learn_references(setup, restored, saver, services):
+            return stopped(restored.start.step, saver, services)
 
         def restore_newest() -> Restored:
             """For a rollback: the newest good checkpoint, also if the command named an older one."""
@@ -451,6 +474,14 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             )
         loop.samples.write(state.weights(loop.current), loop.done)
     return DONE, f"{loop.done} steps done"
+
+
+def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
+    """Make the reference model's log-probabilities known to the data. Return False if the run was asked to stop meanwhile."""
+    saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
+    references = References(setup.run, setup.program, restored, saved, services)
+    saver.remember(**{META: references.digest})
+    return references.learn(setup.workdir, [setup.data, *setup.held_out.values()])
 
 
 def without_step(run: RunConfig) -> RunConfig:

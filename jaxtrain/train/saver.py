@@ -42,6 +42,10 @@ class Saver:
         self.blocked_s = 0.0  # the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
 
+    def remember(self, **facts: Any) -> None:
+        """Add facts to meta.json of every checkpoint from here on."""
+        self._meta |= facts
+
     def prepare(self) -> None:
         """Begin to compile and import, in other threads, so that the first save is as fast as the others."""
         self.snapshots.prepare()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import generate, hardware, profiling, samples
+from jaxtrain import generation, hardware, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.data.pipeline import with_documents
@@ -91,7 +91,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         # Samples come late. A tokenizer that is missing, or of another model, must not end the run then.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
-            generate.prompt_ids(tokenizer, prompt, run.model.vocab_size)
+            generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
     return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer)

@@ -1,4 +1,5 @@
-"""How layers lie on pipeline stages, and when each stage does what. Numbers only, no jax: checks, plans and the step read it.
+"""Schedules of pipeline stages: the layers of each stage, and the order of its passes. Numbers only, no jax: checks, plans and
+the step read it.
 
 A stage holds `groups` groups of neighbouring layers. Group q of all lies on stage q % stages, so a microbatch passes through
 all stages once for each group that a stage holds (Narayanan et al. 2021, arXiv:2104.04473, section 2.2; one group: a plain
@@ -76,7 +77,7 @@ def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
     """How a run's layers lie on so many stages; None on one."""
     if stages == 1:
         return None
-    return Arrangement(run.model.num_layers, stages, run.pipeline.groups if run.pipeline.schedule == "interleaved" else 1)
+    return Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if run.pipeline.schedule == "interleaved" else 1)
 
 
 @dataclasses.dataclass(frozen=True)

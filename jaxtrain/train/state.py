@@ -1,4 +1,4 @@
-"""The train state: how it is stored on devices, and what its tensors are called outside.
+"""The train state: its storage on devices, and the names of its tensors in checkpoints.
 
 Only this file knows how the master weights are stored, that layers are stacked, and which layer lies where in a stack.
 Checkpoints see `to_tensors`: one named array per layer and tensor, the same names whatever the layout in memory was.

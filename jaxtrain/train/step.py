@@ -13,7 +13,7 @@ from jaxtrain.models.module import Params, filled, part
 from jaxtrain.optim.update import Update
 from jaxtrain.train import guard
 from jaxtrain.train.balance import Balance
-from jaxtrain.train.gradients import Report
+from jaxtrain.train.gradients import EXPERTS, Report
 from jaxtrain.train.loss import Batch
 from jaxtrain.train.state import TrainState, weights
 
@@ -37,7 +37,8 @@ def make_train_step(
     can react first.
 
     Metrics, f32 (): `loss` (nats per token before the update, with z-loss, without the experts' auxiliary losses), `grad_norm`
-    (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts add shapes.EXPERT_METRICS.
+    (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts add shapes.EXPERT_METRICS, and a
+    loss what it reports (loss.Loss.reports).
 
     Args:
       gradients: of all trained parameters (`make_gradients`), sharded like them.
@@ -49,7 +50,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        (value, statistics), grads = gradients(weights(state), batch)
+        (value, report), grads = gradients(weights(state), batch)
         with jax.named_scope("optimizer"):
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
@@ -58,10 +59,11 @@ def make_train_step(
             old = part(state.params, trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
             params = filled(state.params, params)
-            params = balance.moved(params, statistics, verdict == guard.TAKEN) if balance else params
+            params = balance.moved(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
             done = state.step + (verdict != guard.HELD)
         new = TrainState(done.astype(jnp.int32), params, optimizer, guarded, state.layers)
         metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
-        return new, metrics | balance.metrics(statistics) if balance else metrics
+        metrics |= {name: x for name, x in report.items() if name != EXPERTS}
+        return new, metrics | balance.metrics(report[EXPERTS]) if balance else metrics
 
     return train_step

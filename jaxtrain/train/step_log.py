@@ -13,7 +13,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.monitor import MfuAlert, Monitor
 from jaxtrain.plan.expect import Watch
 from jaxtrain.progress import Console
-from jaxtrain.shapes import EXPERT_METRICS
+from jaxtrain.shapes import EXPERT_METRICS, REWARD_METRICS
 from jaxtrain.train import guard, step
 from jaxtrain.train.batch import HostBatch
 from jaxtrain.train.services import Services
@@ -28,7 +28,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     verdict: int  # guard.TAKEN, or the reason why the step was skipped
-    experts: dict[str, float]
+    more: dict[str, float]  # of a model with experts EXPERT_METRICS, of a loss of pairs REWARD_METRICS
     batch: HostBatch  # the rows of this process
 
     @property
@@ -62,9 +62,9 @@ class PendingMetrics:
             return None
         (done, metrics, batch), self._pending = self._pending, None
         found = jax.device_get(metrics)
-        experts = {name: float(found[name]) for name in EXPERT_METRICS if name in found}
+        more = {name: float(found[name]) for name in (*REWARD_METRICS, *EXPERT_METRICS) if name in found}
         loss, norm, lr = (float(found[name]) for name in ("loss", "grad_norm", "lr"))
-        return StepMetrics(done, loss, norm, lr, int(found["verdict"]), experts, batch)
+        return StepMetrics(done, loss, norm, lr, int(found["verdict"]), more, batch)
 
 
 class StepLog:
@@ -106,9 +106,12 @@ class StepLog:
             "memory_gib": in_use,
             "peak_memory_gib": peak,
             "skipped_steps": skipped,
-            **found.experts,
+            **found.more,
         }
         writers.train(**line)
+        sources_read = getattr(self._data, "sources_read", None)  # a user's own source may lack it
+        for source in sources_read(batches) if sources_read else ():
+            writers.source(step=found.step, **source)
         console.step(line)
         for warning in self._watch.note(line["step_time_s"], peak) if self._watch else ():
             console.warn(warning)

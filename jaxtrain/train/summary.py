@@ -19,10 +19,20 @@ from jaxtrain.train.stages import IDLE, Schedule
 LOST = 0.05  # of the tokens of conversations: more of them lost is worth a warning
 
 
-def print_summary(run: RunConfig, program: Program, start: Start, data: Any, directory: Any, console: Console) -> None:
+def print_summary(
+    run: RunConfig,
+    program: Program,
+    start: Start,
+    data: Any,
+    held_out: Mapping[str, Any],
+    directory: Any,
+    console: Console,
+) -> None:
     """Write batch, model, mesh, data and the start of a run to the log and the terminal.
 
-    Args: directory: of the checkpoints.
+    Args:
+      held_out: held-out data by name.
+      directory: of the checkpoints.
     """
     mesh, say = program.placement.mesh, console.say
     shards = program.placement.size(program.placement.mesh_axes("batch"))
@@ -69,6 +79,12 @@ def print_summary(run: RunConfig, program: Program, start: Start, data: Any, dir
             f"{'loses' if conversations == 1 else 'lose'} {lost:,} of all {held:,} tokens ({lost / held:.1%}). "
             "A higher data.seq_len keeps them."
         )
+    for name, batches in {"data": data, **{f"held-out {k}".strip(): x for k, x in held_out.items()}}.items():
+        if left_out := getattr(batches, "left_out", 0):
+            say(
+                f"{name}: {counted(left_out, 'pair')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
+                f"{'is' if left_out == 1 else 'are'} left out. A higher data.seq_len takes them in."
+            )
     for name, filled in getattr(data, "sparse", {}).items():
         say(
             f"data: rows of {name} are {filled:.0%} full, since each holds at most data.max_segments={run.data.max_segments} "

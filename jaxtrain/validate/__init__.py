@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config, flops, windows
+from jaxtrain import config, flops, installed, windows
 from jaxtrain.activations import parse_tensors
 from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
 from jaxtrain.environment import overlay
@@ -20,9 +20,10 @@ from jaxtrain.hardware import REPEATABLE, Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8
-from jaxtrain.precision import WEIGHTS, eight_bit, matmuls, unsupported
+from jaxtrain.precision import eight_bit, matmuls, unsupported
 from jaxtrain.resume import check_allow_change
 from jaxtrain.timelimit import limit_s
+from jaxtrain.validate.latent import check_latent
 from jaxtrain.validate.layout import check_layout, mesh_sizes
 from jaxtrain.validate.places import check_places
 from jaxtrain.watchdog import parse_budgets
@@ -60,7 +61,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
         reported = {p.key for p in problems}
-        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0)
+        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss)
         problems += [p for p in found if p.key not in reported]
     return problems
 
@@ -72,6 +73,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     bad = {p.key for p in problems}
     problems += check_layout(run, devices, bad)
     problems += _model(run, bad)
+    problems += check_latent(run, bad)
     problems += _remat(run, bad)
     problems += _fp8(run, devices, bad)
     problems += config.parse_options(run.compiler.options)[1]
@@ -81,6 +83,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += _repeatable(run, devices)
     problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     problems += _lora(run, bad)
+    problems += _pairs(run, bad)
     return problems
 
 
@@ -151,6 +154,12 @@ def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
         rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
         yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
+    if m.rope_scaling == "yarn" and 0 < m.rope_beta_fast <= m.rope_beta_slow:
+        rule = f"must be above model.rope_beta_slow = {m.rope_beta_slow:g}"
+        yield Problem("model.rope_beta_fast", m.rope_beta_fast, rule, "YaRN has 32 and 1.")
+    if m.rope_scaling == "yarn" and 0 < m.rope_base <= 1:
+        rule = "must be above 1 with model.rope_scaling = yarn, which divides by its logarithm"
+        yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
 
 
 def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -183,6 +192,8 @@ def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
 
 
 def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    if run.attention.forward == "fp8":
+        yield from _attention_fp8(run, devices, bad)
     if run.attention.impl == "pallas":
         yield from _pallas(run, devices, bad)
     if run.attention.impl != "cudnn":
@@ -202,7 +213,7 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
         yield refuse(f"packed documents need a GPU from Hopper (sm90) on; {devices.name} is sm{sm}", remedy)
     elif devices.kind == "gpu" and run.train.deterministic and run.data.masks_documents:
         rule = "with train.deterministic cuDNN has 2 bytes of workspace for each score of each packed document"
-        yield refuse(rule, "Set attention.impl to auto, which takes pallas.")
+        yield refuse(rule, "Set attention.impl to auto.")
     if run.precision == "f32":
         yield refuse("cuDNN attention has no float32", f"{other}, or precision to bf16.")
     most = 128 if 0 < sm < 90 else 256
@@ -212,16 +223,31 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
         yield refuse(f"cuDNN has no soft cap (model.attention_softcap = {run.model.attention_softcap:g})")
 
 
+def _attention_fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
+    def refuse(rule: str, remedy: str = "Set attention.forward to compute.") -> Problem:
+        return Problem("attention.forward", "fp8", rule, remedy)
+
+    if devices.kind == "gpu" and devices.sm not in (0, 90):
+        yield refuse(f"FP8 attention needs Hopper's WGMMA (sm90); {devices.name} is sm{devices.sm}")
+    if run.precision == "f32":
+        yield refuse("FP8 attention computes its backward pass in bf16", "Set precision to bf16 or fp8.")
+    on_gpu = devices.kind == "gpu" and "model.head_dim" not in bad
+    if on_gpu and (run.model.head_dim > 192 or run.model.head_dim % 8):
+        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most 192 there")
+
+
 def _pallas(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     def refuse(rule: str) -> Problem:
         return Problem("attention.impl", "pallas", rule, "Set attention.impl to auto or chunked.")
 
-    sm = devices.sm if devices.kind == "gpu" else 0
-    if 0 < sm < 80:
-        yield refuse(f"Pallas attention needs a GPU from Ampere (sm80) on; {devices.name} is sm{sm}")
-    most = 256 if sm in (0, 80, 90, 100, 103) else 128  # the others have less shared memory
-    if "model.head_dim" not in bad and (run.model.head_dim > most or run.model.head_dim % 8):
-        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most {most} there")
+    if devices.kind != "gpu":
+        yield refuse(f"the Pallas kernels need a GPU, and the run would be on {devices.name} ({devices.source})")
+    elif devices.sm not in (0, 90):
+        yield refuse(f"the Pallas kernels need Hopper's WGMMA (sm90); {devices.name} is sm{devices.sm}")
+    if run.precision == "f32":
+        yield refuse("the Pallas kernels have no float32")
+    if "model.head_dim" not in bad and (run.model.head_dim > 256 or run.model.head_dim % 8):
+        yield refuse(f"model.head_dim = {run.model.head_dim} must be a multiple of 8 and at most 256 there")
 
 
 def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -341,7 +367,7 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     targets, key = parts_of(run.lora.targets), "lora.targets"
     if not targets:
         yield Problem(key, run.lora.targets, "names no weight", "Name some, as wq,wv, or set lora.rank to 0.")
-    known = [name.rpartition(".")[2] for name in WEIGHTS]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in matmuls(run.model)))
     for target in targets if run.model.family in FAMILIES else ():
         if target not in known:
             yield Problem(key, run.lora.targets, f"no weight that can be adapted is called {target!r}", nearest(target, known))
@@ -357,6 +383,20 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
             yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
 
 
+def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    """Return the settings that a loss of pairs excludes."""
+    if not run.loss.of_pairs:
+        return
+    if not run.data.masks_documents:
+        rule = "loss.name=dpo compares documents of a sequence, each of which must see itself alone"
+        yield Problem("data.packing", run.data.packing, rule, "Set documents.")
+    if run.data.max_segments == 1:
+        yield Problem("data.max_segments", 1, "the two members of a pair are in one sequence", "Set 0, or 2 or more.")
+    if run.loss.z_loss > 0 and "loss.z_loss" not in bad:
+        rule = "is no part of loss.name=dpo, whose logits are held near those of the reference model by loss.beta"
+        yield Problem("loss.z_loss", run.loss.z_loss, rule, "Set 0.")
+
+
 def _shown(run: RunConfig) -> Iterable[Problem]:
     """Samples that would never be written, and a tracker that is not there."""
     if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
@@ -366,7 +406,7 @@ def _shown(run: RunConfig) -> Iterable[Problem]:
     if where and not re.fullmatch(r"([^\s/\\#?%:]+/)?[^\s/\\#?%:]+", where):
         yield Problem("log.wandb", where, "must be PROJECT or ENTITY/PROJECT", "For example --config.log.wandb=pretraining.")
     elif where and importlib.util.find_spec("wandb") is None:
-        remedy = "Install it (pip install wandb; it is the extra `wandb` of pyproject.toml), or set log.wandb to ''."
+        remedy = f"Set log.wandb to '', or install it. {installed.remedy('wandb')}"
         yield Problem("log.wandb", where, "the package wandb is not installed", remedy)
 
 

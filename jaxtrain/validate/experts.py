@@ -1,4 +1,4 @@
-"""What experts ask of the keys that speak of them, and of the mesh."""
+"""Checks of the keys and the mesh of a model with experts."""
 
 import dataclasses
 import fnmatch
@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping
 from jaxtrain.config import EXPERT_AXIS, Model, Moe, Problem, RunConfig, parts_of
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
-from jaxtrain.precision import EXPERTS, WEIGHTS, eight_bit
+from jaxtrain.precision import EXPERTS, eight_bit, matmuls
 
 # Keys that are read only where there are experts, with what they are elsewhere.
-OF_MODEL = ("experts_per_token", "router", "renormalize", "router_bias", "shared_d_ff")
+OF_MODEL = (
+    *("experts_per_token", "router", "renormalize", "router_bias", "router_logit_bias", "expert_bias", "shared_d_ff"),
+    *("routed_scaling", "router_groups", "groups_per_token"),
+)
 ROUTER = "layers.mlp.router"
-PALLAS_SM = 80  # compute capability (times ten) from which the Pallas kernel runs
+PALLAS_SM = 90  # compute capability (times ten) of the GPUs that the Pallas kernels run on
 
 
 def check_experts(
@@ -29,6 +32,7 @@ def check_experts(
         rule = f"there are only model.num_experts = {m.num_experts} experts"
         remedy = f"Set 1 to {m.num_experts}." if m.num_experts > 1 else "Set 1."
         yield Problem("model.experts_per_token", m.experts_per_token, rule, remedy)
+    yield from _groups(m, bad)
     frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
         rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
@@ -55,30 +59,59 @@ def check_experts(
     if not m.router_bias and run.moe.bias_rate != Moe().bias_rate:
         rule = "is read only with model.router_bias"
         yield Problem("moe.bias_rate", run.moe.bias_rate, rule, "Set model.router_bias=true, or leave it out.")
-    if devices.kind == "gpu" and 0 < devices.sm < PALLAS_SM and run.moe.impl in ("auto", "pallas"):
-        rule = f"the Pallas kernel needs a GPU from Ampere (sm{PALLAS_SM}) on; {devices.name} is sm{devices.sm}"
-        yield Problem("moe.impl", run.moe.impl, rule, "Set ragged.")
-    yield from _fp8(run, ranks)
+    if run.moe.impl == "pallas":
+        yield from _pallas(run, devices)
+    yield from _fp8(run, devices, ranks)
     adapted = [t for t in parts_of(run.lora.targets) if f"layers.mlp.{t}" in EXPERTS]
     if run.lora.rank > 0 and adapted:
         rule = f"the weights of experts take no adapters, and {', '.join(adapted)} are theirs"
         yield Problem("lora.targets", run.lora.targets, rule, "Name weights of attention: wq,wk,wv,wo.")
 
 
-def _fp8(run: RunConfig, ranks: int) -> Iterable[Problem]:
-    """Products in 8 bits are of experts that have the same number of rows each (kernels/experts/eight.py)."""
-    wanted, alone = EXPERTS & eight_bit(run, WEIGHTS)[0], ranks == run.model.num_experts
+def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
+    """Yield what is wrong with the groups of experts that a token chooses among."""
+    if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
+        return
+    if m.num_experts % m.router_groups:
+        rule = f"does not divide model.num_experts = {m.num_experts}"
+        yield Problem("model.router_groups", m.router_groups, rule, "Set 1, or a divisor.")
+    elif m.groups_per_token > m.router_groups:
+        rule = f"there are only model.router_groups = {m.router_groups} groups"
+        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set 1 to {m.router_groups}.")
+    elif m.num_experts >= m.experts_per_token > (most := m.num_experts // m.router_groups * m.groups_per_token):
+        rule = f"has only {most} experts for model.experts_per_token = {m.experts_per_token}"
+        least = -(-m.experts_per_token * m.router_groups // m.num_experts)
+        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set {least} or more.")
+
+
+def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
+    """Yield what the Pallas kernels cannot do (kernels/experts/grouped.py)."""
+    if devices.kind != "gpu":
+        rule = f"the Pallas kernels need a GPU, and the run would be on {devices.name} ({devices.source})"
+        yield Problem("moe.impl", "pallas", rule, "Set auto.")
+    elif devices.sm not in (0, PALLAS_SM):
+        rule = f"the Pallas kernels need Hopper's WGMMA (sm{PALLAS_SM}); {devices.name} is sm{devices.sm}"
+        yield Problem("moe.impl", "pallas", rule, "Set auto.")
+    if run.precision == "f32":
+        yield Problem("moe.impl", "pallas", "the Pallas kernels have no float32", "Set auto, or precision to bf16.")
+
+
+def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
+    """Yield where there are no products in 8 bits of uneven numbers of rows (kernels/experts/eight.py)."""
+    wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
     # Another family's weights have names that are known once it is made.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:
         return
     names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))
     remedy = f"or moe.capacity_factor, or leave them in bfloat16: fp8.exclude={names}."
-    if not alone:
-        rule = "several experts of a device have uneven numbers of rows, of which there is no product in 8 bits"
-        yield Problem("precision", run.precision, rule, f"Set mesh.expert={run.model.num_experts}, {remedy}")
-    elif run.moe.impl != "auto":
-        rule = f"moe.impl = {run.moe.impl} has no product in 8 bits"
+    if run.moe.impl == "ragged":
+        rule = "moe.impl = ragged has no product in 8 bits"
         yield Problem("precision", run.precision, rule, f"Set moe.impl=auto, {remedy}")
+    elif not alone and devices.kind == "gpu" and devices.sm not in (0, PALLAS_SM):
+        rule = (
+            f"only Hopper multiplies uneven numbers of rows of a device's experts in 8 bits; {devices.name} is sm{devices.sm}"
+        )
+        yield Problem("precision", run.precision, rule, f"Set mesh.expert={run.model.num_experts}, {remedy}")
 
 
 def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:

@@ -1,4 +1,4 @@
-"""What the mesh and sharding.rules ask of everything that is split: sizes that divide, and axes that do not clash."""
+"""Checks of the mesh and sharding.rules: sizes that divide, and mesh axes that do not clash."""
 
 import math
 from collections.abc import Iterable
@@ -34,12 +34,19 @@ EXPERTS = {
 }
 
 
+# Those of latent attention, instead of ATTENTION. Their latents are sharded as the model dimension is.
+ATTENTION = ("attention.wq", "attention.wk")
+LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layers", "embed", "heads", "head_dim")}
+
+
 def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Arrays of a run's model."""
-    m = run.model
+    """Return the arrays of a run's model."""
+    m, found = run.model, ARRAYS
+    if m.kv_lora_rank:
+        found = {name: axes for name, axes in found.items() if name not in ATTENTION} | LATENT
     if not m.num_experts:
-        return ARRAYS
-    return {name: axes for name, axes in ARRAYS.items() if m.shared_d_ff or name != SHARED} | EXPERTS
+        return found
+    return {name: axes for name, axes in found.items() if m.shared_d_ff or name != SHARED} | EXPERTS
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -143,6 +150,10 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         ("model.d_model", "embed"),
         ("data.seq_len", "residual"),
     ]
+    if run.model.kv_lora_rank:
+        dimensions += [("model.kv_lora_rank", "embed"), ("model.q_lora_rank", "embed")]
+    if run.model.dense_layers:
+        dimensions += [("model.dense_d_ff", "mlp")]
     if run.model.num_experts:
         dimensions += [("model.shared_d_ff", "mlp"), ("model.d_model", "expert_embed")]
     for key, axis in dimensions:
@@ -190,6 +201,10 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
         yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
         return
     key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
+    if key and m.kv_lora_rank and not run.lora.rank:
+        rule = "blocks are not cut of the weights of latent attention"
+        yield Problem(key, INT8, rule, "Set bf16.")
+        return
     own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
     if key is None or run.lora.rank or name not in groups.METHODS or m.family not in FAMILIES or bad & own:
         return
@@ -221,10 +236,14 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
     """No mesh axis (of size above 1) splits two dimensions of one array, and the kernels can follow the rules."""
+    wrong: dict[str, tuple[str, str]] = {}
     for axis, rule, remedy in wrong_rules(table):
+        wrong.setdefault(axis, (rule, remedy))  # each wrong rule is one problem
+    for axis, (rule, remedy) in wrong.items():
         yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
     seen = set()
     for array, axes in arrays_of(run).items():
+        axes = [axis for axis in axes if axis not in wrong]
         for i, first in enumerate(axes):
             for second in axes[i + 1 :]:
                 both = set(table[first]) & set(table[second])

@@ -1,4 +1,4 @@
-"""What pipeline stages ask of layers, microbatches, and what layers keep for their backward pass."""
+"""Checks of pipeline stages: layers, microbatches, and saved activations."""
 
 from collections.abc import Iterable, Mapping
 
@@ -51,7 +51,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}
     lying = None if bad & own or letters or context.ring == 1 else arrangement(run, stages)
-    if lying is None or run.model.num_layers < lying.stages * lying.groups:
+    if lying is None or run.model.stacked_layers < lying.stages * lying.groups:
         return
     kinds, first = windows.kinds(run.model), windows.kinds(run.model)[0]
     # An empty place runs as a layer of the first kind does.
@@ -83,21 +83,26 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
         return
     count = lying.stages * lying.groups
     of = f"mesh.stage = {stages}" + (f" x pipeline.groups = {lying.groups}" if lying.groups > 1 else "")
-    if run.model.num_layers < count:
+    if run.model.stacked_layers < count:
         rule = f"some of the {count} groups of layers ({of}) would be empty"
-        yield Problem("model.num_layers", run.model.num_layers, rule, f"Set {count} or more, or a smaller mesh.stage.")
+        yield Problem(
+            "model.num_layers",
+            run.model.num_layers,
+            rule,
+            f"Set {count + run.model.dense_layers} or more, or a smaller mesh.stage.",
+        )
     elif (
-        run.model.num_layers % count
+        run.model.stacked_layers % count
         and run.model.num_experts
         and EXPERT_AXIS in table["experts"]
         and not run.moe.capacity_factor
     ):
         # Its router's logits are all equal.
         over = f"mesh.{EXPERT_AXIS}"
-        rule = (
-            f"does not divide into {count} groups ({of}); an empty place would send all tokens to the same experts over {over}"
-        )
-        remedy = f"Set a multiple of {count}, another mesh.stage, {over} to 1, or moe.capacity_factor."
+        more = f" after {run.model.dense_layers} dense ones" * bool(run.model.dense_layers)
+        rule = f"does not divide into {count} groups ({of}){more}; "
+        rule += f"an empty place would send all tokens to the same experts over {over}"
+        remedy = f"Set a multiple of {count}{more}, another mesh.stage, {over} to 1, or moe.capacity_factor."
         yield Problem("model.num_layers", run.model.num_layers, rule, remedy)
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:
         rule = f"does not divide the {lying.per_group} layers that a stage runs at a time ({of})"

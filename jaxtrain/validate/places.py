@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxtrain import resume
 from jaxtrain.config import Problem, RunConfig, to_dict
 from jaxtrain.runtime.variables import RESTART
-from jaxtrain.stores import GCS, is_bucket, refused
+from jaxtrain.stores import is_bucket, refused
 
 
 def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
@@ -29,10 +29,12 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     if run.init.from_:
         gone = remote("init.from", run.init.from_, checkpoints=True)
         yield from gone
-        if not gone and not run.init.from_.startswith(("hf:", GCS)) and not Path(run.init.from_).expanduser().is_dir():
+        elsewhere = run.init.from_.startswith("hf:") or is_bucket(run.init.from_)
+        if not gone and not elsewhere and not Path(run.init.from_).expanduser().is_dir():
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
             yield Problem("init.from", run.init.from_, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
+    yield from remote("data.source_schedule", run.data.source_schedule)
     yield from remote("data.eval_source", run.data.eval_source)
 
 
@@ -85,7 +87,7 @@ def check_lock(workdir: Path) -> list[Problem]:
 
 
 def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
-    """s3:// and its like are refused: Path would make a local folder named 's3:' of them. Checkpoints may lie at gs://."""
+    """Return a problem for an address of an object store: Path would take it for a local folder. Checkpoints may be in some."""
     why = refused(place, checkpoints)
     return [Problem(key, place, *why)] if why else []
 

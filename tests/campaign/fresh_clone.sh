@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does a newcomer get there? Clones the last commit into a folder with a space in its name and, with an empty home and
-# nothing of your environment but PATH, sets it up, looks whether the second start is fast, and runs what you name:
+# nothing of your environment but PATH and JAXTRAIN_JAX, sets it up, looks whether the second start is fast, and runs what you name:
 #   tests/campaign/fresh_clone.sh                  ./run.sh, which trains configs/tiny.py
 #   tests/campaign/fresh_clone.sh test -k data     ./run.sh test -k data
 # It downloads everything anew and takes minutes; the campaign runs it (test_fresh_clone.py). CLONE_PATH replaces PATH, say to leave uv out.
@@ -15,7 +15,7 @@ cd "$clone"
 
 fresh() { # fresh ARGUMENTS...: ./run.sh with them, and the seconds it took
   local start=$SECONDS code=0
-  env -i HOME="$scratch/home" PATH="${CLONE_PATH:-$PATH}" TERM="${TERM:-dumb}" ./run.sh "$@" || code=$?
+  env -i HOME="$scratch/home" PATH="${CLONE_PATH:-$PATH}" TERM="${TERM:-dumb}" ${JAXTRAIN_JAX:+JAXTRAIN_JAX="$JAXTRAIN_JAX"} ./run.sh "$@" || code=$?
   echo "fresh_clone: ./run.sh $* took $((SECONDS - start)) s, exit code $code"
   return $code
 }

@@ -19,6 +19,6 @@ def test_the_formula_gives_what_cudnn_answers():
     assert not asked.returncode, asked.stderr
     for (name, (case, recorded)), line in zip(ANSWERS.items(), asked.stdout.splitlines(), strict=True):
         who, said, otherwise, counted = json.loads(line)
-        assert (who, otherwise) == ("cudnn 9.19.0", "formula")
+        assert (who, otherwise) == ("cudnn 9.23.2", "formula")
         assert said == recorded, name
         assert near(case, said, counted), name

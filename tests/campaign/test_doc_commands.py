@@ -1,6 +1,7 @@
 """The commands of README and docs run. Their links, names and other commands: tests/unit/test_docs.py.
 
-A ```bash block is run as it stands, block after block of a page in one copy of the repository, with five differences: `run.sh`
+A ```bash block, and a ```python block as a program, is run as it is, block after block of a page in one copy of the
+repository, with five differences: `run.sh`
 is a stand-in that starts the same modules in this environment (the real one has tests of its own); HOME is
 empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its
 command line (SHORT); and of contract tests only those are run that compile little (QUICK). Where the page says what a block
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 SHORT = [
     "--config.train.steps=6",
     "--config.optimizer.warmup_steps=1",
@@ -43,15 +44,15 @@ esac
 """
 
 
-def blocks(path: Path, language: str) -> list[str]:
-    """The contents of a page's fenced blocks."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+def runnable(path: Path) -> list[tuple[str, str]]:
+    """(language, contents) of the blocks that are run, in order."""
+    return re.findall(r"^```(bash|python)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def outputs(path: Path) -> dict[str, str]:
     """Block that is run -> what the page says it prints, where it says so."""
     body = r"((?:(?!```).*\n)*?)```\n"
-    return dict(re.findall(rf"^```bash\n{body}\nprints\n\n```text\n{body}", path.read_text(), re.MULTILINE))
+    return dict(re.findall(rf"^```(?:bash|python)\n{body}\nprints\n\n```text\n{body}", path.read_text(), re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, id=p.name) for p in PAGES if blocks(p, "bash")],
+    [pytest.param(p, id=p.name) for p in PAGES if runnable(p)],
 )
 def test_commands_run(page: Path, home: Path, tmp_path: Path):
     clone, tools = tmp_path / "jaxtrain", tmp_path / "tools"
@@ -79,11 +80,10 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
     environ |= {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(home), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(clone)}
     environ |= {"TMPDIR": str(tmp_path), "XLA_FLAGS": QUICKLY_COMPILED}
     printed = outputs(page)
-    for block in blocks(page, "bash"):
+    for language, block in runnable(page):
         command = block.replace("/tmp/", f"{tmp_path}/")
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command], cwd=clone, env=environ, capture_output=True, text=True, timeout=200
-        )
+        program = ["bash", "-euo", "pipefail", "-c"] if language == "bash" else [sys.executable, "-c"]
+        done = subprocess.run([*program, command], cwd=clone, env=environ, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"{page.name}:\n{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert done.stdout == printed.get(block, done.stdout), f"{page.name}:\n{command}"
 

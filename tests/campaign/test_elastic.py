@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import runs
 from faults import Faults, Figures
+from test_dpo import pairs_file
 
+FILES = (("train.tok", 120, 0), ("held_out.tok", 40, 1))  # name, pairs, seed
 SHAPES = {"1 x 8": (1, 8), "2 x 4": (2, 4), "4 x 2": (4, 2)}  # processes x devices
 
 
@@ -54,3 +56,23 @@ def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) ->
     gaps = np.diff([line["loss"] for (kind, _), line in first.items() if kind == "train"])
     assert np.abs(gaps).min() > 100 * worst
     figures.add("elastic", shapes=", ".join(shapes), moved_through=", ".join(order), largest_relative_difference=worst)
+
+
+def test_references_are_the_same_on_other_processes(tmp_path: Path) -> None:
+    """Pairs: the pass before step 1 by two processes and by one, and a run of two that one goes on with."""
+    train_file, held_out = (pairs_file(tmp_path / name, count, seed) for name, count, seed in FILES)
+    more = {"data__source": train_file, "data__eval_source": held_out, "loss__name": "dpo", "optimizer__warmup_steps": 1}
+    faults = Faults(tmp_path, eval__every_steps=4, eval__sequences=8, **more)
+    for name, shapes in {"one": ["1 x 8"], "two": ["2 x 4"], "moved": ["2 x 4", "1 x 8"]}.items():
+        for i, shape in enumerate(shapes):
+            train(faults, tmp_path / name, shape, 8 * (i + 1) // len(shapes))
+    stored = {name: sorted((tmp_path / name / "reference").glob("*.npz")) for name in ("one", "two", "moved")}
+    assert len(stored["one"]) == 2
+    for name in ("two", "moved"):
+        for path, other in zip(stored["one"], stored[name], strict=True):
+            with np.load(path) as ours, np.load(other) as theirs:
+                assert path.name == other.name and str(ours["about"]) == str(theirs["about"])
+                np.testing.assert_allclose(ours["log_probs"], theirs["log_probs"], rtol=1e-6)
+    one, two, moved = (by_step(tmp_path / name) for name in ("one", "two", "moved"))
+    assert max(furthest(one, two), furthest(one, moved)) < 1e-5
+    assert "to compute" not in (tmp_path / "moved" / "log.txt").read_text().split("resuming from step 4")[1]

@@ -1,13 +1,35 @@
 """The newcomer's way: clone the last commit, set it up in an empty home, train. Needs git and a package index."""
 
+import os
 import subprocess
 
 import runs
 
 
-def test_a_fresh_clone_trains():
-    short = ["--config.train.steps=4", "--config.optimizer.warmup_steps=1", "--config.sample.max_tokens=4"]
-    command = ["bash", str(runs.REPO / "tests" / "campaign" / "fresh_clone.sh"), *short]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800)
+def fresh_clone(*words: str, **env: str) -> str:
+    """Run fresh_clone.sh with these arguments of run.sh; return the output."""
+    command = ["bash", str(runs.REPO / "tests" / "campaign" / "fresh_clone.sh"), *words]
+    environ = os.environ | env
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=2700)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "step 4" in " ".join(done.stdout.split()), done.stdout[-4000:]
+    return done.stdout
+
+
+def test_a_fresh_clone_trains():
+    said = fresh_clone("--config.train.steps=4", "--config.optimizer.warmup_steps=1", "--config.sample.max_tokens=4")
+    assert "step 4" in " ".join(said.split()), said[-4000:]
+
+
+def test_the_second_jax():
+    """Layouts against one device, attention's binding to cuDNN, and plans, with the other jax that run.sh installs."""
+    files = (
+        "unit/test_attention.py",
+        "unit/test_assignment.py",
+        "unit/test_compiler.py",
+        "unit/test_hlo.py",
+        "unit/test_sharding.py",
+        "proofs/test_checkpoint_arrays.py",
+        "proofs/test_parity_command.py",
+        "proofs/test_plan_programs.py",
+    )
+    fresh_clone("test", *(f"tests/{name}" for name in files), JAXTRAIN_JAX="0.12")

@@ -146,7 +146,6 @@ def test_an_export_of_bfloat16_masters_is_in_bfloat16(tmp_path: Path) -> None:
     assert {str(tensors[f"params.{name}"].dtype) for name in ("final_norm.scale", "layers.0.attention_norm.scale")} == {
         "float32"
     }
-    how = {"dtype": "auto", "shard_bytes": 10**9, "tokenizer": "", "force": False, "say": lambda line: None}
-    exporting.export(exporting.open_source(str(tmp_path / "run")), tmp_path / "out", **how)
+    exporting.export(str(tmp_path / "run"), tmp_path / "out")
     folder = open_folder(tmp_path / "out")
     assert folder.dtype(folder.tensors) == "bf16"

@@ -104,6 +104,15 @@ def test_it_is_stored_with_outputs_and_pictures_and_nothing_of_a_machine(path):
     assert {tag for cell in cells for tag in tags(cell)} <= {"varies", "compiled"}
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_it_is_short_and_uses_the_python_api_alone(path):
+    lines = [line for cell in code(read(path)) for line in cell.source.splitlines() if line.strip()]
+    assert len(lines) <= 40
+    imported = {line.split()[1].partition(".")[0] for line in lines if re.match(r"\s*(import|from)\b", line)}
+    assert "jaxtrain" in imported and imported <= {"jaxtrain", "os", "shutil", "sys"}
+    assert not [line for line in lines if "jaxtrain." in line or "from jaxtrain" in line]
+
+
 def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
     """It names its config as seen from the repository's root."""
     monkeypatch.chdir(FOLDER.parent)

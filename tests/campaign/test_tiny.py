@@ -13,7 +13,7 @@ import pytest
 import runs
 from trigram import Trigram
 
-from jaxtrain import config, generate, metrics
+from jaxtrain import config, generation, metrics
 from jaxtrain.checkpoint import locate
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.stdlib import stdlib_files
@@ -100,7 +100,7 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
     data = Path(run.paths.data).expanduser()
     whole = pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data)
     windows = whole.sources[0].windows  # each once
-    ours = evaluate(program.eval_step, params, whole, program.eval_batch, program.context, windows)
+    ours = evaluate(program.eval_step, params, whole, program.eval_batch, program.context, windows)["loss"]
 
     train, validation = files
     end = windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one
@@ -141,10 +141,10 @@ def test_the_sample_command_asks_as_the_run_did(finished: tuple[Path, str]) -> N
 
 def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
     """By many samples: a single one may end after a word or two."""
-    run, sampler, params, _ = generate.load(str(finished[0]), jax.devices()[:1])
+    run, sampler, params, _ = generation.load(str(finished[0]), jax.devices()[:1])
     byte = tokenizer.load_tokenizer(run.data.tokenizer)
     asks = [dataclasses.replace(run.sample, seed=seed) for seed in range(8)]
-    text = "\n".join(generate.continue_text(sampler, params, byte, ask) for ask in asks)
+    text = "\n".join(generation.continue_text(sampler, params, byte, ask) for ask in asks)
     known = frequent_words(files[0])
     words = re.findall(r"[A-Za-z_]{2,}", text)
     share = np.mean([word in known for word in words])

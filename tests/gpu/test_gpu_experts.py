@@ -1,7 +1,7 @@
-"""Grouped matmuls of experts by the Pallas kernels against their definition: one plain matmul for each expert, in float64.
+"""Grouped matmuls of experts against their definition: one plain matmul for each expert, in float64.
 
 How far they may be from it follows, element by element, from where a kernel must round (kernel_bounds.py). Rows without an
-expert hold NaN.
+expert hold NaN. On a CPU the Pallas kernels are interpreted.
 """
 
 import math
@@ -12,14 +12,30 @@ import jax.numpy as jnp
 import kernel_bounds
 import numpy as np
 import pytest
+from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from jaxtrain.bench import kernel_workloads as experts
+from jaxtrain.kernels.attention import Hardware
+from jaxtrain.kernels.experts import grouped, pallas
 from jaxtrain.kernels.numerics import DTYPES
 
 LOADS = ("even", "uneven", "one has all", "rows without expert")
 # Rows, experts, D, F; the last are no multiples of any tile.
 SHAPES = ((4096, 8, 1024, 3584), (8192, 128, 512, 768), (1000, 7, 200, 264))
 SMALL = (70, 5, 40, 24)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
+
+
+def impl(dtype: str) -> str:
+    """Return what multiplies numbers of this type on a GPU like this one; on a CPU, on Hopper."""
+    device = jax.devices()[0]
+    hardware = Hardware("gpu", (9, 0)) if device.platform == "cpu" else Hardware.of(device)
+    return grouped.choose("auto", hardware, jnp.dtype(DTYPES[dtype]))
 
 
 def loads(how: str, R: int, E: int) -> list[int]:
@@ -57,8 +73,9 @@ def errors(shape: tuple[int, ...], how: str, dtype: str, product: Any = experts.
         unused = jnp.arange(R)[:, None] >= sum(sizes_E)
         a = jnp.where(unused, jnp.nan, a)
         b = jnp.where(unused, jnp.nan, b) if which == "outer" else b
-        step = jax.jit(product, static_argnums=(0, 4, 5))
-        got = step(which, a, b, jnp.array(sizes_E, jnp.int32), jnp.dtype(DTYPES[dtype]), jax.lax.Precision.HIGHEST)
+        step = jax.jit(product, static_argnums=(0, 1, 5, 6))
+        given = a, b, jnp.array(sizes_E, jnp.int32)
+        got = step(impl(dtype), which, *given, jnp.dtype(DTYPES[dtype]), jax.lax.Precision.HIGHEST)
         a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
         columns = F if which == "over D" else D
         want = definition(which, a64, b64, sizes_E, columns)
@@ -96,10 +113,10 @@ def rows_without_expert(sizes_E: jax.Array, rows: int) -> jax.Array:
 def test_the_bounds_reject(fault):
     """A row that goes to the next expert, rows without an expert that are not left out, one rounding more: in each product."""
 
-    def wrong(which, a, b, sizes_E, out, precision):
+    def wrong(by, which, a, b, sizes_E, out, precision):
         if callable(fault):
-            return experts.product(which, a, b, fault(sizes_E, a.shape[0]), out, precision)
-        return experts.product(which, a, b, sizes_E, out, precision).astype(jnp.bfloat16).astype(out)
+            return experts.product(by, which, a, b, fault(sizes_E, a.shape[0]), out, precision)
+        return experts.product(by, which, a, b, sizes_E, out, precision).astype(jnp.bfloat16).astype(out)
 
     found = errors((24, 4, 40, 24), "rows without expert", "f32", wrong)
     assert min(ratio for _, ratio in found.values()) > 1

@@ -1,176 +1,193 @@
-"""Checkpoints at gs://, on a server of the same interface in memory: what is complete, and what becomes of the rest.
+"""Checkpoints at gs:// and s3://: which steps are complete, and how failures and damage are handled.
 
-The clients are the real ones: tensorstore's for arrays, gcsfs for everything else. The server is not Google's.
+The clients are the real ones: tensorstore's for arrays, gcsfs and s3fs for all other objects. The stores are emulators.
 """
 
 import importlib.util
 import json
 from pathlib import Path
 
-import gcs_server
+import buckets
 import pytest
-from gcs_server import Server
+from buckets import Bucket
 from saved import abstract, assert_same, mesh, placed, save_steps, values
 
 from jaxtrain import checkpoint, position, stores
 from jaxtrain import main as command
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Unreachable
 from jaxtrain.checkpoint.__main__ import main
-from jaxtrain.checkpoint.errors import Unreachable
 
-server, bucket = gcs_server.server, gcs_server.bucket
+server, bucket = buckets.server, buckets.bucket
+RUN = "run/checkpoints"
 
 
-def restored(found: Checkpoints, step: int) -> None:
+def check_restore(found: Checkpoints, step: int) -> None:
     assert_same(found.restore(step, abstract(placed(values(step), mesh(2, 4)))), values(step))
 
 
-def saved(bucket: str, *steps: int) -> tuple[Checkpoints, str]:
-    """Checkpoints with these steps, and their address in the server."""
-    return save_steps(f"gs://{bucket}/run/checkpoints", *steps), f"{bucket}/run/checkpoints"
+def save(bucket: Bucket, *steps: int) -> Checkpoints:
+    return save_steps(f"{bucket.url}/{RUN}", *steps)
 
 
-def test_restore_is_bit_identical(server: Server, bucket: str):
-    assert Checkpoints(f"gs://{bucket}/run").latest() is None and Checkpoints(f"gs://{bucket}").states() == {}
-    assert not server.names(bucket), "opening writes nothing"
-    found, at = saved(bucket, 5)
-    assert str(found.directory) == f"gs://{at}" and found.latest() == 5
-    again = Checkpoints(f"gs://{at}/")
-    restored(again, 5)
+def test_restore_is_bit_identical(bucket: Bucket):
+    assert Checkpoints(f"{bucket.url}/run").latest() is None and Checkpoints(bucket.url).states() == {}
+    assert not bucket.names(), "opening writes nothing"
+    found = save(bucket, 5)
+    assert str(found.directory) == f"{bucket.url}/{RUN}" and found.latest() == 5
+    again = Checkpoints(f"{bucket.url}/{RUN}/")
+    check_restore(again, 5)
     assert again.meta(5)["loss"] == 0.2 and again.states() == {5: "complete"}
-    assert {f"{at}/5/{name}" for name in ("meta.json", "integrity.json", "arrays/commit_success.txt")} < set(server.names())
+    marks = {f"{RUN}/5/{name}" for name in ("meta.json", "integrity.json", "arrays/commit_success.txt")}
+    assert marks < set(bucket.names()) and not Path(f"{bucket.scheme}:").exists()
     assert again.save(5, placed(values(5), mesh(8, 1)), {}) is None, "it is saved already"
 
 
-def test_retention(server: Server, bucket: str):
-    found = Checkpoints(f"gs://{bucket}/run", keep=1, keep_every=4)
+def test_old_steps_are_deleted(bucket: Bucket):
+    found = Checkpoints(f"{bucket.url}/run", keep=1, keep_every=4)
     for step in (2, 4, 6):
         found.save(step, placed(values(step), mesh(8, 1)), {})
     found.close()
     assert found.steps() == [4, 6]
-    assert {name.split("/")[2] for name in server.names(bucket)} == {"4", "6"}
+    assert {name.split("/")[1] for name in bucket.names()} == {"4", "6"}
 
 
-def test_what_somebody_else_put_there_is_left_alone(server: Server, bucket: str):
-    server.put(f"{bucket}/run/checkpoints/7/notes.txt", b"mine")
-    found, at = saved(bucket, 9)
-    assert found.states() == {7: "unfinished", 9: "complete"} and server.names(f"{at}/7/")
+def test_files_of_the_user_are_left_alone(bucket: Bucket):
+    bucket.put(f"{RUN}/7/notes.txt", b"mine")
+    found = save(bucket, 9)
+    assert found.states() == {7: "unfinished", 9: "complete"} and bucket.names(f"{RUN}/7/")
 
 
-def test_a_save_that_fails_leaves_nothing(server: Server, bucket: str):
-    found, at = saved(bucket, 1)
+def test_a_failed_save_leaves_nothing(bucket: Bucket):
+    found = save(bucket, 1)
     for part in ("arrays/state/manifest.ocdbt", "integrity.json"):
-        server.fails = lambda method, path, part=part: 403 if method == "PUT" and path == f"{at}/2/{part}" else 0
+        bucket.fail("write", f"{RUN}/2/{part}")
         found.save(2, placed(values(2), mesh(8, 1)), {})
         [failed] = found.wait()
-        assert isinstance(failed, Failed) and "403" in str(failed.error) or "Forbidden" in str(failed.error), failed
-        assert "Complete steps: 1. See whether the bucket can be reached" in str(failed.error)
+        assert isinstance(failed, Failed) and "Complete steps: 1. Check that the bucket can be reached" in str(failed.error)
+        bucket.heal()
         assert found.states() == {1: "complete"}
-    server.fails = lambda method, path: 0
     found.save_now(2, placed(values(2), mesh(8, 1)), {})
-    restored(found, 2)
+    check_restore(found, 2)
 
 
-def test_damage_is_found(server: Server, bucket: str, capsys: pytest.CaptureFixture[str]):
-    found, at = saved(bucket, 1, 2, 3)
-    largest = max(server.names(f"{at}/2/"), key=lambda name: len(server.objects[name][1]))
-    data = bytearray(server.objects[largest][1])
+def test_damage_is_detected(bucket: Bucket, capsys: pytest.CaptureFixture[str]):
+    found = save(bucket, 1, 2, 3)
+    largest = max(bucket.names(f"{RUN}/2/"), key=bucket.size)
+    data = bytearray(bucket.get(largest))
     data[len(data) // 2] ^= 1
-    server.put(largest, bytes(data))
-    gone = max(server.names(f"{at}/3/"), key=lambda name: len(server.objects[name][1]))
-    server.remove(gone)
+    bucket.put(largest, bytes(data))
+    bucket.remove(max(bucket.names(f"{RUN}/3/"), key=bucket.size))
     with pytest.raises(Damaged, match=r"not what was saved.*checkpoint\.step=1"):
-        restored(found, 2)
+        check_restore(found, 2)
     with pytest.raises(Damaged, match=r"is gone.*checkpoint\.step=2"):
-        restored(found, 3)
-    assert main(["verify", f"gs://{at}"]) == 1
+        check_restore(found, 3)
+    assert main(["verify", f"{bucket.url}/{RUN}"]) == 1
     out = capsys.readouterr().out
     assert "step 1: good" in out and "step 2: DAMAGED" in out and "its contents were changed" in out and "is gone" in out
-    server.put(f"{at}/3/meta.json", b"{}")
+    bucket.put(f"{RUN}/3/meta.json", b"{}")
     assert found.latest({2: "its arrays"}) == 1
-    server.remove(f"{at}/2/meta.json")
+    bucket.remove(f"{RUN}/2/meta.json")
     assert found.states()[2] == "damaged"
     found.save_now(2, placed(values(2), mesh(8, 1)), {})
-    restored(found, 2)
+    check_restore(found, 2)
 
 
-def test_a_bucket_that_cannot_be_read_is_not_empty(server: Server, bucket: str):
-    """Nothing starts afresh, and nothing is taken for damaged, because a bucket does not answer."""
-    found, at = saved(bucket, 1)
-    server.fails = lambda method, path: 403 if path.endswith(f"/{bucket}/o") else 0
-    with pytest.raises(Unreachable, match=r"Forbidden.*GOOGLE_APPLICATION_CREDENTIALS"):
-        Checkpoints(f"gs://{at}").latest({})
+def test_an_unreachable_bucket_is_not_empty(bucket: Bucket):
+    """No run starts at step 0, and no step counts as damaged, because a bucket refuses requests."""
+    found = save(bucket, 1)
+    bucket.fail("list")
+    credentials = {"gs": "GOOGLE_APPLICATION_CREDENTIALS", "s3": "AWS_ACCESS_KEY_ID"}[bucket.scheme]
+    with pytest.raises(Unreachable, match=rf"a request to the bucket failed \(.*Fix: set {credentials}"):
+        Checkpoints(f"{bucket.url}/{RUN}").latest({})
     found.save(2, placed(values(2), mesh(8, 1)), {})
     [failed] = found.wait()
     assert isinstance(failed, Failed) and "Complete steps: not known." in str(failed.error)
-    server.fails = lambda method, path: 403 if "/arrays/" in path or "%2Farrays" in path else 0
+    bucket.fail("list read", "/arrays/")
     with pytest.raises(CheckpointError) as error:
-        restored(found, 1)
+        check_restore(found, 1)
     assert not isinstance(error.value, Damaged)
-    server.fails = lambda method, path: 0
-    restored(found, 1)
-    with pytest.raises(Unreachable, match="there is no such bucket"):
-        Checkpoints("gs://bucket-nowhere/run").latest({})
+    bucket.heal()
+    check_restore(found, 1)
+    with pytest.raises(
+        Unreachable, match=rf"there is no such bucket.*Fix: name .* {bucket.scheme}://BUCKET/PATH, or set {credentials}"
+    ):
+        Checkpoints(f"{bucket.scheme}://bucket-nowhere/run").latest({})
 
 
-def test_set_aside_copies_before_it_deletes(server: Server, bucket: str):
-    found, at = saved(bucket, 1, 2, 3)
-    before = server.names(f"{at}/2/") + server.names(f"{at}/3/")
-    copies = []
-
-    def second_step(method: str, path: str) -> int:
-        copies.extend([path] if "/rewriteTo/" in path else [])
-        return 403 if len(copies) > len(before) - 2 else 0
-
-    server.fails = second_step
+def test_set_aside_copies_before_it_deletes(bucket: Bucket):
+    found = save(bucket, 1, 2, 3)
+    before = bucket.names(f"{RUN}/2/") + bucket.names(f"{RUN}/3/")
+    bucket.fail("copy", skip=len(bucket.names(f"{RUN}/2/")) - 2)
     with pytest.raises(Unreachable):
         found.set_aside(1)
-    server.fails = lambda method, path: 0
-    assert set(before) < set(server.names()), "nothing is gone"
-    note = found.set_aside(1)
-    target = note.split(" moved to ")[1].split(",")[0]
-    assert found.steps() == [1] and target.startswith(f"gs://{at}/set_aside-")
-    restored(Checkpoints(target), 3)
+    bucket.heal()
+    assert set(before) < set(bucket.names()), "no object of a step is lost"
+    target = found.set_aside(1).split(" moved to ")[1].split(",")[0]
+    assert found.steps() == [1] and target.startswith(f"{bucket.url}/{RUN}/set_aside-")
+    check_restore(Checkpoints(target), 3)
     found.save_now(3, placed(values(3), mesh(8, 1)), {})
-    restored(found, 3)
+    check_restore(found, 3)
 
 
-def test_commands_find_it(server: Server, bucket: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    found, at = saved(bucket, 1, 4)
-    for path, step in {f"gs://{bucket}/run": 4, f"gs://{at}": 4, f"gs://{at}/1": 1, f"gs://{at}/1/": 1}.items():
+def test_deletions_that_are_refused_are_errors(bucket: Bucket, caplog: pytest.LogCaptureFixture):
+    """S3 answers a request to delete several objects with status 200, and names those that it refused in the answer."""
+    found = save(bucket, 1, 2)
+    bucket.fail("delete", rf"{RUN}/2/", each=True)
+    with pytest.raises(Unreachable, match=rf"{RUN}/2: .*Fix: set .* delete objects"):
+        found.set_aside(1)
+    with pytest.raises(Unreachable):
+        found.storage.delete(2)
+    assert found.states() == {1: "complete", 2: "complete"}
+    found = Checkpoints(found.directory, keep=1)
+    found.save(3, placed(values(3), mesh(8, 1)), {})
+    assert [type(end).__name__ for end in found.wait()] == ["Saved"]
+    assert found.steps() == [2, 3] and "checkpoint 2 could not be deleted" in caplog.text
+    bucket.fail("delete", rf"{RUN}/2/arrays/state/d/|{RUN}/2/arrays/state/ocdbt.*/d/", each=True)
+    with pytest.raises(Unreachable, match=r"Some files may be written, copied or deleted already; complete steps are whole\."):
+        found.storage.delete(2)
+    left = bucket.names(f"{RUN}/2/")
+    assert left and all("/d/" in name for name in left) and found.states() == {2: "unfinished", 3: "complete"}
+    bucket.heal()
+    found.storage.sweep()
+    assert not bucket.names(f"{RUN}/2/") and found.states() == {3: "complete"}
+
+
+def test_commands_find_a_bucket(bucket: Bucket, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    found, at = save(bucket, 1, 4), f"{bucket.url}/{RUN}"
+    for path, step in {f"{bucket.url}/run": 4, at: 4, f"{at}/1": 1, f"{at}/1/": 1}.items():
         located, step_meant = checkpoint.locate(path)
         assert step_meant == step and located.directory == found.directory
-    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"dir": f"gs://{at}"}}))
+    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"dir": at}}))
     assert checkpoint.locate(tmp_path)[1] == 4
-    assert main(["list", str(tmp_path)]) == 0 and main(["verify", f"gs://{bucket}/run", "--step=4"]) == 0
+    assert main(["list", str(tmp_path)]) == 0 and main(["verify", f"{bucket.url}/run", "--step=4"]) == 0
     out = capsys.readouterr().out
     assert "0.2500" in out and "step 4: good" in out
-    assert main(["list", f"gs://{bucket}/other"]) == 2
+    assert main(["list", f"{bucket.url}/other"]) == 2
 
 
-def test_skipped_data(server: Server, bucket: str):
-    directory = Checkpoints(f"gs://{bucket}/run").directory
+def test_skipped_data(bucket: Bucket):
+    directory = Checkpoints(f"{bucket.url}/run").directory
     assert position.read(directory) == []
     position.skip(directory, (10, 20), (1, 2), "why", 0)
     assert position.skip(directory, (30, 40), (3, 4), "why", 0) == position.read(directory)
     assert [item["tokens"] for item in position.read(directory)] == [[10, 20], [30, 40]]
-    server.put(f"{bucket}/run/{position.NAME}", b"{}")
+    bucket.put(f"run/{position.NAME}", b"{}")
     with pytest.raises(CheckpointError, match="names data that this run passes over"):
         position.read(directory)
 
 
-def test_places_that_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    for place in ("s3://bucket/run", "az://bucket/run"):
-        with pytest.raises(CheckpointError, match=r"Orbax writes to no other.* copy finished steps with"):
-            Checkpoints(place)
+def test_addresses_that_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(CheckpointError, match=r"other than gs:// and s3:// are not supported.* copy finished steps with"):
+        Checkpoints("az://bucket/run")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert stores.refused("gs://bucket/run", checkpoints=True) == (
-        "gs:// needs the package `gcsfs`, which is not installed",
-        "pip install 'jaxtrain[gcs]'",
-    )
-    with pytest.raises(CheckpointError, match=r"pip install 'jaxtrain\[gcs\]'"):
-        checkpoint.locate("gs://bucket/run")
+    for scheme, package, extra in (("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")):
+        assert stores.refused(f"{scheme}://bucket/run", checkpoints=True) == (
+            f"{scheme}:// needs the package `{package}`, which is not installed",
+            f"In the folder of jaxtrain, run: uv pip install --python .venv/bin/python -r pyproject.toml --extra {extra}",
+        )
+        with pytest.raises(CheckpointError, match=rf"pip install .* -r pyproject\.toml --extra {extra}$"):
+            checkpoint.locate(f"{scheme}://bucket/run")
     monkeypatch.undo()
-    assert command.main(["--config.checkpoint.dir=s3://bucket/run", "--workdir=gs://bucket/run"]) == 2
+    assert command.main(["--config.checkpoint.dir=az://bucket/run", "--workdir=s3://bucket/run"]) == 2
     said = capsys.readouterr().err
-    assert "checkpoint.dir = 's3://bucket/run'" in said and "--workdir = 'gs://bucket/run'" in said
+    assert "checkpoint.dir = 'az://bucket/run'" in said and "--workdir = 's3://bucket/run'" in said

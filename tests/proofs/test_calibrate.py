@@ -12,10 +12,10 @@ import pytest
 
 from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Sizes, chain, looped
+from jaxtrain.kernels.attention import Hardware
 from jaxtrain.plan import calibrate, topology
 from jaxtrain.plan.calibrate import CalibrationError
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
-from jaxtrain.train.kernel import hardware_of
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_gpu_compiler_leaves_every_fp8_product_in_the_loop(for_h200s):
 def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s, packed):
     """cuDNN's kernel, and nothing that moves a whole array beside it."""
     (device, *_), kept = for_h200s
-    micro.attention_pair(device, hardware_of(device), packed, Sizes())
+    micro.attention_pair(device, Hardware.of(device), packed, Sizes())
     ahead, both = kept
     body = [line for line in both.splitlines() if "while/body" in line and "= " in line]
     assert ahead.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1

@@ -62,7 +62,7 @@ def test_ctrl_c_during_a_computation_is_answered_and_a_second_one_ends_it():
         ("bench --devices=0", "--devices = '0': must be a whole number, 1 or more."),
         ("receipt show ''", "show|list|diff RUN = '': is empty."),
         ("report ''", "is empty."),
-        ("checkpoint list ''", "is empty."),
+        ("checkpoint list ''", "argument has no value."),
         ("sample --workdir=", "--workdir = '': has no value."),
         ("data prepare --input=a.txt --output=", "--output has no value."),
         ("data verify ''", "argument has no value."),

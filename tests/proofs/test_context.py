@@ -5,6 +5,7 @@ import dataclasses
 import cudnn_emulator
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -18,6 +19,7 @@ from jaxtrain.train.batch import place_batch
 
 B, T, H = 2, 64, 8
 WAYS = {
+    "one": Context(),
     "ring 2": Context(1, 2),
     "ring 4": Context(1, 4),
     "ring 8": Context(1, 8),
@@ -37,6 +39,8 @@ CASES = {
     "packed": Spec(H, "f32", True, 6),
     "packed, window within a chunk": Spec(H, "f32", True, 6, window=5),
     "packed, window over several chunks": Spec(H, "f32", True, 6, window=40),
+    "packed, sinks": Spec(H, "f32", True, 6, sinks=True),
+    "packed, window, sinks": Spec(H, "f32", True, 6, window=5, sinks=True),
 }
 
 
@@ -60,6 +64,7 @@ def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int
     rng = np.random.default_rng(0)
     q, do = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(B, T, kv_heads, H)).astype(np.float32) for _ in range(2))
+    sinks_N = (1 + rng.normal(size=heads)).astype(np.float32) if spec.sinks else None
     segments, positions = make_rows(spec)
     # Of padding nothing is promised but that it is finite, and nothing depends on it.
     do *= (segments > 0)[:, :, None, None]
@@ -69,32 +74,50 @@ def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int
         """Output and gradients, compiled together."""
 
         def run(q, k, v, do, *rows):
-            out, back = jax.vjp(lambda q, k, v: attention(q, k, v, *rows), q, k, v)
+            out, back = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks, *rows), q, k, v, sinks_N)
             return out, *back(do)
 
-        return [np.asarray(x) for x in jax.jit(run)(*args)]
+        return [x if x is None else np.asarray(x) for x in jax.jit(run)(*args)]
 
-    def spread(q, k, v, segments, positions):
-        def local(q, k, v, segments, positions):
+    def spread(q, k, v, sinks, segments, positions):
+        def local(q, k, v, sinks, segments, positions):
             prepared = context.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
-            return context.attention(q, k, v, prepared, spec, kernel, split)
+            return context.attention(q, k, v, prepared, spec, kernel, split, sinks)
 
         mesh = Mesh(np.array(jax.devices()[: way.size]), ("seq",))
         tokens = P(None, "seq")
-        return jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 5, out_specs=tokens, check_vma=False)(
-            q, k, v, segments, positions
+        specs = (tokens, tokens, tokens, P(), tokens, tokens)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)(
+            q, k, v, sinks, segments, positions
         )
 
-    def definition(q, k, v, segments, positions):
-        return reference.attention(q, k, v, Rows(segments, positions, segments, positions), spec)
+    def definition(q, k, v, sinks, segments, positions):
+        rows = Rows(segments, positions, segments, positions)
+        return reference.attention(q, k, v, rows, spec) if sinks is None else with_sinks(q, k, v, sinks, rows, spec)
 
     arrays = (q, k, v, do, segments, positions)
     real = ordered(segments, way)[:, :, None, None] > 0
     worst = 0.0
     for a, b in zip(both(spread, *(ordered(x, way) for x in arrays)), both(definition, *arrays), strict=True):
+        if a is None:
+            continue
         assert np.isfinite(a).all()
+        if a.ndim == 1:  # of the sinks: a sum over some 100 tokens of numbers near 1
+            worst = max(worst, float(np.abs(a - b).max()) / 10)
+            continue
         worst = max(worst, float(np.abs(np.where(real, a - ordered(b, way), 0.0)).max()))
     return worst
+
+
+def with_sinks(q, k, v, sinks_N, rows, spec):
+    """The definition: the sink as one more key that all see, whose value is zero."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / H**0.5
+    scores = jnp.where(reference.visible(rows, spec)[:, None], scores, -jnp.inf)
+    column = jnp.broadcast_to(sinks_N[None, :, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", weights, v, precision="highest")
 
 
 SOFT_CAP = dataclasses.replace(CASES["packed"], softcap=1.5)
@@ -116,6 +139,10 @@ OFTEN = [
     ("gather 4", "packed", "chunked", 1),
     ("gather 4", "packed, window over several chunks", "reference", 8),
     ("ulysses 4", "packed", "reference", 2),
+    ("one", "packed, sinks", "chunked", 2),
+    ("ring 4", "packed, sinks", "cudnn", 4),
+    ("ring 4", "packed, window, sinks", "cudnn", 4),
+    ("ulysses 2 x ring 2", "packed, sinks", "reference", 8),
     ("ulysses 2 x gather 4", "packed", "reference", 8),
 ]
 EVERY = [
@@ -126,6 +153,12 @@ EVERY = [
         for kernel in ("reference", "chunked", "cudnn")
     ),
     *((way, "packed", "reference", 8) for way in ("ring 8", "ulysses 8")),
+    *(
+        (way, case, kernel, 4)
+        for way in ("one", "ring 2", "gather 4", "ulysses 4")
+        for case in ("packed, sinks", "packed, window, sinks")
+        for kernel in ("reference", "chunked", "cudnn")
+    ),
     *((way, "packed", "reference", kv_heads) for way in ("ring 2", "ulysses 4") for kv_heads in (1, 2, 8)),
 ]
 

@@ -21,7 +21,7 @@ import pytest
 from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.generate import Sampler
+from jaxtrain.generation import Sampler
 from jaxtrain.hf.names import entries
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.attention import Kernel
@@ -32,14 +32,14 @@ from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import LayoutError, replicated
 from jaxtrain.train.batch import place_batch
 from jaxtrain.train.definition import make_definition, numerics_of
-from jaxtrain.train.loss import LOSSES, LossSpec, loss_function
+from jaxtrain.train.loss import LOSSES, LossSpec, find_loss, token_weight
 from jaxtrain.train.program import build
 from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors, shardings, to_tensors
 from jaxtrain.zero import make_zero
 
 PARTS = {
     "model.family": tuple(FAMILIES),
-    "loss.name": tuple(LOSSES),
+    "loss.name": tuple(name for name, loss in LOSSES.items() if loss.count is token_weight),  # sums over tokens
     "optimizer.name": METHODS,
     "data.source": ("synthetic", "stdlib"),
 }
@@ -63,6 +63,15 @@ USUAL: dict[str, dict[str, Any]] = {
     "qwen2": {"model.qkv_bias": True},
     "qwen3": {"model.qk_norm": True},
     "qwen3_moe": {"model.qk_norm": True, "model.num_experts": 8, "model.experts_per_token": 3, "model.renormalize": False},
+    "gpt_oss": {
+        **{f"model.{key}": True for key in ("qkv_bias", "attention_out_bias", "attention_sinks", "router_logit_bias")},
+        "model.num_experts": 4,
+        "model.expert_bias": True,
+        "model.sliding_window": 12,
+        "model.attention_pattern": "lg",
+        "model.rope_scaling": "yarn",
+        "model.rope_original_len": 16,
+    },
     "gemma2": {"model.sandwich_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
     "gemma3": {"model.sandwich_norm": True, "model.qk_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
 }
@@ -257,7 +266,7 @@ def same_steps(run: RunConfig) -> None:
     assert not found.wrong, f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.wrong)}"
 
 
-@sample("gemma3")
+@sample("gemma3", "gpt_oss")
 def test_family_decodes_with_a_cache_what_it_computes_without(part, run):
     model, placement = model_of(run), helpers.program(run).placement
     if not (hasattr(model, "decode") and hasattr(model, "logits")):
@@ -313,7 +322,7 @@ def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
     """Jitted `(hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))`, on the run's mesh."""
     placement, numerics = helpers.program(run).placement, numerics_of(run)
     spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, run.model.logit_softcap)
-    return helpers.loss_and_gradients(loss_function(run.loss.name), spec)
+    return helpers.loss_and_gradients(find_loss(run.loss.name).function, spec)
 
 
 def test_loss_is_a_sum_over_tokens(part, run):

@@ -6,11 +6,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from token_files import texts, write_lines
 
 from jaxtrain.data import prepare
-from jaxtrain.data.verify import verify
+from jaxtrain.data.tokenfile import verify
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,9 @@ def corpus(tmp_path_factory) -> Path:
     pyarrow.parquet.write_table(pyarrow.table({"text": rows, "id": range(3000)}), folder / "b.parquet", row_group_size=500)
     for i in range(20):
         (folder / f"t{i:02}.txt").write_text(f"text {i}\n" * i)
-    (folder / "z.jsonl.zst").write_bytes(zstandard.compress(write_lines(folder / "z", 300).read_bytes()))
+    (folder / "z.jsonl.zst").write_bytes(
+        pyarrow.Codec("zstd").compress(write_lines(folder / "z", 300).read_bytes(), asbytes=True)
+    )
     (folder / "z").unlink()
     return folder
 
@@ -57,7 +58,7 @@ def test_bad_lines_of_parts_have_their_numbers_and_stop_alike(tmp_path):
     heard = {}
     for processes in (1, 2):
         said = heard[processes] = []
-        with pytest.raises(prepare.PrepareError, match=r"^3 bad lines in .*a.jsonl; nothing"):
+        with pytest.raises(prepare.PrepareError, match=r"^1 bad line in this part of the input; nothing"):
             prepare.prepare(
                 [f"{tmp_path}/*.txt", f"{tmp_path}/*.jsonl"],
                 tmp_path / "o.tok",
@@ -65,14 +66,14 @@ def test_bad_lines_of_parts_have_their_numbers_and_stop_alike(tmp_path):
                 shard_mb=0.01,
                 say=said.append,
             )
-        assert [s.split(":")[1] for s in said if "jsonl:" in s] == ["1000", "2401", "2402"]
+        assert [s.split(":")[1] for s in said if "jsonl:" in s] == ["1000"]
         assert not (tmp_path / "o.tok").exists()
     kept = "parts are finished and kept in"
     assert kept in heard[1][-1] and kept in heard[2][-1]
     said = []
     with pytest.raises(prepare.PrepareError, match="1 bad line in"):
         prepare.prepare([f"{tmp_path}/c.parquet"], tmp_path / "p.tok", shard_mb=0.0005, say=said.append)
-    assert said[0].startswith(f"{tmp_path}/c.parquet:778: 'text' is NoneType")
+    assert said[0].startswith(f"{tmp_path}/c.parquet:778: 'text' is null")
     # the parts that were finished are taken over where bad lines are skipped
     said = []
     headers = prepare.prepare(

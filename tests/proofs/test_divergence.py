@@ -12,6 +12,8 @@ from faults import same
 
 from jaxtrain import main, replay
 from jaxtrain.checkpoint import files
+from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.train import state
 from jaxtrain.train.batch import place_batch
 
@@ -115,6 +117,43 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureF
     for steps in (9, STEPS):
         assert train(tmp_path / "again", "poisoned_long", **ROLLBACK, train__steps=steps) == 0
     assert same(runs.tensors(tmp_path / "again", STEPS), runs.tensors(workdir, STEPS))
+
+
+def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Back to step 5 and past batches 7 to 9, with a change at step 14. A resume at step 10 changes nothing."""
+    for i, name in enumerate("ab"):
+        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+            for _ in range(200):
+                writer.write([i] * 99, 99)
+                writer.end_document()
+    batch = pipeline.Batches.batch
+
+    def poisoned(self: pipeline.Batches, step: int, rows: Any = None) -> dict[str, np.ndarray]:
+        found = batch(self, step, rows)
+        if step in (7, 8, 9):
+            found["weights"] = found["weights"] * np.float32("nan")
+        return found
+
+    monkeypatch.setattr(pipeline.Batches, "batch", poisoned)
+    how = ROLLBACK | {
+        "data__max_segments": 4,  # as made-up data has: the step is compiled already
+        "data__source_schedule": f"14: {tmp_path}/a.tok=0.25,{tmp_path}/b.tok=0.75",
+    }
+    source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"
+    for name, parts in (("whole", (16,)), ("resumed", (10, 16))):
+        for steps in parts:
+            assert train(tmp_path / name, "", data__source=source, train__steps=steps, **how) == 0
+    assert capsys.readouterr().out.count("back to step 5, and past batch 7") == 2
+    for name in ("whole", "resumed"):
+        lines = [line for line in runs.lines(tmp_path / name) if line["kind"] == "source" and line["source"] == "a.tok"]
+        assert {line["step"]: line["weight"] for line in lines} == {
+            step: 0.75 if step <= 14 else 0.25 for step in range(1, 17)
+        }, name
+    assert same(runs.tensors(tmp_path / "resumed", 16), runs.tensors(tmp_path / "whole", 16))
+    data, other = (json.loads((tmp_path / n / "checkpoints/16/meta.json").read_text())["data"] for n in ("whole", "resumed"))
+    assert data["mixture"] == other["mixture"]
 
 
 def test_rollbacks_that_do_not_help_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

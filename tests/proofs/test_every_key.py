@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import shutil
-import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +18,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import config, generate, hardware, metrics, samples
+from jaxtrain import config, generation, hardware, metrics, samples
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, RunConfig
-from jaxtrain.data import pipeline, stdlib
+from jaxtrain.data import stdlib
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.launch import Launch
 from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.train import compiler, state
 from jaxtrain.train import run as train
+from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.initial_state import choose_start, open_data
 from jaxtrain.train.program import Program
 from jaxtrain.train.step_log import measure_rates
@@ -38,6 +39,7 @@ STAGES = {"mesh.stage": 2, "mesh.tensor": 2, "train.grad_accum": 4}
 TURNS = {**STAGES, "pipeline.schedule": "interleaved", "pipeline.groups": 2, "model.num_layers": 8}
 EXPERTS = {"model.num_experts": 4}
 SPREAD = {**EXPERTS, "mesh.expert": 2, "mesh.fsdp": 2}
+YARN = {"model.rope_scaling": "yarn", "model.rope_original_len": 256, "model.head_dim": 16}
 WINDOWS = {"model.sliding_window": 9, "model.attention_pattern": "lg"}
 
 # ---- Keys whose value stands in the program as a constant
@@ -71,7 +73,9 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
         EXPERTS | {"model.router_bias": True, "model.rope_scaling": "llama3"},
         {
             "moe.balance_loss": (0.13, 0.13),
+            "moe.sequence_balance_loss": (0.013, 0.013),
             "moe.z_loss": (0.017, 0.017),
+            "model.routed_scaling": (2.7, 2.7),
             "moe.bias_rate": (0.19, 0.19),
             "model.rope_factor": (4.5, 4.5),
             "model.rope_low_freq": (2.5, 2.5),
@@ -81,6 +85,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
     ),
     ({"lora.rank": 2}, {"lora.alpha": (8.5, 8.5 / 2)}),
     ({"optimizer.name": "muon"}, {"optimizer.momentum": (0.91, 0.91)}),
+    ({"loss.name": "dpo"}, {"loss.beta": (0.37, 0.37), "loss.label_smoothing": (0.21, 0.21)}),
 ]
 
 
@@ -143,7 +148,20 @@ def moments_home(program: Program) -> str:
     return "moments" if kinds == {"pinned_host"} else "none"
 
 
+def dense_layers(program: Program) -> int:
+    return len(program.definition.abstract.get("dense_layers", {}))
+
+
 LAYER = "params.layers.0."
+DENSE = {"model.dense_layers": 1, "model.dense_d_ff": 48}
+LATENT = {
+    "model.num_kv_heads": 8,
+    "model.kv_lora_rank": 16,
+    "model.q_lora_rank": 16,
+    "model.qk_nope_head_dim": 8,
+    "model.qk_rope_head_dim": 8,
+    "model.v_head_dim": 12,
+}
 # Key -> (another value, what else must be set for it to matter, where a program shows that very value).
 SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     "model.num_layers": (1, {}, layers),
@@ -156,6 +174,10 @@ SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     "model.tied_head": (True, {}, lambda program: not has("params.head")(program)),
     "model.qk_norm": (True, {}, has(LAYER + "attention.q_norm.scale")),
     "model.qkv_bias": (True, {}, has(LAYER + "attention.bk")),
+    "model.attention_out_bias": (True, {}, has(LAYER + "attention.bo")),
+    "model.attention_sinks": (True, {}, has(LAYER + "attention.sinks")),
+    "model.router_logit_bias": (True, EXPERTS, has(LAYER + "mlp.router_logit_bias")),
+    "model.expert_bias": (True, EXPERTS, has(LAYER + "mlp.down_bias")),
     "model.sandwich_norm": (True, {}, has(LAYER + "mlp_post_norm.scale")),
     "model.num_experts": (4, {}, lambda p: size(LAYER + "mlp.router", 1)(p) if has(LAYER + "mlp.router")(p) else 0),
     "model.router_bias": (True, EXPERTS, has(LAYER + "mlp.router_bias")),
@@ -164,6 +186,13 @@ SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
         EXPERTS,
         lambda p: size(LAYER + "mlp.shared.up", 1)(p) if has(LAYER + "mlp.shared.up")(p) else 0,
     ),
+    "model.dense_layers": (1, EXPERTS | {"model.dense_d_ff": 48}, dense_layers),
+    "model.dense_d_ff": (80, EXPERTS | DENSE, size("params.dense_layers.0.mlp.gate", 1)),
+    "model.kv_lora_rank": (24, LATENT, size(LAYER + "attention.wkv_up", 0)),
+    "model.q_lora_rank": (24, LATENT, size(LAYER + "attention.wq_up", 0)),
+    "model.qk_nope_head_dim": (4, LATENT | {"model.head_dim": 0}, lambda p: size(LAYER + "attention.wkv_up", 2)(p) - 12),
+    "model.qk_rope_head_dim": (4, LATENT | {"model.head_dim": 0}, lambda p: size(LAYER + "attention.wkv_down", 1)(p) - 16),
+    "model.v_head_dim": (8, LATENT, size(LAYER + "attention.wo", 2)),
     **{f"mesh.{axis}": (2, {}, mesh(axis)) for axis in ("data", "fsdp", "tensor", "seq")},
     "mesh.stage": (2, {"train.grad_accum": 2}, mesh("stage")),
     "mesh.expert": (2, EXPERTS, mesh("expert")),
@@ -194,16 +223,25 @@ def test_a_program_shows_the_value_of_a_key(key):
 PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision": ("bf16", {}),
     "fp8.exclude": ("wo,down", {"precision": "fp8"}),
+    "attention.forward": ("fp8", {"precision": "bf16"}),
     "model.family": ("helpers:WiderFamily", {}),
     "model.attention_pattern": ("lg", {"model.sliding_window": 8}),
     "model.attn_logit_scale": (24**-0.5, {}),
     "model.rope_scaling": ("llama3", {}),
+    "model.rope_beta_fast": (4.0, YARN),
+    "model.rope_beta_slow": (0.25, YARN),
+    "model.rope_truncate": (False, YARN),
+    "model.rope_attention_factor": (1.5, YARN),
+    "model.rope_mscale": (0.5, YARN | {"model.rope_mscale_all_dim": 1.0}),
+    "model.rope_mscale_all_dim": (0.5, YARN | {"model.rope_mscale": 1.0}),
     "pipeline.schedule": ("gpipe", STAGES),
     "pipeline.groups": (4, TURNS),
     "model.experts_per_token": (1, EXPERTS),
     "model.router": ("sigmoid", EXPERTS),
     "model.renormalize": (False, EXPERTS),
-    "moe.impl": ("pallas", EXPERTS),
+    "model.router_groups": (4, EXPERTS | {"model.groups_per_token": 2, "model.router_groups": 2}),
+    "model.groups_per_token": (2, EXPERTS | {"model.router_groups": 4}),
+    "moe.impl": ("ragged", {**EXPERTS, "mesh.expert": 4, "mesh.data": 2}),
     "moe.capacity_factor": (1.0, EXPERTS),
     "moe.buffer": (1.0, SPREAD),
     "sharding.zero": (2, SPLIT),
@@ -448,11 +486,11 @@ def model_init_std(runs):
 
 def sampling(runs):
     run = helpers.tiny({"model.num_layers": 1})
-    sampler, weights = generate.Sampler(run, helpers.program(run).placement), helpers.fresh_state(run).params
+    sampler, weights = generation.Sampler(run, helpers.program(run).placement), helpers.fresh_state(run).params
 
     def write(**changes: Any) -> str:
         ask = config.Sample(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
-        return generate.continue_text(sampler, weights, ByteTokenizer(), ask)
+        return generation.continue_text(sampler, weights, ByteTokenizer(), ask)
 
     assert write(prompt="def f").startswith("def f") and write().startswith("x")
     assert len(write(max_tokens=2)) < len(write())
@@ -475,14 +513,18 @@ def log_peak_tflops(runs):
 
 
 def data_prefetch(runs):
-    """Batches are made by a thread of their own, or by the one that asks."""
-    for prefetch in (0, 2):
-        made_by: list[threading.Thread] = []
-        source = types.SimpleNamespace(batch=lambda step, made_by=made_by: made_by.append(threading.current_thread()) or {})
-        batches = pipeline.iterate(source, 0, prefetch)
-        next(batches)
-        batches.close()
-        assert (made_by[0] is threading.current_thread()) == (prefetch == 0)
+    """A thread has made so many batches before one is asked for, and holds one more."""
+    program = helpers.program(runs.config("base"))
+    for prefetch in (1, 3):
+        made: list[int] = []
+        source = types.SimpleNamespace(batch=lambda step, *rows, made=made: made.append(step) or {})
+        feed = BatchFeed(source, 5, program.batch, program.context, prefetch)
+        ended = time.monotonic() + 60
+        while len(made) <= prefetch and time.monotonic() < ended:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        feed.close()
+        assert made == list(range(5, 6 + prefetch))
 
 
 def train_deterministic(runs):
@@ -547,6 +589,7 @@ ELSEWHERE = {
     "env.inherit",
     "data.eval_source",  # tests/proofs/test_watching.py
     "log.wandb",
+    "data.source_schedule",  # tests/unit/test_data_mix.py
     "data.tokenizer",  # tests/unit/test_data.py
     "log.gpu_every_s",  # tests/unit/test_monitor.py
     "log.mfu_alert",

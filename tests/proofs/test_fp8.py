@@ -18,6 +18,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
+from jaxtrain.models import layers
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
@@ -131,6 +132,61 @@ def test_zeros():
     assert all((a == 0).all() for a in product(eqn, *(jnp.zeros_like(a) for a in arrays(eqn))))
 
 
+def feed_forward(x, weights, dy, activation, bounded):
+    """y, dx and the gradients of gate, up and down, and the projections: by `gated_linear`, or by three `dot`s."""
+
+    @jax.jit
+    def run(x, weights, dy):
+        def block(x, weights):
+            held = [dataclasses.replace(fp8.encode(w, stacked=False, over=()), gradient=w) for w in weights]
+            gate, up = (fp8.dot("BTD,DF->BTF", x, w) for w in held[:2])
+            if bounded:
+                return fp8.gated_linear(x, *held, activation), (gate, up)
+            return fp8.dot("BTF,DF->BTD", activation(gate) * up, held[2]), (gate, up)
+
+        y, back, projections = jax.vjp(block, x, weights, has_aux=True)
+        dx, grads = back(dy)
+        return y, dx, *grads, *projections
+
+    return [np.asarray(a, np.float64) for a in run(x, weights, dy)]
+
+
+@pytest.mark.parametrize("size", [0.1, 30.0])
+@pytest.mark.parametrize("activation", layers.NONLINEARITIES)
+def test_gradients_scaled_by_a_bound(activation, size):
+    """Beside three plain matmuls. The output and down's gradient are the same bits.
+
+    The gradients of gate and up have other scales. The largest gradient of their product h is at most dh = sum of |dy| |w|, so
+    their scales are at most s = 2 SLOPE dh max(|gate|, |up|) / 57344, and an element differs by at most s 2^-16: half of the
+    smallest number with each scale. The results are rounded to bfloat16, and dx is a sum of two that are.
+    """
+    B, T, D, F, u = 2, 24, 32, 48, 2.0**-8
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, dy = (size * jax.random.normal(k, (B, T, D), jnp.bfloat16) for k in keys[:2])
+    dy *= jnp.exp2(jax.random.randint(keys[1], dy.shape, -18, 1).astype(jnp.bfloat16))
+    weights = [0.1 * jax.random.normal(k, (D, F), jnp.bfloat16) for k in keys[2:]]
+    plain, bounded = (feed_forward(x, weights, dy, layers.NONLINEARITIES[activation], b) for b in (False, True))
+    for same in (0, 4):
+        assert np.array_equal(plain[same], bounded[same])
+    x, dy, gate, up, down = (abs(np.asarray(a, np.float64)) * (1 + 2.0**-3) for a in (x, dy, *weights))  # rounded to 8 bits
+    most = max(a.max() for a in map(abs, plain[5:]))
+    apart = 2 * fp8.SLOPE * np.einsum("btd,df->btf", dy, down).max() * (1 + u) * most / 57344 * 2.0**-16
+    dx, d_gate, d_up = (abs(a - b) for a, b in zip(plain[1:4], bounded[1:4], strict=True))
+    assert (dx <= apart * (gate + up).sum(1) + 4 * u * (abs(plain[1]) + abs(bounded[1])).max()).all()
+    limit = apart * x.sum((0, 1))[:, None]
+    for a, b, d in zip(plain[2:4], bounded[2:4], (d_gate, d_up), strict=True):
+        assert (d <= limit + 2 * u * np.maximum(abs(a), abs(b))).all()
+        assert np.count_nonzero(a)
+
+
+@pytest.mark.parametrize("activation", layers.NONLINEARITIES)
+def test_slopes_of_activations(activation):
+    """With four roundings to bfloat16: of the activation's slope, of two products and of a factor."""
+    f = layers.NONLINEARITIES[activation]
+    slopes = jax.vmap(jax.grad(f))(jnp.linspace(-30, 30, 60_001))
+    assert float(f(0.0)) == 0 and 1 < float(abs(slopes).max()) * (1 + 2.0**-8) ** 4 < fp8.SLOPE
+
+
 # ---- A whole step
 
 
@@ -173,7 +229,7 @@ def test_remat_gives_the_same_gradients(one, other):
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """Over 20 steps, in which the loss falls; benchmarks.numerics compares 300, docs/precision.md has its table."""
+    """Over 20 steps, in which the loss falls; benchmarks.numerics compares 300, docs/evidence/fp8_training.md has its table."""
     eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
     assert eight[-1] < 0.95 * eight[0]
     assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
@@ -195,13 +251,13 @@ def test_checkpoints_do_not_change():
 )
 def test_weights_are_excluded_by_name(exclude, left_out):
     run = helpers.tiny(SMALL | {"fp8.exclude": exclude})
-    assert names(run) == {*precision.WEIGHTS} - {f"layers.{name}" for name in left_out}
+    assert names(run) == {*precision.matmuls(run.model)} - {f"layers.{name}" for name in left_out}
 
 
 def test_the_table_of_shardings_shows_them():
     run = helpers.tiny(SMALL | FSDP | {"fp8.exclude": "wo"})
     rows = [r for r in describe(run, helpers.devices_of(run)).entries if r.kind == "gathered"]
-    assert {r.name for r in rows if str(r.dtype) == "u8"} == {*precision.WEIGHTS} - {"layers.attention.wo"}
+    assert {r.name for r in rows if str(r.dtype) == "u8"} == {*precision.matmuls(run.model)} - {"layers.attention.wo"}
     assert {str(r.dtype) for r in rows} == {"u8", "bf16"}
 
 

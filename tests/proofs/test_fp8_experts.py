@@ -10,10 +10,13 @@ import matrix
 import numpy as np
 import pytest
 from fp8_helpers import emulated, first_gradients, names
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from jaxtrain import launch, precision
 from jaxtrain.kernels import fp8
-from jaxtrain.kernels.experts import eight, feed_forward
+from jaxtrain.kernels.experts import eight, feed_forward, pallas
+from jaxtrain.models.layers import GATED
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
@@ -59,6 +62,34 @@ def test_matmuls_are_those_of_rounded_numbers(experts):
     assert close(eight.outer(x_RD, h_RF, experts, jnp.bfloat16, "D"), "ERD,ERF->EDF", dy, h5)
 
 
+SIZES = (40, 0, 29)  # of 72 rows; the last 3 are nobody's
+
+
+def by_rows(a: np.ndarray, w: np.ndarray, eqn: str) -> np.ndarray:
+    """Return each row times its own expert's weight, and zeros for those of nobody."""
+    used = sum(SIZES)
+    made = np.einsum(eqn, a[:used], np.repeat(w, SIZES, axis=0))
+    return np.concatenate([made, np.zeros((len(a) - used, made.shape[1]))])
+
+
+@pytest.mark.parametrize("impl", ["ragged", "pallas"])
+def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
+    """Both sums, of both types; rows of nobody hold NaN, and neither a product nor the scale meets it."""
+    reset_gpu_interpret_mode_state()
+    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
+    x_RD, _, d_RF, w_EDF = arrays(3)
+    nobody, sizes_E = jnp.arange(3 * R)[:, None] >= sum(SIZES), jnp.array(SIZES)
+    w = emulated(w_EDF, fp8.E4M3)
+    for rows, dtype, contract, eqn in ((x_RD, fp8.E4M3, "D", "rd,rdf->rf"), (d_RF, fp8.E5M2, "F", "rf,rdf->rd")):
+        a = emulated(jnp.where(nobody, 0, rows), dtype)
+        want, terms = by_rows(a, w, eqn), by_rows(abs(a), abs(w), eqn)
+        given = jnp.where(nobody, jnp.nan, rows)
+        got = eight.times_uneven(impl, given, held(w_EDF), sizes_E, contract, dtype == fp8.E5M2)
+        assert got.dtype == jnp.bfloat16 and np.count_nonzero(want)
+        off = abs(np.asarray(got, np.float64) - want)
+        assert (off <= 2.0**-8 * abs(want) + 128 * 2.0**-24 * terms).all()
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(bad):
     """In all rows of a device, other experts' too: they share a scale."""
@@ -77,6 +108,7 @@ def test_what_is_not_finite_stays_so(bad):
         (
             "experts with room: expert4xseq2/remat.policy=full",
             "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
+            "experts: expert2xfsdp4/sharding.rules.experts=expert",
         ),
         "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
     ),
@@ -127,26 +159,31 @@ def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tu
     placement, numerics, model = helpers.program(run).placement, numerics_of(run), run.model
     zero = make_zero(run, placement, numerics)
     spec = feed_forward.Spec(
-        model.num_experts, jax.nn.silu, "auto", run.moe.capacity_factor, run.moe.buffer, placement, numerics
+        model.num_experts, GATED["silu"], "auto", run.moe.capacity_factor, run.moe.buffer, placement, numerics
     )
     made: Products = []
-    times, outer = eight.times, eight.outer
+    times, times_uneven, outer = eight.times, eight.times_uneven, eight.outer
 
     def seen_times(rows, w, contract, gradient):
         made.append(("times", contract, gradient))
         return times(rows, w, contract, gradient)
+
+    def seen_uneven(impl, rows, w, sizes_E, contract, gradient):
+        made.append(("uneven", contract, gradient))
+        return times_uneven(impl, rows, w, sizes_E, contract, gradient)
 
     def seen_outer(rows_RD, rows_RF, experts, out, gradient):
         made.append(("outer", "", gradient))
         return outer(rows_RD, rows_RF, experts, out, gradient)
 
     monkeypatch.setattr(eight, "times", seen_times)
+    monkeypatch.setattr(eight, "times_uneven", seen_uneven)
     monkeypatch.setattr(eight, "outer", seen_outer)
 
     def forward(x, w):
         used = zero.gather_weight(ComputeCopy(held(w), w), feed_forward.AXES)
         share = jnp.ones((*x.shape[:2], 2))
-        y, _ = feed_forward.feed_forward(x, share, share.astype(jnp.int32) - 1, used, used, used, spec)
+        y, _ = feed_forward.feed_forward(x, share, share.astype(jnp.int32) - 1, used, used, used, None, spec)
         made.append(("", "", ""))
         return y.astype(jnp.float32).sum()
 
@@ -168,6 +205,11 @@ def test_gradients_are_rounded_as_such(monkeypatch):
     assert products({"moe.capacity_factor": 2.0}, monkeypatch) == (FORWARD, BACKWARD)
 
 
+def test_gradients_of_weights_of_uneven_rows_are_not_in_8_bits(monkeypatch):
+    forward, backward = ([("uneven", *p[1:]) for p in made if p[0] == "times"] for made in (FORWARD, BACKWARD))
+    assert products({}, monkeypatch) == (forward, backward)
+
+
 def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
     """What a second round computes anew has the types of the first; the backward pass repeats gate and up."""
     forward, backward = products(ALONE | {"moe.buffer": 0.5}, monkeypatch)
@@ -180,13 +222,17 @@ def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
 
 def test_all_matmuls_of_a_model_with_experts_are_in_8_bits():
     shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
-    assert names(helpers.tiny(MOE | ALONE)) == {*precision.WEIGHTS}
-    assert names(helpers.tiny(MOE | ALONE | {"model.shared_d_ff": 32})) == {*precision.WEIGHTS} | shared
+    others = {f"layers.attention.{name}" for name in ("wq", "wk", "wv", "wo")} | {
+        name.replace("shared.", "") for name in shared
+    }
+    assert names(helpers.tiny(MOE | ALONE)) == others
+    run = helpers.tiny(MOE | ALONE | {"model.shared_d_ff": 32})
+    assert names(run) == others | shared == {*precision.matmuls(run.model)}
 
 
 @pytest.mark.more
 def test_rows_in_groups_with_a_capacity_train():
-    """What the refusal of grouped rows says to set (test_mesh_rules.py)."""
+    """What the refusal of uneven rows names (test_mesh_rules.py)."""
     run = helpers.tiny(MOE | {"mesh.expert": 2, "mesh.fsdp": 4, "moe.capacity_factor": 2.0})
     assert "layers.mlp.gate" in names(run)
     assert helpers.train(run, 2).loss[-1] > 0
@@ -202,6 +248,14 @@ def planned(*overrides: str) -> result.Plan:
 
 
 ROUTER = 3  # products of a layer's router: float32
+
+
+@pytest.mark.more
+def test_products_of_uneven_rows_are_fp8_calls():
+    """But for the gradients of three weights."""
+    made = planned("--config.mesh.expert=2", "--config.mesh.fsdp=4")
+    assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (18.0, 21.0 + ROUTER)
+    assert not [w for w in made.warnings if "fp8" in w]
 
 
 @pytest.mark.more

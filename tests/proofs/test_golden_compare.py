@@ -37,13 +37,22 @@ def test_every_shipped_config_has_a_golden_plan():
     assert {file.stem for file in golden_plans.FOLDER.iterdir()} == set(SHIPPED)
 
 
+# Warnings that shipped configs deserve: beginnings of their texts.
+DESERVED = {
+    # Routing statistics are summed over all devices in each layer.
+    "gpt_oss_20b": ("exposed communication",),
+    # Experts wait for their tokens, and routers are gathered in the float32 in which they are stored.
+    "deepseek_v3": ("exposed communication", "float32 all-gather over fsdp+expert"),
+}
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_golden_files_are_what_they_say(name, tmp_path):
     kept = load(path(name))
     assert kept["jaxlib"] == installed.versions()["jaxlib"], f"Fix: {golden_plans.WRITE}"
     assert (kept["config"], kept["topology"]) == SHIPPED[name]
     assert kept["margins"] == golden_plans.MARGINS and kept["peak_gib"] and kept["tflop"] and not kept["overrides"]
-    assert not kept["warnings"], "a shipped config deserves none"
+    assert not [text for text in kept["warnings"] if not text.startswith(DESERVED.get(name, ("none",)))]
     assert bool(kept["collectives"]) == (kept["topology"] != "h200:1")
     save(kept, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path(name).read_bytes()
@@ -110,7 +119,7 @@ def test_a_head_that_is_gathered_for_every_chunk_is_found(healthy, monkeypatch):
         chunks = parts(hidden), {k: parts(batch[k]) for k in ("targets", "weights")}
         return jax.lax.scan(one, jnp.zeros((), jnp.float32), chunks)[0]
 
-    monkeypatch.setitem(loss.LOSSES, "cross_entropy", by_chunk)
+    monkeypatch.setitem(loss.LOSSES, "cross_entropy", loss.Loss(by_chunk))
     differences = compare(from_plan(healthy), planned_now())
     gathered = named(differences, "all-gather bf16 over fsdp")
     assert "+7 launches" in gathered

@@ -70,7 +70,7 @@ def numerics(types: str) -> tuple[Numerics, float, float]:
 
 def zero_of(mesh: str, types: str) -> Zero:
     return Zero(
-        placement(mesh), numerics(types)[0], reduce_once=False, gather_once=False, accumulates=False, grad_dtype=DTYPES["f32"]
+        placement(mesh), numerics(types)[0], reduce_once=False, gather_once=False, sums_once=False, grad_dtype=DTYPES["f32"]
     )
 
 
@@ -281,7 +281,7 @@ def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
     def run(x, head, targets, weights):
         def local(x, head, targets, weights):
             how = {"chunk": chunk, "softcap": softcap, "z_loss": z_loss, "vocab_axes": ("tensor",) if split > 1 else ()}
-            loss, dx, d_head = chunked_cross_entropy(x, head, targets, weights, **how, precision=precision, gradients=True)
+            loss, dx, d_head, _ = chunked_cross_entropy(x, head, targets, weights, **how, precision=precision, gradients=True)
             return loss, jax.lax.psum(dx.astype(jnp.float32), "tensor"), d_head
 
         specs = (everywhere, of_head, everywhere, everywhere)

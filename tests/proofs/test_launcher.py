@@ -53,6 +53,15 @@ def test_a_change_installs_again(machine: Machine):
     assert [call.split()[0] for call in machine.calls()] == ["python", "venv", "pip"]
 
 
+def test_the_second_jax_stays_until_the_first_is_asked_for(machine: Machine):
+    machine.run("setup", JAXTRAIN_JAX="0.12")
+    assert machine.installed() == [f"{DEFAULT}-jax0.12"]
+    machine.run("data")
+    assert machine.calls() == [], "a command without the variable keeps it"
+    machine.run("data", JAXTRAIN_JAX="0.11")
+    assert machine.installed() == [DEFAULT]
+
+
 def test_the_exit_code_and_the_arguments_are_the_commands_own(machine: Machine):
     """Whatever is in the arguments; the caller's PYTHONPATH stays behind the repository; a link leads here too."""
     folder = machine.cwd / "linked folder"
@@ -75,6 +84,16 @@ def test_the_suite_runs_in_the_repository_and_keeps_its_tools(machine: Machine):
     assert machine.calls() == [], "training after testing does not reinstall"
 
 
+def test_notebooks_open_in_their_folder_and_stay_installed(machine: Machine):
+    done = machine.run("notebooks", "--no-browser")
+    assert done.stdout.startswith(f"python <-m> <jupyterlab> <--no-browser>\ncwd {machine.repo}/notebooks\n")
+    assert machine.installed() == [DEFAULT, "notebooks"]
+    machine.run("data")
+    assert machine.calls() == []
+    machine.run("test")
+    assert machine.installed() == [DEFAULT, "dev", "notebooks"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
@@ -84,6 +103,7 @@ def test_the_suite_runs_in_the_repository_and_keeps_its_tools(machine: Machine):
         ("../x", {}, r"^error: command = '\.\./x': is unknown\."),
         ("setup", {"JAXTRAIN_CUDA": "11"}, "JAXTRAIN_CUDA=11: must be 12 or 13; unset it"),
         ("setup", {"JAXTRAIN_CUDNN": "yes"}, "JAXTRAIN_CUDNN=yes: must be 0 or 1; unset it"),
+        ("setup", {"JAXTRAIN_JAX": "0.13"}, "JAXTRAIN_JAX=0.13: must be 0.11 or 0.12; unset it"),
     ],
 )
 def test_refusals_name_the_mistake_and_install_nothing(machine: Machine, arguments: str, env: dict[str, str], said: str):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import config, generate, lm_eval, scoring
+from jaxtrain import config, generation, lm_eval, scoring
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.scoring import Scored, Scorer
@@ -181,7 +181,7 @@ def test_lengths_are_rounded_up(length: int, to: int) -> None:
 
 
 def test_chunks_of_logits_change_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, sampler, params, _ = generate.load(str(workdir), jax.devices()[:1])
+    run, sampler, params, _ = generation.load(str(workdir), jax.devices()[:1])
     tokens = ByteTokenizer().encode("some text to be scored")
     scores = []
     for logits in (scoring.LOGITS, 8):
@@ -243,6 +243,8 @@ def test_tasks_of_the_harness(
     results = json.loads(file.read_text())["results"]
     assert results["own_choice"]["acc,none"] == 0.75
     assert results["own_write"]["exact_match,none"] == 0.5
+    assert lm_eval.main([f"--workdir={workdir}", "--tasks=own_chioce", f"--include_path={tmp_path}"]) == 2
+    assert "the harness has no task own_chioce. List" in capsys.readouterr().err
 
 
 def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +255,7 @@ def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--model=hf: this command sets it" in capsys.readouterr().err
     monkeypatch.setattr(lm_eval.importlib.util, "find_spec", lambda name: None)
     assert lm_eval.main([there, "--tasks=a"]) == 2
-    assert "the extra `lm-eval`" in capsys.readouterr().err
+    assert "-r pyproject.toml --extra lm-eval" in capsys.readouterr().err
 
 
 @pytest.mark.more

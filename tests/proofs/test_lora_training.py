@@ -1,6 +1,7 @@
 """Low-rank adapters in programs and runs: gradients, checkpoints, and the base they stand beside."""
 
 import dataclasses
+import json
 import re
 import shutil
 
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import generate, lora
+from jaxtrain import generation, lora
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.hf import __main__ as hugging_face_command
 from jaxtrain.hf import peft
-from jaxtrain.models.families.llama import NAMES
+from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.train.batch import place_batch
 from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
@@ -190,7 +191,7 @@ def test_resumes_to_the_bit(trained):
 
 def test_what_was_saved_can_be_used(trained):
     """Sampling and evaluation get the base and the adapters: the same logits as of merged weights."""
-    run, sampler, params, at = generate.load(str(trained / "adapters"), jax.devices()[:2])
+    run, sampler, params, at = generation.load(str(trained / "adapters"), jax.devices()[:2])
     assert (at, run.lora.rank) == (16, 4)
     prompt = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     made = list(sampler.tokens(params, [83, 97, 121], **prompt))
@@ -198,7 +199,7 @@ def test_what_was_saved_can_be_used(trained):
     tensors = base | runs.tensors(trained / "adapters")
     merged = dict(lora.merged({k: v for k, v in tensors.items() if k.startswith(PREFIX)}, 32.0 / 4))
     plain = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=0))
-    other = generate.Sampler(plain, sampler.placement)
+    other = generation.Sampler(plain, sampler.placement)
     shapes = jax.tree.map(lambda a: a, other.definition.abstract)
     flat = {k: jnp.asarray(v) for k, v in merged.items()}
     stacked = jax.tree_util.tree_map_with_path(lambda path, a: _gathered(path, flat, run.model.num_layers), shapes)
@@ -218,11 +219,11 @@ def _gathered(path, flat, layers):
 def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
     out = tmp_path / "adapter"
     assert hugging_face_command.main(["export-adapter", str(trained / "adapters"), f"--out={out}", "--base=some/model"]) == 0
-    settings, tensors = peft.read(out, NAMES)
-    assert (settings.rank, settings.alpha, settings.base, len(tensors)) == (4, 32.0, "some/model", 2 * 2 * 7)
-    stored = {k.removeprefix(PREFIX): v for k, v in runs.tensors(trained / "adapters").items() if k.startswith(PREFIX)}
-    back = peft.from_peft(tensors, NAMES, {k: v.shape for k, v in stored.items()})
-    assert all(np.array_equal(back[k], stored[k]) for k in stored)
+    settings, back, _ = peft.read(out, open_origin(str(trained / "adapters")).run().model)
+    assert (settings.rank, settings.alpha, len(back)) == (4, 32.0, 2 * 2 * 7)
+    assert json.loads((out / peft.CONFIG).read_text())["base_model_name_or_path"] == "some/model"
+    stored = {k: v for k, v in runs.tensors(trained / "adapters").items() if k.startswith(PREFIX)}
+    assert back.keys() == stored.keys() and all(np.array_equal(back[k], stored[k]) for k in stored)
     capsys.readouterr()
     assert hugging_face_command.main(["export-adapter", str(trained / "base"), f"--out={tmp_path / 'none'}"]) == 2
     assert "is of a run without adapters" in capsys.readouterr().err
@@ -251,7 +252,7 @@ def test_another_base_is_refused(trained, tmp_path, capsys):
     assert runs.train(config, folder, **moved, train__steps=18) == 1
     assert "are not those that the adapters of step 17 were trained beside" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="are not those"):
-        generate.load(str(folder), jax.devices()[:1])
+        generation.load(str(folder), jax.devices()[:1])
     assert runs.steps(folder) == before
     shutil.rmtree(tmp_path / "base" / "checkpoints" / "4")
     files = runs.tree(folder)
@@ -259,8 +260,8 @@ def test_another_base_is_refused(trained, tmp_path, capsys):
     assert f"the base of these adapters, {tmp_path / 'base'}" in capsys.readouterr().err
     assert runs.tree(folder) == files, "nothing was written"
     with pytest.raises(CheckpointError, match="--base of a command"):
-        generate.load(str(folder), jax.devices()[:1])
-    assert generate.load(str(folder), jax.devices()[:1], str(trained / "base"))[3] == 17
+        generation.load(str(folder), jax.devices()[:1])
+    assert generation.load(str(folder), jax.devices()[:1], str(trained / "base"))[3] == 17
 
 
 def test_runs_that_are_refused(trained, tmp_path, capsys):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import generate
+from jaxtrain import generation
 from jaxtrain.activations import KEPT
 from jaxtrain.config import Model
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
@@ -294,7 +294,7 @@ def test_gathered_weights_are_never_kept(policy):
 
 @functools.cache
 def sampler_of(run):
-    return generate.Sampler(run, helpers.program(run).placement)
+    return generation.Sampler(run, helpers.program(run).placement)
 
 
 def draw(run, prompt=(3, 1, 4, 1, 5), params=None, **changes) -> list[int]:
@@ -330,7 +330,7 @@ def test_draws_have_the_probabilities_of_the_logits():
     keys = jax.random.split(jax.random.key(0), 4000)
 
     def frequencies(temperature, top_p):
-        tokens = jax.vmap(lambda key: generate.choose(logits, key, temperature, top_p))(keys)
+        tokens = jax.vmap(lambda key: generation.choose(logits, key, temperature, top_p))(keys)
         return np.bincount(np.asarray(tokens), minlength=4) / len(keys)
 
     np.testing.assert_allclose(frequencies(1.0, 1.0), [0.1, 0.5, 0.15, 0.25], atol=0.03)

@@ -29,7 +29,7 @@ def test_moments_are_split_like_the_parameters():
 
 
 def test_training_tracks_float32():
-    """The long version is benchmarks/numerics.py; its table is in docs/memory.md."""
+    """The long version is benchmarks/numerics.py; its table is in docs/evidence/moments.md."""
     wide, narrow = (helpers.train(helpers.tiny(SIZES | {"dtypes.m": m, "dtypes.v": m}), 20).loss for m in ("f32", "int8"))
     assert wide[0] == narrow[0]
     assert narrow[-1] < narrow[0] - 0.05

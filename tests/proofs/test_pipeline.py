@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import generate
+from jaxtrain import generation
 from jaxtrain.config import ConfigError
 from jaxtrain.models.families import llama
 from jaxtrain.models.transformer import Transformer
@@ -153,9 +153,9 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
         run = helpers.tiny(SMALL | {"model.num_layers": 5, "loss.z_loss": 1e-2} | layout)
         made, params = helpers.program(run), helpers.fresh_state(run).params
         host = {name: x[:4] for name, x in helpers.host_batch(run, 0).items()}
-        total, weight = made.eval_step(params, place_batch(host, made.eval_batch, made.context))
+        total, weight, _ = made.eval_step(params, place_batch(host, made.eval_batch, made.context))
         losses.append(float(total) / float(weight))
-        sampler = generate.Sampler(run, made.placement)
+        sampler = generation.Sampler(run, made.placement)
         texts.append(list(sampler.tokens(params, range(40, 52), max_tokens=6, temperature=0.0, top_p=1.0, seed=0)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert texts[0] == texts[1]

@@ -110,7 +110,7 @@ def test_state_is_donated():
 
 def test_a_thousand_gpus():
     """What leaves a node stands apart, and the way through 128 of them is counted."""
-    made = plan("h200:8x128", TWO, of="configs/llama3_70b.py:gpus=1024")
+    made = plan("h200:8x128", TWO, "mesh.data=1", of="configs/llama3_70b.py:gpus=1024")
     assert made.fits and made.mesh["fsdp"] == 1024
     rings = [c for c in made.collectives if c.kind in ("all-gather", "reduce-scatter") and c.group == 1024]
     assert rings and all(c.network_gib == pytest.approx(c.wire_gib / 8) for c in rings)

@@ -90,7 +90,8 @@ def test_data_parallel_sums_every_gradient_once():
 @pytest.mark.parametrize(
     ("machine", "kernel", "policy"),
     [
-        ("a100:2", "pallas", "full"),
+        ("a100:2", "chunked", "full"),
+        ("h200:2", "pallas", "full"),
         ("h200:2", "cudnn", "full"),
         pytest.param("h100:2", "cudnn", "dots", marks=pytest.mark.more),
         pytest.param("b200:2", "cudnn", "attention", marks=pytest.mark.more),
@@ -98,8 +99,9 @@ def test_data_parallel_sums_every_gradient_once():
     ],
 )
 def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machine, kernel, policy):
-    """Packed documents in cuDNN need Hopper: an A100 takes the other kernel, by itself."""
-    run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}"), topology.parse(machine)
+    """Packed documents in cuDNN, and WGMMA, need Hopper: an A100 takes a kernel in XLA, by itself."""
+    asked = "attention.impl=" + ("pallas" if kernel == "pallas" else "auto")
+    run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}", asked), topology.parse(machine)
     compiled = compile_step(run, on)
     assert compiled.program.kernel.name == kernel
     assert ("__cudnn$fmha" in compiled.text) == (kernel == "cudnn")

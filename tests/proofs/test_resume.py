@@ -12,8 +12,9 @@ import pytest
 import runs
 import sources
 
+from jaxtrain import position
 from jaxtrain.checkpoint import files
-from jaxtrain.data import tokenizer
+from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 
 STEPS = 10
@@ -69,7 +70,7 @@ def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(
     whole: Callable[[str], Path], layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Batches are asked for two steps ahead at most, so that it is known between which checkpoints a run ends.
-    workdir, how = tmp_path / "run", LAYOUTS[layout] | {"data__prefetch": 0}
+    workdir, how = tmp_path / "run", LAYOUTS[layout] | {"data__prefetch": 1}
 
     def fails(batch: int) -> None:
         with monkeypatch.context() as m, pytest.raises(OSError, match="the disk is on fire"):
@@ -126,10 +127,14 @@ def test_a_run_goes_back_to_an_earlier_step(base: Path, copy: Path, capsys: pyte
 
 
 def test_a_finished_run_has_nothing_to_do(base: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert go_on(copy) == 0
+    assert go_on(copy, optimizer__lr=5e-3) == 0
     assert "all 10 steps are done: nothing to train" in capsys.readouterr().out
     assert runs.exact(copy) == runs.exact(base) and runs.steps(copy) == [5, 10]
-    assert runs.receipt(copy)["reason"] == "10 steps were done already"
+    assert (copy / "config.json").read_text() == (base / "config.json").read_text()
+    before, after = runs.receipt(base), runs.receipt(copy)
+    idle = after["attempts"].pop()
+    assert (idle["attempt"], idle["reason"]) == (before["attempt"] + 1, "10 steps were done already")
+    assert after == before
 
 
 # ---- What may change, and what may not
@@ -199,7 +204,72 @@ def test_a_changed_mixture_goes_on_in_each_source(tmp_path: Path, capsys: pytest
     mixture = json.loads((workdir / "checkpoints/12/meta.json").read_text())["data"]["mixture"]
     # Of 8 rows a step: 24 + 24 + 4 and 8 + 24 + 12, of 64 tokens each.
     assert {s["name"]: s["tokens"] // 64 for s in mixture["sources"]} == {"a.tok": 52, "b.tok": 44}
-    assert [(p["step"], [n // 64 for n in p["read"]]) for p in mixture["parts"]] == [(0, [0, 0]), (4, [24, 8]), (10, [48, 32])]
+    assert [(p["step"], [n // 64 for n in p["read"]]) for p in mixture["phases"]] == [(0, [0, 0]), (4, [24, 8]), (10, [48, 32])]
+
+
+def test_an_annealed_mixture_over_resumes_with_another_batch_and_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes at steps 3 and 7 by the schedule. It is resumed before the first and after the second with another layout, and
+    once with another global batch. Each source is read once and in order, and the changes come at their steps, also after a
+    batch of the data that is passed over."""
+    for i, name in enumerate("abc"):
+        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+            for k in range(200):
+                writer.write([i * 50 + k % 50] * 99, 99)
+                writer.end_document()
+    workdir, fed = tmp_path / "run", []
+    batch = pipeline.Batches.batch
+
+    def recorded(self: pipeline.Batches, step: int, rows: Any = None) -> dict[str, np.ndarray]:
+        index = step * self.global_batch + np.arange(self.global_batch)
+        number, within = self.mixture.sources_of(index)
+        names = [Path(self.sources[k].name).name for k in number.tolist()]
+        fed.append((step, [*zip(names, within.tolist(), strict=True)]))
+        return batch(self, step, rows)
+
+    monkeypatch.setattr(pipeline.Batches, "batch", recorded)
+    how = {
+        "eval__every_steps": 0,
+        "data__max_segments": 4,
+        "data__prefetch": 1,
+        "data__source": f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25",
+        "data__source_schedule": f"3: {tmp_path}/a.tok=0.5,{tmp_path}/c.tok=0.5; 7: {tmp_path}/c.tok",
+        "checkpoint__allow_change": "train.global_batch",
+    }
+    steps: list[list[tuple[str, int]]] = []
+
+    def run(until: int, **keys: Any) -> None:
+        fed.clear()
+        assert train(workdir, train__steps=until, **how, **keys) == 0
+        steps.extend(rows for _, rows in sorted(fed)[: until - len(steps)])
+
+    run(2)
+    # 2 steps of 8 sequences: with 12, the run continues at the whole batch 2. It passes over batch 4.
+    position.skip(workdir / "checkpoints", (4 * 12 * 64, 5 * 12 * 64), (4, 4), "a test", back_to=2)
+    twelve = {"train__global_batch": 12, "mesh__data": 2, "mesh__tensor": 2}
+    run(8, mesh__fsdp=2, **twelve)
+    run(10, mesh__fsdp=1, **twelve | {"mesh__data": 4})
+    said = capsys.readouterr().out
+    assert "data: mixture from step 3: a.tok 50.0%, c.tok 50.0% (not reached: train.steps=2)" in said
+    assert "data: mixture from step 7: c.tok 100.0%" in said
+    assert "mixture changed" not in said
+    names = [sorted({name for name, _ in rows}) for rows in steps]
+    assert names == [["a.tok", "b.tok"]] * 3 + [["a.tok", "c.tok"]] * 4 + [["c.tok"]] * 3
+    read = {"a.tok": 0, "b.tok": 0, "c.tok": 0}
+    for step, rows in enumerate(steps):
+        if step == 4:  # of the 12 sequences that the run passes over, each source has its half
+            read["a.tok"] += 6
+            read["c.tok"] += 6
+        for name, within in rows:
+            assert within == read[name]
+            read[name] += 1
+    data = json.loads((workdir / "checkpoints/10/meta.json").read_text())["data"]
+    assert {s["name"]: s["tokens"] for s in data["mixture"]["sources"]} == {name: rows * 64 for name, rows in read.items()}
+    lines = [line for line in runs.lines(workdir) if line["kind"] == "source" and line["step"] == 10]
+    assert {line["source"]: (line["tokens"], line["weight"]) for line in lines} == {
+        name: (rows * 64, float(name == "c.tok")) for name, rows in read.items()
+    }
 
 
 # ---- Damage

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import io
 import math
-import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+import jaxtrain
 from jaxtrain import activations
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.kernels.attention import reference
 from jaxtrain.kernels.experts import routing
-from jaxtrain.models import attention, layers, transformer
+from jaxtrain.models import attention, latent_attention, layers, transformer
 from jaxtrain.models.remat import Plan, layer_at
 from jaxtrain.plan import shardings
-from jaxtrain.plan.shardings import Row, Shardings, changes, describe, load, parse_filter, print_shardings, visualize
-from jaxtrain.plan.topology import TopologyError, parse
+from jaxtrain.plan.shardings import Row, Shardings, changes, describe, of_tree, parse_filter, print_shardings
+from jaxtrain.plan.topology import TopologyError
 from jaxtrain.sharding import LayoutError
 from jaxtrain.train.program import build
 
@@ -71,7 +72,7 @@ def of_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatch, specs: dict[
         return seen.setdefault(name, x) if name in activations.AXES else x
 
     with monkeypatch.context() as patch:
-        for module in (attention, layers, transformer, reference, routing):
+        for module in (attention, latent_attention, layers, transformer, reference, routing):
             patch.setattr(module, "checkpoint_name", keep)
 
         def through(self: Any, body: Any, x: Any, stacked: Any, shared: Any, kinds: Any) -> Any:
@@ -101,10 +102,22 @@ def of_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatch, specs: dict[
 
 
 EXPERTS = {"model.family": "mixtral", "model.num_experts": 4, "model.experts_per_token": 2}
-COMPUTED = (*MESHES, {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS})
+LATENT = {
+    "model.num_kv_heads": 8,
+    "model.kv_lora_rank": 16,
+    "model.q_lora_rank": 24,
+    "model.v_head_dim": 12,
+    "model.qk_nope_head_dim": 8,
+    "model.qk_rope_head_dim": 8,
+}
+COMPUTED = (
+    *MESHES,
+    {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.data": 2, **LATENT},
+    {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS},
+)
 
 
-@pytest.mark.parametrize("overrides", few(COMPUTED, THREE, COMPUTED[-1]), ids=str)
+@pytest.mark.parametrize("overrides", few(COMPUTED, THREE, *COMPUTED[-2:]), ids=str)
 def test_activations_are_sharded_as_the_table_says(overrides, monkeypatch):
     """Put together as the table says, the shards of 8 devices are what one device computes."""
     run = tiny(overrides)
@@ -114,6 +127,7 @@ def test_activations_are_sharded_as_the_table_says(overrides, monkeypatch):
     own = {"mlp_gate", "mlp_up"} if run.model.num_experts else set()
     wanted = set(whole) - own
     unused = {"attention_lse"} if run.model.num_experts else {"attention_lse", "expert_choice"}
+    unused |= set() if run.model.kv_lora_rank else {*activations.LATENTS}
     assert wanted == set(activations.AXES) - own - unused and wanted <= set(rows)
     # A row of experts is on one device, and has no spec of its own; any will do to get it out.
     specs = {name: rows[name].spec if name in wanted else P(("fsdp", "expert"), "tensor") for name in whole}
@@ -136,7 +150,8 @@ def test_logical_axes_and_rules_give_the_layout(mesh):
             continue
         assert row.spec == placement.spec(row.axes), row.name
         checked += row.kind == "activation"
-    assert checked >= len(activations.ACTIVATIONS) - 1  # the reference kernel makes no log-sum-exp
+    # The reference kernel makes no log-sum-exp, and this model no latents.
+    assert checked >= len(activations.ACTIVATIONS) - 1 - len(activations.LATENTS)
     found = of(run)
     q, out = found.row("q"), found.row("attention_out")
     assert (out.shape, out.mesh_axes, out.axes) == (q.shape, q.mesh_axes, q.axes)
@@ -244,18 +259,18 @@ def test_layers_under_one_checkpoint_keep_one_input():
 
 def test_offloaded_activations_take_no_device_memory():
     three = {"model": {"num_layers": 3}}
-    found = describe(CONFIG, "h200:8", remat={"policy": "custom", "tensors": "q=keep,mlp_up=offload"}, **three)
+    found = jaxtrain.shardings(CONFIG, "h200:8", remat={"policy": "custom", "tensors": "q=keep,mlp_up=offload"}, **three)
     up, q = found.row("mlp_up"), found.row("q")
     assert (up.saved, up.copies, up.held_bytes) == ("offload", 2, 0)
     # The last layer's backward pass comes at once.
     assert [(r.saved, r.copies) for r in found.filter(name="mlp_up")] == [("offload", 2), ("keep", 1)]
     assert (q.saved, q.copies, q.held_bytes) == ("keep", 3, 3 * 8192 * 4096 * 2)
-    assert "2 x 224.0 MiB on the host" in repr(found)
+    assert "2 x 224.0 MiB on the host" in repr(found) and "2 x 224.0 MiB on the host" in repr(found.table())
 
 
 def test_llama3_8b_by_hand():
     """Two layers of it: f32 weights and two moments over 8 GPUs; one sequence of 8192 tokens a GPU and microbatch."""
-    found = describe(CONFIG, "h200:8", **FEW)
+    found = jaxtrain.shardings(CONFIG, "h200:8", **FEW)
     parameters = 8_030_261_248 - 30 * 218_112_000
     assert sum(r.total_bytes or 0 for r in found.filter(kind="parameter")) == 4 * parameters
     assert sum(r.held_bytes for r in found.filter(kind="parameter")) == 4 * parameters // 8
@@ -271,7 +286,7 @@ def test_llama3_8b_by_hand():
 
 
 def test_tensor_parallel_halves_what_a_device_holds_of_a_product():
-    found = describe(CONFIG, parse("h200:8"), mesh={"fsdp": 4, "tensor": 2}, **FEW)
+    found = jaxtrain.shardings(CONFIG, "h200:8", mesh={"fsdp": 4, "tensor": 2}, **FEW)
     lse = found.row("attention_lse")
     assert lse.local_shape[1:] == (16, 8192) and lse.shape == (4 * lse.local_shape[0], 32, 8192)
     assert (lse.mesh_axes, lse.replicas) == ((("fsdp",), ("tensor",), ()), 1)
@@ -299,15 +314,18 @@ def test_filters():
         (lambda: table({"mesh.fsdp": 8}).row("layers.mlp.gates"), r"Did you mean layers.mlp.gate\?"),
         (lambda: parse_filter("nam=x"), "cannot filter by 'nam'. Did you mean name"),
         (lambda: parse_filter("replicas=many"), "must be a number of devices"),
-        (lambda: describe(CONFIG, "h200:8", mesh={"tensr": 2}), "mesh.tensr = '2': no such key. Did you mean mesh.tensor"),
-        (lambda: describe("configs/none.py", "h200:8"), "no such file"),
-        (lambda: describe(CONFIG, "h900:8"), "h900"),
-        (lambda: describe(CONFIG, "h200:8", mesh={"fsdp": 3}), "the run has 8 devices"),
         (
-            lambda: describe(CONFIG, "h200:8", sharding={"rules": {"vocab": "fsdp"}}),
+            lambda: jaxtrain.shardings(CONFIG, "h200:8", mesh={"tensr": 2}),
+            "mesh.tensr = '2': no such key. Did you mean mesh.tensor",
+        ),
+        (lambda: jaxtrain.shardings("configs/none.py", "h200:8"), "no such file"),
+        (lambda: jaxtrain.shardings(CONFIG, "h900:8"), "h900"),
+        (lambda: jaxtrain.shardings(CONFIG, "h200:8", mesh={"fsdp": 3}), "the run has 8 NVIDIA H200 devices"),
+        (
+            lambda: jaxtrain.shardings(CONFIG, "h200:8", sharding={"rules": {"vocab": "fsdp"}}),
             "sharding.rules.vocab = .fsdp.: cannot be sharded over mesh axis",
         ),
-        (lambda: describe(tiny(), devices_of(tiny()), mesh={"fsdp": 1}), "dataclasses.replace"),
+        (lambda: jaxtrain.shardings(tiny(), "h200:8", mesh={"fsdp": 1}), "dataclasses.replace"),
     ],
 )
 def test_what_cannot_be_is_refused(ask, words):
@@ -318,7 +336,7 @@ def test_what_cannot_be_is_refused(ask, words):
 def test_table_in_a_terminal_and_a_notebook():
     found = table({"mesh.fsdp": 4, "mesh.tensor": 2}).filter(name="layers.mlp.gate")
     for cell in ("layers.mlp.gate", "layers, embed→fsdp, mlp→tensor", "f32[4,64,96]", "5 arrays"):
-        assert cell in repr(found) and cell in found._repr_html_()
+        assert cell in repr(found.table()) and cell in found.table()._repr_html_()
     assert repr(found).startswith("llama, 4 layers")
     first = found.rows()[0]
     assert first["name"] == found.entries[0].name and first["spec"] == str(found.entries[0].spec)
@@ -346,7 +364,7 @@ def test_changes_name_what_moved():
 
 
 def test_load_reads_sections_and_dotted_keys():
-    run = load(
+    run = jaxtrain.load(
         CONFIG + ":half", mesh={"fsdp": 4, "tensor": 2}, precision="f32", **{"optimizer.lr": 1e-4, "log.tensorboard": False}
     )
     assert (run.mesh.fsdp, run.mesh.tensor, run.precision, run.model.num_layers) == (4, 2, "f32", 16)
@@ -362,7 +380,7 @@ def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
         assert (row.shape, row.axes, row.spec, row.total_bytes, row.layout) == (None, None, None, None, "each device's own")
         assert row.held_bytes == row.copies * 4 * math.prod(row.local_shape)
         with pytest.raises(ValueError, match="each device's shard is its own"):
-            visualize(row)
+            row.draw()
 
 
 def test_sums_name_the_arrays_without_a_global_shape():
@@ -375,26 +393,71 @@ def test_sums_name_the_arrays_without_a_global_shape():
 @pytest.mark.parametrize(
     ("name", "drawn", "holders"),
     [
-        ("layers.mlp.gate", "embed 64 down, mlp 96 across", ["0,4", "1,5", "2,6", "3,7"]),
-        ("q", "batch 16 down, heads 8 across", [*"01234567"]),
-        ("final_norm.scale", "embed 64 across", ["0,1,4,5", "2,3,6,7"]),
+        ("layers.mlp.gate", "embed 64 down, mlp 96 across", [["0,4", "1,5"], ["2,6", "3,7"]]),
+        ("q", "batch 16 down, heads 8 across", [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        ("final_norm.scale", "embed 64 across", [["0,1,4,5", "2,3,6,7"]]),
     ],
 )
-def test_visualize_shows_every_device(name: str, drawn: str, holders: list[str], capsys: pytest.CaptureFixture[str]):
-    visualize(table(THREE).row(name))
-    text = capsys.readouterr().out
-    assert drawn in text and re.findall(r"CPU +([\d,]+)", text) == holders and "not drawn" not in text
+def test_a_drawing_shows_every_device(name: str, drawn: str, holders: list[list[str]]):
+    picture = table(THREE)[name].draw()
+    assert drawn in picture.title and [[",".join(map(str, ids)) for ids in row] for row in picture.holders] == holders
+    lines = [line for line in repr(picture).splitlines() if line.startswith("|")]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == holders
+    svg = ET.fromstring(picture._repr_svg_())
+    cells = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert cells == [picture.title, *(cell for row in holders for cell in row)]
 
 
-def test_visualize_names_a_third_sharded_dimension(capsys: pytest.CaptureFixture[str]):
+def test_a_drawing_shortens_many_devices():
+    found = jaxtrain.shardings(
+        CONFIG, "h200:8x2", mesh={"data": 2, "fsdp": 8}, train={"global_batch": 16, "grad_accum": 1}, **FEW
+    )
+    assert "0-15" in repr(found["layers.attention_norm.scale"].draw()) or "0,8" in repr(found["layers.mlp.gate"].draw())
+
+
+def test_a_drawing_names_a_third_sharded_dimension():
     sharding = jax.sharding.NamedSharding(program(tiny(THREE)).placement.mesh, P("data", "fsdp", "tensor"))
-    visualize(Row("x", "parameter", (1, 2, 3), "f32", 24, ("layers", None, "mlp"), sharding))
-    assert "not drawn: layers over data" in capsys.readouterr().out
+    picture = Row("x", "parameter", (1, 2, 3), "f32", 24, ("layers", None, "mlp"), sharding).draw()
+    assert (
+        picture.note == "not drawn: layers over data" and picture.note in repr(picture) and picture.note in picture._repr_svg_()
+    )
     with pytest.raises(ValueError, match="count: a single number"):
-        visualize(table(THREE).row("count"))
+        table(THREE)["count"].draw()
+
+
+def test_types_name_the_mesh_axes():
+    found = table({"mesh.fsdp": 4, "mesh.tensor": 2})
+    assert found["layers.mlp.gate"].type == "f32[4, 64@fsdp, 96@tensor]"
+    assert found["count"].type == "i32[]"
+    assert "f32[4, 64@fsdp, 96@tensor]" in repr(found) and "layers.mlp.gate" in repr(found)
+    page = ET.fromstring(f"<div>{found._repr_html_().replace('<details open>', '<details>')}</div>")
+    assert {"layers", "mlp"} <= {(s.text or "").partition(":")[0] for s in page.iter("summary")}
+    assert len(list(page.iter("b"))) == len(found) + 1  # a type for each array, and the title
+
+
+def test_a_pytree_of_arrays_has_a_table():
+    mesh = program(tiny({"mesh.fsdp": 4, "mesh.tensor": 2})).placement.mesh
+    placed = jax.device_put(np.zeros((8, 6), np.float32), jax.sharding.NamedSharding(mesh, P("fsdp", "tensor")))
+    found = of_tree({"layer": {"w": placed}, "step": jax.numpy.zeros((), jax.numpy.int32)})
+    assert found["layer.w"].type == "f32[8@fsdp, 6@tensor]" and found["layer.w"].bytes_per_device == 2 * 3 * 4
+    assert found["step"].type == "i32[]" and found["layer.w"].replicas == 1
+    assert jaxtrain.shardings({"w": placed})["w"].type == found["layer.w"].type
+    with pytest.raises(TypeError, match="x: ndarray without a NamedSharding"):
+        of_tree({"x": np.zeros(3)})
+
+
+def test_tables_become_data_frames():
+    found = table({"mesh.fsdp": 8})
+    frame = found.to_pandas()
+    assert list(frame["name"]) == [row.name for row in found] and frame["bytes_per_device"].sum() > 0
+    assert repr(found.diff(table({"mesh.fsdp": 4, "mesh.tensor": 2}))) == repr(
+        changes(found, table({"mesh.fsdp": 4, "mesh.tensor": 2}))
+    )
 
 
 def test_a_thousand_gpus():
-    found = describe(CONFIG, "h200:8x128", mesh={"data": 128, "fsdp": 8}, train={"global_batch": 1024, "grad_accum": 1}, **FEW)
+    found = jaxtrain.shardings(
+        CONFIG, "h200:8x128", mesh={"data": 128, "fsdp": 8}, train={"global_batch": 1024, "grad_accum": 1}, **FEW
+    )
     gate = found.row("layers.mlp.gate")
     assert gate.shape is not None and gate.replicas == 128 and gate.bytes_per_device == 4 * math.prod(gate.shape) // 8

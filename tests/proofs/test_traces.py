@@ -116,7 +116,7 @@ def test_the_command(traced: Path, split: Profile, tmp_path, capsys):
     assert command.main([workdir, "--trace=1", f"--diff={workdir}", *files]) == 0
     printed = capsys.readouterr().out
     assert "attention, backward" in printed and "no plan for a CPU" in printed and "By kind, ms" in printed
-    assert re.search(r"a traced step takes \d+\.\d\d times that", printed)
+    assert re.search(r"the traced steps took \d+\.\d\d times as long", printed)
     tree = json.loads((tmp_path / "p.json").read_text())
     diff = tree.pop("diff")
     assert tree == json.loads(report.to_json(split))

@@ -68,7 +68,7 @@ def test_checkpoints_tell_what_they_hold(plain: Path) -> None:
 def test_switches_switch_off(plain: Path, tmp_path: Path) -> None:
     """And neither evaluations nor saves nor a thread for the data change what is learnt."""
     workdir = tmp_path / "a run"
-    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false", "data__prefetch": 0}
+    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false", "data__prefetch": 1}
     assert run(workdir, train__steps=8, log__every_steps=3, **off) == 0
     assert [(line["kind"], line["step"]) for line in runs.lines(workdir)] == [("train", 3), ("train", 6), ("train", 8)]
     assert runs.steps(workdir) == [8]

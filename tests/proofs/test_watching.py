@@ -21,7 +21,7 @@ import wandb
 from pages import Read, assert_self_contained, curves_of
 from played_nvml import Gpu, Nvml
 
-from jaxtrain import generate, metrics, samples, validate
+from jaxtrain import generation, metrics, samples, validate
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
 from jaxtrain.monitor import Monitor
@@ -80,17 +80,17 @@ def watched(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         "sample__prompt": "def||x",
         "log__wandb": "trainers/project",
     }
-    made: list[generate.Sampler] = []
-    start = generate.Sampler.__init__
+    made: list[generation.Sampler] = []
+    start = generation.Sampler.__init__
 
-    def noted(self: generate.Sampler, *args: Any) -> None:
+    def noted(self: generation.Sampler, *args: Any) -> None:
         start(self, *args)
         made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
-        patch.setattr(generate.Sampler, "__init__", noted)
+        patch.setattr(generation.Sampler, "__init__", noted)
         assert runs.train(config, workdir, **everything) == 0
         names = ("samples.txt", "metrics.jsonl", "wandb.json", "receipt.json")
         first = {name: (workdir / name).read_text() for name in names}
@@ -154,7 +154,7 @@ def test_sets_are_read(text: str, sets: dict[str, str]) -> None:
         ("a={web};a={code}", "data.eval_source", "the name 'a' is given twice"),
         ("a={web};{code}", "data.eval_source", "has no name"),
         ("a={web};b={folder}/none.tok", "data.eval_source", "no such file"),
-        ("a={web};b={folder}/watched.py", "data.eval_source", "not a token file"),
+        ("a={web};b={folder}/watched.py", "data.eval_source", "is no token file"),
         ("a={web};b=own_module_that_is_not:Source", "data.eval_source", "no module own_module_that_is_not"),
         ("a={web};b={other}", "data.tokenizer", "is not the tokenizer of"),
     ],

@@ -16,6 +16,9 @@ from jaxtrain import launch
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.topology import parse
+from jaxtrain.train.definition import numerics_of
+from jaxtrain.train.program import build
+from jaxtrain.zero import make_zero
 
 NODE = parse("h200:8")
 # Two layers, with every kind of weight that a model can have.
@@ -126,6 +129,21 @@ def test_a_stage_communicates_what_it_promises(stage, data, accum):
         assert f.dtype in ("bf16", "s32", "bf16+s32", "s32+bf16"), f
         got[f.kind, f.axis] = got.get((f.kind, f.axis), 0) + f.count * f.wire_bytes
     assert got == pytest.approx(want, rel=2e-3), {k: v / w["all"] for k, v in got.items()}
+
+
+def test_sums_over_replicas_are_left_to_the_end_where_weights_are_gathered_across_nodes(monkeypatch):
+    run = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 4})
+    assert run.train.grad_accum == 1
+
+    def steps_on_nodes_of(devices: int):
+        monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // devices)
+        placement = build(run, helpers.devices_of(run)).placement
+        return make_zero(run, placement, numerics_of(run)).sums_once, helpers.first_steps(run)
+
+    (inside, want), (across, got) = steps_on_nodes_of(4), steps_on_nodes_of(2)
+    assert across and not inside
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
+    np.testing.assert_allclose(got.grad_norm, want.grad_norm, rtol=1e-5)
 
 
 # ---- Parts of one's own

@@ -1,8 +1,8 @@
-"""What transformers makes of tiny models of every family, each with all its options in use: `python golden.py golden`.
+"""What transformers makes of tiny models of every family, with all their options: `python golden.py golden [NAME ...]`.
 
 Runs in a Python of its own, with torch and transformers (requirements.txt). With transformers 5 it writes, for each family,
 config.json and the logits of weights.py's numbers, and the losses of thirty steps of torch's AdamW; with transformers 4
-config.json in its manner.
+config.json in its manner. With names, only those families are made, and their logits are in a file of their own.
 """
 
 import sys
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers as t
 from safetensors.numpy import load_file, save_file
-from weights import random_tokens, random_weight
+from weights import DOCUMENTS, YARN, random_tokens, random_weight
 
 VOCAB = 128
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
@@ -42,8 +42,24 @@ def gemma3_rope():
     return {"rope_parameters": {"full_attention": {**scaled, "rope_theta": 9000.0}, "sliding_attention": local}}
 
 
+def yarn_tables():
+    """The factor of the rotary tables, then the angle per position of each pair, for each of weights.py's settings."""
+    rows = []
+    for settings in YARN:
+        config = t.Qwen3Config(**COMMON, head_dim=16, **rope(3000.0, "yarn", **settings))
+        frequencies, factor = t.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
+        rows.append([factor, *frequencies.tolist()])
+    return np.array(rows)
+
+
 TOP2 = {"num_local_experts": 6, "num_experts_per_tok": 2}
 TOP3 = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": False}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 2}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+# At the sixteenth position a sequence is twice as long as the context that is stretched.
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
+OPEN = {**STRETCHED, "truncate": False}
 S, F = "sliding_attention", "full_attention"
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
@@ -53,8 +69,20 @@ MODELS = {
         **COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=2, tie_word_embeddings=False, **rope(3000.0)
     ),
     "qwen3": t.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, **rope(3000.0, "linear", factor=2.0)),
+    "qwen3_yarn": t.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, **rope(3000.0, "yarn", **STRETCHED)),
     "mixtral": t.MixtralConfig(**COMMON, **TOP2, head_dim=16, sliding_window=7, tie_word_embeddings=False, **rope(2000.0)),
     "qwen3_moe": t.Qwen3MoeConfig(**COMMON, **TOP3, head_dim=16, tie_word_embeddings=False, **rope(3000.0)),
+    "gpt_oss": t.GptOssConfig(
+        **COMMON, **TOP2, head_dim=16, sliding_window=7, tie_word_embeddings=False, **rope(3000.0, "yarn", **OPEN)
+    ),
+    "deepseek_v3": t.DeepseekV3Config(
+        **COMMON | {"num_key_value_heads": 8},
+        **LATENT,
+        **GROUPS,
+        **ROUTED,
+        tie_word_embeddings=False,
+        **rope(2000.0, "yarn", **STRETCHED, mscale=1.0, mscale_all_dim=0.7),
+    ),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
@@ -77,8 +105,9 @@ def model_of(config, scale=1.0):
 def adamw_losses(config, steps=30):
     """Mean cross entropy of each step's batch, before its update."""
     model = model_of(config, 0.3)  # small weights: at those that reach every cap, a step of 1e-3 is a leap
-    matrices = [p for n, p in model.named_parameters() if "norm" not in n]
-    others = [p for n, p in model.named_parameters() if "norm" in n]
+    vectors = ("norm", "bias", "sinks")
+    matrices = [p for n, p in model.named_parameters() if not any(word in n for word in vectors)]
+    others = [p for n, p in model.named_parameters() if any(word in n for word in vectors)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     losses = []
@@ -94,11 +123,32 @@ def adamw_losses(config, steps=30):
     return np.array(losses)
 
 
+def gradients(config):
+    """Two numbers of each parameter, in the order of names: its gradient's norm, and its product with weights.py's numbers.
+
+    The gradient of the mean cross entropy of DOCUMENTS, each by itself.
+    """
+    model, total, count = model_of(config), 0.0, sum(DOCUMENTS)
+    for i, length in enumerate(DOCUMENTS):
+        row = torch.from_numpy(random_tokens(VOCAB, (1, length + 1), seed=200 + i).astype(np.int64))
+        logits = model(row[:, :-1], use_cache=False).logits.float()
+        total = total + torch.nn.functional.cross_entropy(logits[0], row[0, 1:], reduction="sum")
+    (total / count).backward()
+    with tempfile.TemporaryDirectory() as folder:  # as a checkpoint names and splits them
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        model.save_pretrained(folder)
+        found = load_file(Path(folder) / "model.safetensors")
+    numbers = {name: (g.astype(np.float64), random_weight(name, g.shape)) for name, g in sorted(found.items())}
+    return np.array([[np.linalg.norm(g), (g * w).sum()] for name, (g, w) in numbers.items() if "correction" not in name])
+
+
 def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    logits = {}
-    for name, config in MODELS.items():
+    chosen, logits = sys.argv[2:] or list(MODELS), {}
+    for name, config in ((name, MODELS[name]) for name in chosen):
         config.architectures = [
             {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.replace("Config", "ForCausalLM"))
         ]
@@ -108,8 +158,12 @@ def main():
                 rows = torch.from_numpy(random_tokens(VOCAB).astype(np.int64))
                 logits[name] = model_of(config)(rows, use_cache=False).logits.float().numpy()
     if V5:
-        losses = {f"{name}_adamw": adamw_losses(MODELS[name]) for name in ("llama2", "gemma2", "mixtral")}
-        np.savez_compressed(out / "golden.npz", **logits, **losses)
+        made = {
+            f"{name}_adamw": adamw_losses(MODELS[name]) for name in ("llama2", "gemma2", "mixtral", "gpt_oss") if name in chosen
+        }
+        made |= {f"{name}_gradients": gradients(MODELS[name]) for name in ("deepseek_v3",) if name in chosen}
+        made |= {} if sys.argv[2:] else {"yarn": yarn_tables()}
+        np.savez_compressed(out / f"{'_'.join(sys.argv[2:]) or 'golden'}.npz", **logits, **made)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jaxtrain.plan import topology
 
 CPU, A100, H100, T4 = Hardware("cpu"), Hardware("gpu", (8, 0)), Hardware("gpu", (9, 0)), Hardware("gpu", (7, 5))
 SPEC = Spec(head_dim=8, dtype="f32", packed=True, max_segments=6)
-L4 = Hardware("gpu", (8, 9))
+B200 = Hardware("gpu", (10, 0))
 BF16 = Spec(head_dim=128, dtype="bf16", packed=True, max_segments=32)
 PRIVATE = (
     "jax changed the private cuDNN module that jaxtrain/kernels/attention/cudnn.py binds: compare it with "
@@ -39,10 +39,12 @@ PRIVATE = (
         ("cudnn", dataclasses.replace(BF16, softcap=1.0), H100, "soft cap"),
         ("cudnn", dataclasses.replace(BF16, cached=True), H100, "cache"),
         ("cudnn", dataclasses.replace(BF16, deterministic=True), H100, "fixed order"),
-        ("pallas", BF16, T4, "8.0"),
+        ("pallas", BF16, CPU, "needs a GPU"),
+        ("pallas", BF16, A100, "Hopper's WGMMA .*, not 8.0"),
+        ("pallas", BF16, B200, "Hopper's WGMMA .*, not 10.0"),
+        ("pallas", dataclasses.replace(BF16, dtype="f32"), H100, "bf16, not f32"),
         ("pallas", dataclasses.replace(BF16, head_dim=100), H100, "multiple of 8"),
         ("pallas", dataclasses.replace(BF16, head_dim=264), H100, "at most 256"),
-        ("pallas", dataclasses.replace(BF16, head_dim=256), L4, "shared memory .* 8.9"),
         ("pallas", dataclasses.replace(BF16, cached=True), H100, "cache"),
     ],
 )
@@ -64,13 +66,14 @@ def test_unknown_kernel():
         (SPEC, CPU, 256, "reference", "GPU"),
         (SPEC, CPU, 8192, "chunked", "8192 x 8192"),
         (BF16, H100, 8192, "cudnn", ""),
-        (BF16, A100, 8192, "pallas", "Hopper"),
-        (BF16, L4, 8192, "pallas", "Hopper"),
+        (BF16, A100, 8192, "chunked", "WGMMA"),
+        (BF16, B200, 8192, "cudnn", ""),
+        (dataclasses.replace(BF16, softcap=30.0), B200, 8192, "chunked", "WGMMA"),
         (dataclasses.replace(BF16, packed=False), A100, 8192, "cudnn", ""),
         (dataclasses.replace(BF16, softcap=30.0), H100, 8192, "pallas", "soft cap"),
         (dataclasses.replace(BF16, deterministic=True), H100, 8192, "pallas", "fixed order"),
         (dataclasses.replace(BF16, deterministic=True, packed=False), H100, 8192, "cudnn", ""),
-        (dataclasses.replace(BF16, dtype="f32"), H100, 8192, "chunked", "tensor cores"),
+        (dataclasses.replace(BF16, dtype="f32"), H100, 8192, "chunked", "pallas computes bf16, not f32"),
         (BF16, T4, 4096, "chunked", "8.0"),
         (dataclasses.replace(BF16, cached=True), H100, 1, "reference", "cache"),
     ],
@@ -79,12 +82,6 @@ def test_auto_takes_the_first_that_can_and_says_why(asked, hardware, seq_len, ta
     name, why = choose("auto", [(asked, seq_len)], hardware)
     assert name == taken
     assert because in why
-
-
-def test_pallas_on_a_cpu_is_taken_by_name_only():
-    name, why = choose("pallas", [(BF16, 4096)], CPU)
-    assert name == "pallas" and "interpreted" in why
-    assert "pallas needs a GPU" in choose("auto", [(BF16, 4096)], CPU)[1]
 
 
 # ---- cuDNN, as far as it goes without a GPU
@@ -121,10 +118,12 @@ def test_cudnn_unpacked_needs_nothing():
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_private_cudnn_primitives_have_the_parameters_we_bind(direction):
     primitive = getattr(cudnn.fused, f"_dot_product_attention_{direction}_p_wrapper", None)
-    abstract = getattr(cudnn.fused, f"_dot_product_attention_{direction}_abstract", None)
+    named = f"_dot_product_attention_{direction}_"
+    # The implementation names all that the primitive binds; jax 0.11 calls the abstract one with the same.
+    implementation = getattr(cudnn.fused, named + "impl_wrapper", None) or getattr(cudnn.fused, named + "abstract", None)
     assert primitive is not None, PRIVATE
-    assert abstract is not None, PRIVATE
-    parameters = inspect.signature(abstract).parameters.values()
+    assert implementation is not None, PRIVATE
+    parameters = inspect.signature(implementation).parameters.values()
     q = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
     bound = set(cudnn._static(q, BF16)) | ({"is_training"} if direction == "fwd" else set())
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == bound, PRIVATE
@@ -198,30 +197,35 @@ def test_cudnn_goes_backward_part_after_part():
     ("asked", "tokens", "mask"),
     [
         (dataclasses.replace(BF16, head_dim=96, window=77), 1000, "window77"),
-        (dataclasses.replace(BF16, head_dim=80, dtype="f32", softcap=3.0), 130, "causal"),
+        (dataclasses.replace(BF16, head_dim=256, softcap=3.0), 130, "causal"),
     ],
 )
 def test_pallas_kernels_lower_for_a_gpu(asked, tokens, mask):
-    """Sizes that fill no tile, down to Triton's IR for a described GPU: on CPU only their interpreter runs."""
-    mesh = Mesh(np.array(topology.devices(topology.parse("h200:1"))), ("data",))
-    here = jax.sharding.NamedSharding(mesh, P())
-    dtype = jnp.float32 if asked.dtype == "f32" else jnp.bfloat16
-    q, k = (jax.ShapeDtypeStruct((2, tokens, heads, asked.head_dim), dtype, sharding=here) for heads in (6, 2))
-    ids = jax.ShapeDtypeStruct((2, tokens), jnp.int32, sharding=here)
+    """Sizes that fill no tile, rows and heads sharded as models shard them, down to Mosaic GPU's module for described GPUs."""
+    mesh = Mesh(np.array(topology.devices(topology.parse("h200:8"))).reshape(4, 2), ("data", "tensor"))
+    rows, heads = P("data"), P("data", None, "tensor")
+    q, k = (
+        jax.ShapeDtypeStruct((4, tokens, n, asked.head_dim), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, heads))
+        for n in (12, 4)
+    )
+    ids = jax.ShapeDtypeStruct((4, tokens), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, rows))
 
     def local(q, k, v, segments, positions):
         prepared = pallas.prepare(Rows(segments, positions, segments, positions), asked)
         out, back = jax.vjp(lambda *qkv: pallas.attention(*qkv, prepared, asked), q, k, v)
         return out, *back(out)
 
-    f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))
-    text = f.lower(q, k, k, ids, ids).as_text()
-    for kernel in pallas.tiles(asked.dtype, asked.head_dim):
-        assert f'"{pallas.PREFIX}{kernel}_{mask}"' in text
+    f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, rows, rows), out_specs=heads, check_vma=False))
+    lowered = f.lower(q, k, k, ids, ids)
+    assert [x.shape for x in lowered.out_info] == [q.shape, q.shape, k.shape, k.shape]
+    text = lowered.as_text(debug_info=True)
+    assert text.count("@mosaic_gpu_v2(") == 3
+    for kernel in (pallas.FORWARD, pallas.QUERIES, pallas.KEYS):
+        assert f"{pallas.PREFIX}{kernel}_{mask}" in text
 
 
 def test_table_names_importable_modules():
     for name in IMPLEMENTATIONS:
-        module = implementation(name)
+        module = implementation(name, Spec(64, "bf16", False, 1))
         assert all(callable(getattr(module, f)) for f in ("unsupported", "prepare", "attention")), name
     assert attention.IMPLEMENTATIONS is IMPLEMENTATIONS

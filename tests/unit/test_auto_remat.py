@@ -51,13 +51,17 @@ def test_bytes_of_experts_and_of_a_pipeline():
     assert auto_remat.expert_fill(run(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(run(*few), 1) == 1
     assert auto_remat.bytes_kept(run(*few, "--config.moe.capacity_factor=2"), up, axes | {"experts": 4}, False) == one * 4.5
     # A device's experts share its load: of 2, one with 1.5 even shares and one with 6.5 / 7 draw 1.21 together.
-    alone = [auto_remat.expert_rounds(run(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 2.5, 4.0)]
-    assert alone == [1, 1, 2, 2, 2, 4]
+    # The first round has room for 1.25, and each further one for a quarter.
+    alone = [auto_remat.expert_rounds(run(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 1.51, 2.5, 4.0)]
+    assert alone == [1, 1, 2, 2, 3, 6, 12]
     pairs = [auto_remat.expert_rounds(run(*few), 4, load) for load in (1.0, 1.5, 1.6, 4.0)]
-    assert pairs == [1, 1, 2, 2]
+    assert pairs == [1, 1, 2, 6]
+    tight = (*few, "--config.moe.buffer=0.125")
+    assert auto_remat.expert_rounds(run(*tight), 8) == 8, "no further round is larger than the first"
     assert auto_remat.expert_rounds(run(*few), 1, 4.0) == 1
     assert auto_remat.expert_rounds(run(*few, "--config.moe.capacity_factor=2"), 8, 4.0) == 1
-    assert auto_remat.expert_fill(run(*few), 8, 1.5) == pytest.approx(1.5 / (2 * 1.25))
+    assert auto_remat.expert_fill(run(*few), 8, 1.5) == pytest.approx(1)
+    assert auto_remat.expert_fill(run(*few), 8, 1.6) == pytest.approx(1.6 / (1.25 + 2 * 0.25))
     assert auto_remat.expert_fill(run(*few), 8, 1.25) == pytest.approx(1)
     many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
     waiting = Schedule("1f1b", 4, 1, 64).slots[2], Schedule("interleaved", 4, 2, 64).slots[2]

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from saved import write_step
+from saved import killed_after, write_step
 
 from jaxtrain import checkpoint
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, files
@@ -23,31 +23,63 @@ def steps(tmp_path: Path) -> Checkpoints:
 def test_states_of_step_folders(steps: Checkpoints, tmp_path: Path):
     (tmp_path / "7").mkdir()
     (tmp_path / "07").mkdir()
-    (tmp_path / "8.deleting").mkdir()
     (tmp_path / "2/meta.json").unlink()
     shutil.rmtree(tmp_path / "3/arrays")
-    assert steps.states() == {1: "complete", 2: "damaged", 3: "unfinished", 7: "unfinished"} and steps.steps() == [1]
+    assert steps.states() == {1: "complete", 2: "damaged", 3: "damaged", 7: "unfinished"} and steps.steps() == [1]
     assert not (tmp_path / "none").exists() and Checkpoints(tmp_path / "none").latest() is None
     assert not (tmp_path / "none").exists(), "opening writes nothing"
     with pytest.raises(ValueError, match="checkpoint.keep = 0"):
         Checkpoints(tmp_path, keep=0)
 
 
-def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tmp_path: Path):
+def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A save that was killed; a deletion that was killed; a step whose mark is lost; files of the user."""
     (tmp_path / "1/arrays").rename(tmp_path / "1/arrays.orbax-checkpoint-tmp")
-    (tmp_path / "3").rename(tmp_path / "3.deleting")
-    for name in ("7/notes.txt", "9/meta.json.partial", "keep.deleting/a"):
+    (tmp_path / "1" / files.NAME).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: next(p for p in Path(path).rglob("*") if p.is_file()).unlink())
+        steps.storage.delete(3)
+    (tmp_path / "2/arrays/commit_success.txt").unlink()
+    for name in ("7/notes.txt", "9/meta.json.partial", "keep/a"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("x")
-    steps.place.sweep()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "7", "keep.deleting"]
+    assert steps.states() == {1: "unfinished", 2: "damaged", 3: "unfinished", 7: "unfinished", 9: "unfinished"}
+    steps.storage.sweep()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "7", "keep"]
+
+
+@pytest.mark.parametrize("more", [(), ("meta.json",)])
+def test_a_sweep_leaves_a_copy_that_is_under_way(steps: Checkpoints, tmp_path: Path, more: tuple[str, ...]):
+    """The marks of a step may be copied last, while a run saves beside it."""
+    later = {tmp_path / "2" / name: b"" for name in ("arrays/commit_success.txt", files.NAME, *more)}
+    for path in later:
+        later[path] = path.read_bytes()
+        path.unlink()
+    assert steps.states()[2] == steps.storage.state(2) == "damaged"
+    steps.storage.sweep()
+    for path, data in later.items():
+        path.write_bytes(data)
+    assert steps.steps() == [1, 2, 3] and files.check(steps.directory / "2").problems == ()
+
+
+def test_a_deletion_killed_between_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The step has all its arrays, or is removed by the next save."""
+    for changes, states in enumerate([{1: "complete"}, {1: "complete"}, {1: "unfinished"}, {}]):
+        folder = tmp_path / str(changes)
+        write_step(folder, 1)
+        found = Checkpoints(folder)
+        killed_after(monkeypatch, folder / "1", changes, lambda found=found: found.storage.delete(1))
+        assert found.states() == states
+        found.storage.sweep()
+        assert found.steps() == [step for step, state in states.items() if state == "complete"]
+        assert found.steps() or not list(folder.iterdir())
 
 
 WRONG = {  # text of meta.json -> what is said
     '{"loss": 1': "cannot be read",
     "{}": "no JSON object with a seal",
-    '{"format": 99}': "format 99, and this jaxtrain reads 2",
-    '{"format": 1}': "format 1, and this jaxtrain reads 2",
+    '{"format": 99}': "format 99, and this jaxtrain reads 3",
+    '{"format": 2, "data": {"mixture": {"sources": [], "parts": []}}}': "format 2, and this jaxtrain reads 3",
     "another step": "do not match its seal",
     "": r"meta\.json cannot be read",
 }
@@ -114,6 +146,7 @@ def test_verify_names_the_file_that_is_damaged(tmp_path: Path, capsys: pytest.Ca
     assert main(["verify", str(tmp_path)]) == 1 and main(["verify", str(tmp_path), "--step=1"]) == 0
     out = capsys.readouterr().out
     assert "step 1: good" in out and "step 2: DAMAGED" in out and f"{name}: " in out and said in out
+    assert all(out.splitlines()), "no line is blank"
     with pytest.raises(ValueError, match="seal"):
         files.unsealed(files.sealed({"a": 1}).replace("1", "2", 1))
 
@@ -140,18 +173,19 @@ def test_locate_takes_a_run_its_checkpoints_or_a_step(tmp_path: Path):
     there = tmp_path / "run/checkpoints"
     for step in (1, 2):
         write_step(there, step)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text(json.dumps({"checkpoint": {"dir": str(there)}}))
     meant = {"run": 2, "run/checkpoints": 2, "run/checkpoints/1": 1, "run/checkpoints/1/": 1, "other": 2}
     for path, step in meant.items():
         found, at = checkpoint.locate(f"{tmp_path}/{path}")
         assert at == step and str(found.directory) == str(there)
-    wrong = {"nothing": "no complete checkpoint", "run/checkpoints/3": "no such checkpoint"}
+    wrong = {"nothing": "no such folder", "empty": "no complete checkpoint", "run/checkpoints/3": "no such checkpoint"}
     for path, said in wrong.items():
         with pytest.raises(CheckpointError, match=said):
             checkpoint.locate(tmp_path / path)
-    with pytest.raises(CheckpointError, match="s3://"):
-        checkpoint.locate("s3://bucket/run")
+    with pytest.raises(CheckpointError, match="az://"):
+        checkpoint.locate("az://bucket/run")
     (there / "2/meta.json").unlink()
     with pytest.raises(Damaged):
         checkpoint.locate(tmp_path / "run")

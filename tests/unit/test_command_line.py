@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.command_line import Command, Option, run_command
+from jaxtrain.command_line import ArgumentParser, Command, Option, run_command
 from jaxtrain.config import ConfigError, Problem
 
 FILES = Command(
@@ -55,6 +55,37 @@ def test_values_come_from_the_defaults_and_from_the_command_line():
 def test_one_mistake_is_one_problem_with_a_remedy(argv: list[str], message: str):
     (problem,) = FILES.parse(argv).problems
     assert message in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["write", "in", "--ouput=x"], "--ouput: no such option. Did you mean --output?"),
+        (["write", "in", "--out=x"], "--out: no such option. Did you mean --output?"),
+        (["write", "in", "--no-such"], "--no-such: no such option. Known: --output, --mark, --force, --help."),
+        (["write", "in"], "the following arguments are required: --output"),
+        (["write", "in", "--output="], "--output has no value"),
+        (["wirte"], "command = 'wirte': is unknown. Fix: files write."),
+        (["wirte", "in", "--output=x"], "command = 'wirte': is unknown. Fix: files write."),
+    ],
+)
+def test_mistakes_in_a_subcommand(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    top = ArgumentParser("files")
+    write = top.add_subparsers(dest="command").add_parser("write")
+    write.add_argument("folder")
+    write.add_argument("--output", required=True)
+    write.add_argument("--force", action="store_true")
+    write.add_argument("--mark")
+    assert top.parse_args(["write", "in", "--force", "--output", "x"]).output == "x"
+    assert top.parse_args(["write", "--output=x", "--", "in"]).folder == "in"
+    assert top.parse_args(["write", "in", "--output=x", "--mark", "--- "]).mark == "--- "
+    for helped in (["--help"], ["write", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            top.parse_args(helped)
+    with pytest.raises(SystemExit) as ended:
+        top.parse_args(argv)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and message in said and "1 problem; nothing was started" in said
 
 
 def test_a_command_with_a_config_reports_mistakes_of_both_at_once():

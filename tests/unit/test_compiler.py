@@ -57,6 +57,16 @@ def test_the_pipeliner_goes_only_where_a_step_begins_with_a_sum_of_activations()
     assert not off(train__grad_accum=2, mesh__fsdp=4, mesh__tensor=2), "a gather of weights needs nothing"
 
 
+def test_two_collectives_at_a_time_where_weights_are_gathered_across_nodes():
+    def at_a_time(machine, **overrides):
+        return choose(machine, train__global_batch=256, train__grad_accum=1, **overrides).options.get(compiler.IN_FLIGHT)
+
+    assert at_a_time("h200:8x2", mesh__data=1, mesh__fsdp=16) == "2"
+    assert at_a_time("h200:8x2", mesh__data=2, mesh__fsdp=8) is None, "weights stay inside the node"
+    assert at_a_time("h200:8x2", mesh__data=1, mesh__fsdp=16, sharding__zero=1) is None, "they are gathered once a step"
+    assert at_a_time("h200:8", mesh__fsdp=8) is None
+
+
 def test_a_name_that_xla_does_not_know_is_left_out_and_named():
     chosen = choose(compiler__options="xla_gpu_make_it_fast=true,xla_gpu_autotune_level=3")
     assert chosen.dropped == ("xla_gpu_make_it_fast",)

@@ -1,6 +1,7 @@
 """The command line: what is right passes, and what is wrong is reported all at once with a remedy, before anything happens."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,12 @@ REPO = Path(__file__).resolve().parents[2]
 TINY = f"--config={REPO}/configs/tiny.py"
 EIGHT_CPUS = Devices("cpu", "cpu", 8, 4.0, "test")
 EIGHT_H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
+LARGE = ("llama3_70b", "llama3_405b", "mixtral_8x7b", "qwen3_30b_a3b")  # configs with a layout for each number of GPUs
+
+
+def nodes(count: int) -> Devices:
+    return dataclasses.replace(EIGHT_H200, count=8 * count, node=8)
+
 
 # Settings of configs/tiny.py on 8 CPUs that are wrong, the key that is named, words that its line has, and settings beside them
 # that are right ("": those of the file). Tiny: 4 layers, d_model 128, 4 heads, 700 steps with 50 of warm-up, batch 16.
@@ -70,6 +77,13 @@ RULES = [
     # The model
     ("model.num_heads=5", "model.d_model", "does not divide into model.num_heads = 5", ""),
     ("model.num_kv_heads=3", "model.num_kv_heads", "Set one of 1, 2, 4", "model.num_kv_heads=4"),
+    (
+        "model.rope_scaling=yarn model.rope_beta_fast=1.0",
+        "model.rope_beta_fast",
+        "must be above model.rope_beta_slow = 1",
+        "model.rope_scaling=yarn",
+    ),
+    ("model.rope_scaling=yarn model.rope_base=1.0", "model.rope_base", "divides by its logarithm", "model.rope_scaling=yarn"),
     ("model.head_dim=47", "model.head_dim", "must be even", "model.head_dim=48"),
     ("model.vocab_size=200", "model.vocab_size", "or more", "model.vocab_size=264"),
     # Second moments in bfloat16 need a fast decay.
@@ -109,7 +123,7 @@ RULES = [
     # The rules of logical axes
     ("sharding.rules.embed=fsdp+tensr", "sharding.rules.embed", "Did you mean tensor?", ""),
     ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed", "names a mesh axis twice", "sharding.rules.embed=fsdp"),
-    ("sharding.rules.embed=tensor mesh.tensor=2", "sharding.rules.vocab", "'tensor' also splits sharding.rules.embed", ""),
+    ("sharding.rules.embed=tensor mesh.tensor=2", "sharding.rules.embed", "cannot be sharded over mesh axis 'tensor'", ""),
     ("mesh.tensor=2 sharding.rules.kv_heads=", "sharding.rules.kv_heads", "must be where its key/value head is", ""),
     ("mesh.tensor=2 sharding.rules.sequence=tensor", "sharding.rules.sequence", "sharded over mesh axis 'tensor'", ""),
     ("mesh.tensor=2 sharding.rules.head_dim=tensor", "sharding.rules.head_dim", "sharded over mesh axis 'tensor'", ""),
@@ -138,11 +152,11 @@ RULES = [
     # Files and folders
     ("data.eval_source=gone.tok", "data.eval_source", "no such file", ""),
     ("init.from=gone", "init.from", "no such folder", f"init.from={REPO}"),
-    ("init.from=s3://bucket/run", "init.from", "object stores are not supported", "init.from=gs://bucket/run"),
+    ("init.from=az://bucket/run", "init.from", "object stores other than gs:// and s3://", "init.from=gs://bucket/run"),
     ("data.source=s3://a/b.tok eval.every_steps=0", "data.source", "object stores are not supported", ""),
-    ("data.source=gs://b/text.tok eval.every_steps=0", "data.source", "checkpoints may lie at gs://, all else", ""),
-    ("checkpoint.dir=s3://bucket/run", "checkpoint.dir", "with `aws s3 sync`", "checkpoint.dir=gs://bucket/run"),
-    ("checkpoint.dir=az://bucket/run", "checkpoint.dir", "object stores are not supported but gs://", ""),
+    ("data.source=gs://b/text.tok eval.every_steps=0", "data.source", "checkpoints may be at gs:// or s3://, all other", ""),
+    ("checkpoint.dir=az://bucket/run", "checkpoint.dir", "with the store's own tool", "checkpoint.dir=gs://bucket/run"),
+    ("checkpoint.dir=s3:/a/run", "checkpoint.dir", "names a local folder, not a bucket. Write s3://BUCKET/PATH.", ""),
     ("checkpoint.dir=gs:///run", "checkpoint.dir", "names no bucket", ""),
     ("checkpoint.dir=gs://bucket/run#2", "checkpoint.dir", "'#' has a meaning of its own", ""),
     ("paths.cache=/proc/cache", "paths.cache", "/proc is not writable", ""),
@@ -207,7 +221,7 @@ def listing(*folders: Path) -> list[str]:
 @pytest.fixture
 def no_data(monkeypatch):
     """The large configs' token files are taken to be there and right."""
-    monkeypatch.setattr(pipeline, "check", lambda data, model_vocab, need_eval: [])
+    monkeypatch.setattr(pipeline, "check", lambda data, model_vocab, need_eval, loss: [])
 
 
 # --- Mistakes
@@ -319,8 +333,23 @@ def test_rules_of_attention_are_the_kernels(kernel):
         )
         found = validate_step(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm))
         spec = Spec(head_dim, precision, packing == "documents", 32, softcap=softcap, deterministic=deterministic)
-        reason = implementation(kernel).unsupported(spec, Hardware("gpu", divmod(sm, 10)))
+        reason = implementation(kernel, spec).unsupported(spec, Hardware("gpu", divmod(sm, 10)))
         assert bool(reason) == any(p.key == "attention.impl" for p in found), (sm, spec, reason, found)
+
+
+def test_rules_of_fp8_attention_are_the_kernels():
+    """As above, of attention.forward=fp8."""
+    from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
+
+    loaded = launch.load([TINY, "--config.attention.forward=fp8"])
+    for sm, precision, head_dim in itertools.product((80, 89, 90, 100), ("bf16", "f32"), (60, 64, 192, 256)):
+        run = dataclasses.replace(
+            loaded.run, precision=precision, model=dataclasses.replace(loaded.run.model, head_dim=head_dim)
+        )
+        found = validate_step(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm))
+        spec = Spec(head_dim, precision, True, 32, fp8=KERNEL)
+        reason = implementation("reference", spec).unsupported(spec, Hardware("gpu", divmod(sm, 10)))
+        assert bool(reason) == any(p.key == "attention.forward" for p in found), (sm, spec, reason, found)
 
 
 def test_packed_rows_of_cudnn_are_not_deterministic():
@@ -464,6 +493,42 @@ def test_the_launch_is_recorded():
     assert record.name == "llama3_8b-half-gpus-4"
     assert loaded.options == {"workdir": "w"}
     assert json.loads(json.dumps(dataclasses.asdict(record)))["argv"][-1] == "--workdir=w"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_another_number_of_gpus_than_the_files_is_named_with_its_variant(name: str):
+    def line(variant: str, gpus: int) -> str:
+        return launch.load([f"--config=configs/{name}.py{variant}"]).launch.other_size(gpus)
+
+    assert line(":gpus=64", 64) == line("", 128 if name == "llama3_405b" else 8) == ""
+    assert line(":gpus=64", 1024).endswith(f"for gpus=64, and there are 1,024. For those: --config=configs/{name}.py:gpus=1024")
+    assert line("", 64).endswith(f"--config=configs/{name}.py:gpus=64")
+
+
+def test_other_variants_stay_in_the_line_and_files_for_any_number_have_none():
+    assert launch.load(["--config=configs/llama3_70b.py:int8"]).launch.other_size(16).endswith("llama3_70b.py:int8,gpus=16")
+    assert launch.load(["--config=configs/llama3_8b.py:gpus=64"]).launch.other_size(8) == ""
+
+
+def test_a_run_that_is_refused_names_the_variant_for_its_gpus(no_data, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("jaxtrain.hardware.probe", lambda: dataclasses.replace(EIGHT_H200, count=6))
+    assert main.main([f"--config={REPO}/configs/llama3_70b.py", f"--workdir={tmp_path}/run"]) == 2
+    said = capsys.readouterr().err
+    assert "for gpus=8, and there are 6. For those: --config=" in said and "llama3_70b.py:gpus=6\nerror: " in said
+
+
+SIZES = [("llama3_405b", 96, "gpus=64, or 128"), ("llama3_70b", 1000, "gpus=512, or 1024")]
+
+
+@pytest.mark.parametrize(("name", "gpus", "fix"), SIZES)
+def test_a_number_of_gpus_without_a_layout_is_refused(name: str, gpus: int, fix: str):
+    (problem,) = launch.load([f"--config=configs/{name}.py:gpus={gpus}"]).problems
+    assert "power of two" in problem.rule and fix in problem.remedy
+
+
+def test_405b_on_too_few_gpus_is_refused():
+    (problem,) = launch.load(["--config=configs/llama3_405b.py:gpus=32"]).problems
+    assert "142 GiB" in problem.rule and "gpus=64" in problem.remedy
 
 
 # --- Explain, help and docs
@@ -631,12 +696,13 @@ def test_the_memory_of_cpus_is_that_of_this_process(no_data):
         ("llama3_70b", EIGHT_H200),
         ("llama3_70b:int8", EIGHT_H200),
         ("llama3_70b:f32", EIGHT_H200),
-        ("llama3_70b:gpus=64", dataclasses.replace(EIGHT_H200, count=64)),
-        ("llama3_405b", dataclasses.replace(EIGHT_H200, count=128)),
-        ("llama3_405b:gpus=512", dataclasses.replace(EIGHT_H200, count=512)),
+        ("llama3_405b", nodes(16)),
+        ("llama3_405b:gpus=512", nodes(64)),
         ("mixtral_8x7b", EIGHT_H200),
-        ("mixtral_8x7b:gpus=16", dataclasses.replace(EIGHT_H200, count=16)),
+        ("mixtral_8x7b:gpus=16", nodes(2)),
         ("qwen3_30b_a3b", EIGHT_H200),
+        *((f"{name}:gpus={8 * n}", nodes(n)) for name in LARGE for n in (8, 16, 32, 128)),
+        *((f"deepseek_v3:gpus={8 * n}", nodes(n)) for n in (16, 32, 128)),
         ("llama3_1b", EIGHT_H200),
         ("llama3_1b:gpus=1", dataclasses.replace(EIGHT_H200, count=1)),
     ],

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from token_files import BYTE, open_batches, random_documents, write_file
 
 from jaxtrain import config
-from jaxtrain.data import pipeline, stdlib, tokenfile, windows
-from jaxtrain.data.tokenfile import TokenFile, TokenWriter
-from jaxtrain.data.verify import verify
+from jaxtrain.data import mixture, pipeline, stdlib, tokenfile, windows
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
 from jaxtrain.shapes import BATCH_KEYS
 
 
@@ -105,33 +103,27 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
         first = batches.batch(step)["tokens"][:, 0]
         counts += np.bincount(first, minlength=3)
         assert np.abs(counts - 8 * (step + 1) * np.asarray([0.7, 0.2, 0.1])).max() < 3
-    index, within = windows.interleave(np.arange(1000), [0.7, 0.2, 0.1])
+    index, within = mixture.interleave(np.arange(1000), [0.7, 0.2, 0.1])
     for k in range(3):
         assert within[index == k].tolist() == list(range(int((index == k).sum())))
     far = 10**9
-    s, w = windows.interleave(np.arange(far, far + 50), [0.7, 0.2, 0.1])
+    s, w = mixture.interleave(np.arange(far, far + 50), [0.7, 0.2, 0.1])
     assert np.allclose(w, far * np.asarray([0.7, 0.2, 0.1])[s], rtol=1e-6)
     assert [f["weight"] for f in batches.fingerprint["files"]] == pytest.approx([0.7, 0.2, 0.1])
     json.dumps(batches.fingerprint)
 
 
-def test_masked_tokens_does_not_depend_on_the_chunk():
-    rng = np.random.default_rng(0)
-    for max_segments in (1, 2, 5):
-        starts = np.cumsum(np.r_[0, rng.integers(1, 9, 500)])
-        want = windows.masked_tokens(starts, 60, 32, max_segments)
-        assert want > 0
-        for chunk in (1, 2, 7, 100):
-            assert windows.masked_tokens(starts, 60, 32, max_segments, chunk) == want
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_most_documents_of_a_window(seed):
-    starts = np.cumsum(np.r_[0, np.random.default_rng(seed).integers(1, 30, 300)])
-    per_window = [sum(w * 32 < s < w * 32 + 32 for s in starts) + 1 for w in range(60)]
-    for chunk in (1, 2, 7, 1000):
-        assert windows.most_documents(starts, 60, 32, chunk) == max(per_window)
-    assert windows.most_documents(np.asarray([0]), 60, 32) == 1
+@pytest.mark.parametrize("longest", [9, 30])
+def test_borders_of_documents_in_windows(monkeypatch, longest):
+    """The most documents in a window, and the tokens beyond the first few of each, in steps of any size."""
+    starts = np.cumsum(np.r_[0, np.random.default_rng(longest).integers(1, longest, 500)])
+    columns = [[s % 32 for s in starts if w * 32 < s < w * 32 + 32] for w in range(60)]
+    for windows_together in (1, 7, 100):
+        monkeypatch.setattr(windows, "WINDOWS", windows_together)
+        for max_segments in (1, 2, 5):
+            masked = sum(32 - found[max_segments - 1] for found in columns if len(found) >= max_segments)
+            assert windows.borders(starts, 60, 32, max_segments) == (max(map(len, columns)) + 1, masked)
+        assert windows.borders(np.asarray([0]), 60, 32, 1) == (1, 0)
 
 
 def test_max_segments_of_0_is_what_the_data_has(tmp_path):
@@ -163,32 +155,6 @@ def test_max_segments_of_0_is_32_at_most(tmp_path):
     batches, limited = open_batches(path, seq_len=100), open_batches(path, seq_len=100, max_segments=32)
     assert batches.max_segments == batches.batch(0)["segments"].max() == 32
     assert batches.masked_fraction == limited.masked_fraction > 0
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_iterate_yields_the_steps_in_order_raises_and_stops(tmp_path, prefetch):
-    batches = open_batches(write_file(tmp_path / "a.tok", random_documents(3, 100, 30)))
-    before = threading.active_count()
-    steps = pipeline.iterate(batches, 7, prefetch)
-    for step, got in zip(range(7, 12), steps, strict=False):
-        want = batches.batch(step)
-        assert all(np.array_equal(got[k], want[k]) for k in BATCH_KEYS)
-    steps.close()
-    assert threading.active_count() == before
-    part = next(pipeline.iterate(batches, 2, prefetch, rows=slice(0, 2)))
-    assert np.array_equal(part["tokens"], batches.batch(2)["tokens"][:2])
-
-    class Failing:
-        def batch(self, step):
-            if step == 3:
-                raise RuntimeError("disk gone at step 3")
-            return {"step": np.asarray(step)}
-
-    got = []
-    with pytest.raises(RuntimeError, match="disk gone at step 3"):
-        for batch in pipeline.iterate(Failing(), 1, prefetch):
-            got.append(int(batch["step"]))
-    assert got == [1, 2]
 
 
 def test_synthetic_is_deterministic_learnable_and_says_so(tmp_path):
@@ -332,7 +298,7 @@ def test_check_reports_every_problem(tmp_path):
         assert "weight" in bad.rule
     assert keys_of(found(source="")) == ["data.source"]
     assert keys_of(found(source="no_such_module:data")) == ["data.source"]
-    assert len(found(source=f"{tmp_path}/x.tok,{tmp_path}/junk.tok,{tmp_path}/tiny.tok=0")) == 4
+    assert len(found(source=f"{tmp_path}/x.tok=1,{tmp_path}/junk.tok=1,{tmp_path}/tiny.tok=0")) == 4
     with pytest.raises(config.ConfigError, match="no such file"):
         open_batches(tmp_path / "x.tok")
 
@@ -388,3 +354,11 @@ def test_best_fit_pads_a_text_that_is_shorter_than_a_sequence(tmp_path):
     data = config.Data(source=str(path), seq_len=64, packing="best_fit")
     assert pipeline.check(data, 264, False) == []
     assert open_batches(path, 64, packing="best_fit").batch(0)["weights"].sum(1).tolist() == [7.0] * 4
+
+
+def test_a_folder_of_texts_is_named_with_a_pattern(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", str(tmp_path)):
+        command = pipeline.prepare_command("byte", folder)
+        assert f"--input='{folder}/*.jsonl' --output={tmp_path.name}.tok" in command
+    assert pipeline.prepare_command("byte", "a/b.jsonl.gz").endswith("--input=a/b.jsonl.gz --output=a/b.tok")

@@ -10,17 +10,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from token_files import open_batches, write_conversations
+from token_files import header_and_end, open_batches, write_conversations
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxtrain import config
-from jaxtrain.data import pipeline, prepare, rows, stats, template, tokenfile, windows
+from jaxtrain.data import mixture, pipeline, prepare, rows, template, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
-from jaxtrain.data.tokenfile import TokenFile, TokenWriter
-from jaxtrain.data.verify import verify
+from jaxtrain.data.template import Conversation
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -114,7 +114,7 @@ def load(folder, source: str | None = None) -> tuple[text_tokenizers.Tokenizer, 
 
 
 def ids_of(tok, parts) -> list[int]:
-    encoded = iter(tok.encode_places([p.text for p in parts if p.control < 0], [p.place for p in parts if p.control < 0]))
+    encoded = iter(tok.encode_batch([p.text for p in parts if p.control < 0], [p.place for p in parts if p.control < 0]))
     return [i for p in parts for i in ([p.control] if p.control >= 0 else next(encoded).tolist())]
 
 
@@ -129,10 +129,13 @@ def counted(parts) -> list[str]:
     return [text for text in found if text]
 
 
+FORGOTTEN = [("user", "a"), ("assistant", "<t></think>b"), ("user", "c"), ("assistant", "<t></think>d")]
 TEMPLATES = {  # template -> (what follows the text of an assistant's turn and still counts, messages)
     "chatml": (CHATML, ["It is 4.<|im_end|>", "Yes.<|im_end|>"], TALK),
     "headers": (HEADERS, ["It is 4.<|eot_id|>", "Yes.<|eot_id|>"], TALK),
     "brackets": (BRACKETS, [" It is 4.</s>", " Yes.</s>"], TALK[1:]),
+    "forgets": (FORGETS, ["b<|im_end|>", "<t></think>d<|im_end|>"], FORGOTTEN),
+    "thinks": (CHATML.replace("assistant\\n", "assistant\\n<think>"), ["It is 4.<|im_end|>", "Yes.<|im_end|>"], TALK),
     "marked": (MARKED, ["It is 4.<|im_end|>", "Yes.<|im_end|>"], TALK),
 }
 
@@ -141,11 +144,11 @@ TEMPLATES = {  # template -> (what follows the text of an assistant's turn and s
 def test_what_counts_is_the_assistants_text_and_the_token_that_ends_it(folders, name):
     source, want, pairs = TEMPLATES[name]
     tok, made = load(folders["bytes"], source)
-    text, parts = made.parts(talk(*pairs), "assistant")
+    text, parts = made.parts(Conversation(talk(*pairs)), "assistant")
     assert counted(parts) == want
     assert "".join(p.text for p in parts) == text
-    assert counted(made.parts(talk(*pairs), "last")[1]) == want[-1:]
-    assert counted(made.parts(talk(*pairs), "all")[1]) == [text]
+    assert counted(made.parts(Conversation(talk(*pairs)), "last")[1]) == want[-1:]
+    assert counted(made.parts(Conversation(talk(*pairs)), "all")[1]) == [text]
     # the turn's tokens are those that the model would be asked for after the prompt
     ends = {tok.control_tokens()[i].text: tok.control_tokens()[i].id for i in range(len(SPECIAL))}
     marked = [p for p in parts if p.loss and p.control >= 0]
@@ -158,13 +161,13 @@ def test_ids_are_those_of_the_whole_text_with_control_tokens_read(folders, kind,
     """Against the package itself, which reads control tokens wherever they stand."""
     source, _, pairs = TEMPLATES[name]
     tok, made = load(folders[kind], source)
-    text, parts = made.parts(talk(*pairs), "all")
+    text, parts = made.parts(Conversation(talk(*pairs)), "all")
     whole = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
     assert ids_of(tok, parts) == whole.encode(text, add_special_tokens=False).ids
     # with the loss of the last turn alone: what stands before it is what a generation would be given
-    before = made.render(talk(*pairs[:-1]), prompt=True)
+    before = made.render(Conversation(talk(*pairs[:-1])), prompt=True)
     prompt = whole.encode(before, add_special_tokens=False).ids
-    assert ids_of(tok, made.parts(talk(*pairs), "last")[1])[: len(prompt)] == prompt
+    assert ids_of(tok, made.parts(Conversation(talk(*pairs)), "last")[1])[: len(prompt)] == prompt
 
 
 @pytest.mark.parametrize(("kind", "prefixed"), [("metaspace", ["start"]), ("prepend", ["start", "after"])])
@@ -172,7 +175,7 @@ def test_a_space_is_put_before_a_text_only_where_the_package_would(folders, kind
     tok, _ = load(folders[kind])
     names = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
     for place in ("start", "after", "inner"):
-        (ids,) = tok.encode_places(["is it"], [place])
+        (ids,) = tok.encode_batch(["is it"], [place])
         assert "".join(map(names.id_to_token, ids)) == ("▁is▁it" if place in prefixed else "is▁it"), place
 
 
@@ -187,16 +190,16 @@ EVIL = st.lists(
 def test_no_text_of_a_message_becomes_a_control_token(folders, contents, name):
     tok, made = load(folders["bytes"], TEMPLATES[name][0])
     messages = talk(*[("user" if i % 2 == 0 else "assistant", c) for i, c in enumerate(contents)])
-    text, parts = made.parts(messages, "assistant")
+    text, parts = made.parts(Conversation(messages), "assistant")
     assert "".join(p.text for p in parts) == text
     harmless = talk(*[(m["role"], "x") for m in messages])
-    want = [p.text for p in made.parts(harmless, "assistant")[1] if p.control >= 0]
+    want = [p.text for p in made.parts(Conversation(harmless), "assistant")[1] if p.control >= 0]
     assert [p.text for p in parts if p.control >= 0] == want
     # and the text is the one that a plain rendering gives
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     assert text == environment.from_string(TEMPLATES[name][0]).render(messages=messages, bos_token="<s>", eos_token="</s>")
     literal = [p for p in parts if p.control < 0]
-    ids = np.concatenate([*tok.encode_places([p.text for p in literal], [p.place for p in literal]), np.empty(0, int)])
+    ids = np.concatenate([*tok.encode_batch([p.text for p in literal], [p.place for p in literal]), np.empty(0, int)])
     assert not set(ids.tolist()) & {t.id for t in tok.control_tokens()}
 
 
@@ -213,7 +216,7 @@ def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders)
 def test_a_message_at_whose_border_a_control_token_would_arise(folders):
     """A template that writes `<|` before a message and `|>` after it: the message names no token all the same."""
     _, made = load(folders["bytes"], "{% for m in messages %}<|{{ m.content }}|><|{{ m.role }}|>{{ eos_token }}{% endfor %}")
-    _, parts = made.parts(talk(("assistant", "im_end")), "all")
+    _, parts = made.parts(Conversation(talk(("assistant", "im_end"))), "all")
     assert [p.text for p in parts if p.control >= 0] == ["</s>"]
     assert "".join(p.text for p in parts) == "<|im_end|><|assistant|></s>"
 
@@ -221,12 +224,8 @@ def test_a_message_at_whose_border_a_control_token_would_arise(folders):
 @pytest.mark.parametrize(
     ("source", "pairs", "said"),
     [
-        (
-            FORGETS,
-            [("user", "a"), ("assistant", "<t></think>b"), ("user", "c"), ("assistant", "d")],
-            "otherwise when more follow",
-        ),
-        (CHATML.replace("assistant\\n", "assistant\\n<think>"), TALK, "otherwise than its generation prompt"),
+        (FORGETS.replace("{% if add_generation_prompt %}", "{% if false %}"), FORGOTTEN, "otherwise when more follow"),
+        (CHATML.replace("<|im_start|>assistant\\n", "assistant:"), TALK, "otherwise than its generation prompt"),
         (CHATML, [("user", "a")], "no assistant's turn"),
         (CHATML, [("user", "\ufdd0"), ("assistant", "b")], "noncharacters"),
         (BRACKETS, TALK, "only user and assistant"),
@@ -239,7 +238,7 @@ def test_a_message_at_whose_border_a_control_token_would_arise(folders):
 def test_conversations_that_cannot_be_written_say_why(folders, source, pairs, said):
     _, made = load(folders["bytes"], source)
     with pytest.raises(template.RowError, match=re.escape(said)):
-        made.parts(talk(*pairs), "assistant")
+        made.parts(Conversation(talk(*pairs)), "assistant")
 
 
 def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_path, folders, monkeypatch):
@@ -255,11 +254,11 @@ def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_pat
         found()
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ eos_token }}{{ messages | tojson }}"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}}))
-    assert found().render(talk(("user", "ü<"))) == '</s>[{"role": "user", "content": "ü<"}]'
+    assert found().render(Conversation(talk(("user", "ü<")))) == '</s>[{"role": "user", "content": "ü<"}]'
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %B %Y') }}{% for m in messages %}{% break %}{% endfor %}")
-    assert found().render(talk(("user", "a"))) == "22 November 2026"
+    assert found().render(Conversation(talk(("user", "a")))) == "22 November 2026"
     (folder / "mine.jinja").write_text("mine")
-    assert found(folder / "mine.jinja").render([]) == "mine"
+    assert found(folder / "mine.jinja").render(Conversation([])) == "mine"
     (folder / "broken.jinja").write_text("a\n{% for %}")
     with pytest.raises(text_tokenizers.TokenizerError, match=r"broken.jinja: line 2"):
         found(folder / "broken.jinja")
@@ -289,29 +288,167 @@ USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "
     ],
 )
 def test_rows_of_every_form(row, want):
-    assert rows.conversation(row) == want
+    assert rows.conversation(row).messages == want
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"text": "x"}, "not a conversation (has: 'text')"),
-        ({"messages": "x"}, "'messages' is str, not a list"),
+        ({"messages": "x"}, "'messages' is text, not a list"),
         ({"messages": []}, "'messages' is empty"),
-        ({"messages": ["x"]}, "message 1 of 'messages' is str"),
+        ({"messages": ["x"]}, "message 1 of 'messages' is text"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2 of 'messages' has no 'content'"),
         ({"messages": [{"role": "endoftext", "content": "x"}]}, "the role 'endoftext'"),
-        ({"messages": [{"role": "user", "content": None}]}, "'content' of message 1 of 'messages' is NoneType"),
+        ({"messages": [{"role": "user", "content": None}]}, "'content' of message 1 of 'messages' is null"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a surrogate pair"),
-        ({"messages": [{**BOT, "tool_calls": [1]}]}, "'tool_calls', which is not read"),
-        ({"messages": [BOT], "tools": ["f"]}, "the row has 'tools'"),
-        ({"prompt": "x", "completion": 3}, "'completion' is int"),
-        ({"instruction": "x", "input": 3, "output": "y"}, "'input' is int"),
+        ({"messages": [{**BOT, "tool_calls": [1]}]}, "a tool call without the name of its function"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}, "is text, but not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}]}, "are a list, not an object"),
+        ({"messages": [{**BOT, "tool_calls": [{"name": "f"}]}]}, "a tool call without 'arguments'"),
+        ({"messages": [{**BOT, "tool_calls": 1}]}, "'tool_calls' of message 1 of 'messages' is a number, not a list"),
+        ({"messages": [BOT], "tools": [{"name": "f"}, 1]}, "tool 2 of 'tools' is a number"),
+        ({"messages": [{**BOT, "function_call": {"name": "f"}}]}, "rename it to 'tool_calls'"),
+        ({"messages": [{**BOT, "thinking": 3}]}, "'thinking' of message 1 of 'messages' is a number"),
+        ({"messages": [{**BOT, "weight": 0.5}]}, "'weight' of message 1 of 'messages' is 0.5: must be 0 or 1"),
+        ({"messages": [{**BOT, "train": "no"}]}, "'train' of message 1 of 'messages' is 'no': must be true or false"),
+        ({"messages": [BOT], "functions": ["f"]}, "the row has 'functions'"),
+        ({"messages": [BOT], "tools": "f"}, "'tools' is text, but not JSON"),
+        ({"messages": [BOT], "tools": {"f": 1}}, "'tools' is an object, not a list"),
+        ({"messages": [BOT], "chat_template_kwargs": "3"}, "'chat_template_kwargs' is a number"),
+        ({"prompt": "", "completion": ""}, "'completion' is empty"),
+        ({"instruction": "x", "output": " \n"}, "'output' is empty"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}, USER, BOT]}, "message, number 2 of 4, is empty"),
+        ({"messages": [USER, {"role": "assistant", "content": "", "thinking": "hm"}]}, "message, number 2 of 2, is empty"),
+        ({"prompt": [USER], "completion": [{"role": "assistant", "content": ""}]}, "message, number 2 of 2, is empty"),
+        ({"prompt": "x", "completion": 3}, "'completion' is a number"),
+        ({"instruction": "x", "input": 3, "output": "y"}, "'input' is a number"),
     ],
 )
 def test_rows_that_are_no_conversation_say_why(row, said):
     with pytest.raises(rows.RowError, match=re.escape(said)):
         rows.conversation(row)
+
+
+TOOLS = (  # as many templates write them, the thoughts first
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.reasoning_content }}{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"q": "a </s>"}, '{"q": "a </s>"}'])
+@pytest.mark.parametrize("thoughts", template.THOUGHTS)
+def test_calls_of_tools_and_thoughts_count_and_results_do_not(folders, arguments, thoughts):
+    tok, made = load(folders["bytes"], TOOLS)
+    call = {"function": {"name": "find", "arguments": arguments}}
+    messages = [
+        USER,
+        {"role": "assistant", thoughts: "hm ", "tool_calls": [call]},
+        {"role": "tool", "content": "3 <|im_end|>"},
+        BOT,
+    ]
+    tools = [{"name": "find", "about": "<|im_end|>"}]
+    for listed in (tools, json.dumps(tools)):
+        text, parts = made.parts(rows.conversation({"messages": messages, "tools": listed}), "assistant")
+        assert counted(parts) == ['hm find({"q": "a </s>"})<|im_end|>', "a<|im_end|>"]
+        assert text.startswith(f"<|im_start|>system\n{json.dumps(tools[0])}<|im_end|>\n")
+        assert [p.text for p in parts if p.control >= 0] == ["<|im_start|>", "<|im_end|>"] * 5
+    with pytest.raises(rows.RowError, match="no 'content'"):
+        rows.conversation({"messages": [{"role": "assistant"}]})
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+THINKS = (  # writes thoughts after the last question alone, and no calls of tools
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.thinking and loop.index0 > ns.last %}{{ m.thinking }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("loss", template.LOSSES)
+def test_parts_that_a_template_does_not_write_are_refused(folders, loss):
+    call, think = {"messages": [USER, CALL]}, {"messages": [USER, {**BOT, "reasoning": "hm"}]}
+    earlier = {"messages": [*think["messages"], USER, BOT]}
+    tools = {"messages": [USER, BOT], "tools": [{"name": "f"}]}
+    for source, refused, taken in (
+        (CHATML, {"`tool_calls`": call, "`tools`": tools, "thoughts": think}, []),
+        (CHATML, {"thoughts": earlier}, []),
+        (THINKS, {"`tool_calls`": call, "`tools`": tools}, [think, earlier]),
+        (TOOLS, {}, [call, tools, think, earlier]),
+    ):
+        _, made = load(folders["bytes"], source)
+        for what, row in refused.items():
+            with pytest.raises(rows.RowError, match=f"does not write {what}.*Fix: give --chat-template=FILE"):
+                made.parts(rows.conversation(row), loss)
+        for row in taken:
+            assert counted(made.parts(rows.conversation(row), loss)[1])
+
+
+def test_a_null_beside_calls_of_tools_is_an_empty_content():
+    for content in ({"content": None}, {"content": ""}, {}):
+        row = {"messages": [USER, {"role": "assistant", **content, "tool_calls": CALL["tool_calls"]}]}
+        assert rows.conversation(row).messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize("source", [CHATML, FORGETS, MARKED])
+def test_of_a_prompt_with_a_completion_the_completion_counts_alone(folders, source):
+    _, made = load(folders["bytes"], source)
+    more = {"role": "assistant", "content": "b"}
+    for prompt in ([USER], [USER, BOT, USER]):
+        for system in ({}, {"system": "s"}):
+            talk = rows.conversation({"prompt": prompt, "completion": [more], **system})
+            assert counted(made.parts(talk, "assistant")[1]) == ["b<|im_end|>"]
+
+
+@pytest.mark.parametrize("field", [{"train": False}, {"weight": 0}])
+@pytest.mark.parametrize("source", [CHATML, FORGETS, MARKED])
+def test_messages_that_a_row_takes_out_of_the_loss(folders, source, field):
+    _, made = load(folders["bytes"], source)
+    first, second = ({"role": "assistant", "content": text} for text in ("one", "two"))
+
+    def found(*answers, loss="assistant"):
+        messages = [message for answer in answers for message in ({**USER, "weight": None}, answer)]
+        return counted(made.parts(rows.conversation({"messages": messages}), loss)[1])
+
+    assert found({**first, **field}, second) == ["two<|im_end|>"]
+    assert found({**first, "train": True, "weight": 1}, {**second, **field}) == ["one<|im_end|>"]
+    text = "".join(found(first, second, loss="all"))
+    assert found({**first, **field}, second, loss="all") == text.split("one<|im_end|>")
+    for loss in ("assistant", "last"):
+        with pytest.raises(rows.RowError, match="no turn counts in the loss"):
+            found({**first, **field}, {**second, **field}, loss=loss)
+    talk = rows.conversation({"prompt": [USER, {**first, **field}, USER], "completion": [second]})
+    assert counted(made.parts(talk, "assistant")[1]) == ["two<|im_end|>"]
+
+
+def test_turns_that_cannot_be_told_apart_are_refused(folders):
+    _, made = load(folders["bytes"], MARKED.replace("{% generation %}", "{% generation %}x{% endgeneration %}{% generation %}"))
+    row = {"messages": [USER, {**BOT, "train": False}, USER, BOT]}
+    with pytest.raises(rows.RowError, match="marks 4 turns for 2 messages"):
+        made.parts(rows.conversation(row), "assistant")
+
+
+def test_the_end_of_a_document_that_a_row_takes_out_of_the_loss(tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"  # ends no turn
+    )
+    answers = [{"role": "assistant", "content": "ab"}, {"role": "assistant", "content": "cd", "train": False}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [USER, answers[0], USER, answers[1]]}) + "\n")
+    for loss, want in (("assistant", "0110000"), ("all", "1111000")):
+        prepare.prepare(
+            [f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, loss=loss, chat_template=tmp_path / "t.jinja", force=True
+        )
+        assert TokenFile.open(tmp_path / "c.tok").loss_flags(0, 7).tolist() == [flag == "1" for flag in want]
+
+
+def test_variables_of_a_template_are_those_of_the_row(folders):
+    _, made = load(folders["bytes"], "{% for m in messages %}{{ m.content }}{{ effort }}{% endfor %}")
+    for variables in ({"effort": "low </s>"}, '{"effort": "low </s>"}'):
+        text, parts = made.parts(rows.conversation({"messages": [USER, BOT], "chat_template_kwargs": variables}), "all")
+        assert text == "qlow </s>alow </s>" and all(part.control < 0 for part in parts)
 
 
 def test_chat_files_end_to_end(tmp_path, folders, capsys):
@@ -326,7 +463,7 @@ def test_chat_files_end_to_end(tmp_path, folders, capsys):
     assert verify(file.path) == []
     tok = text_tokenizers.load_tokenizer(str(folders["bytes"]))
     flags = file.loss_flags(0, file.header["tokens"])
-    parts = [p for t in talks for p in load(folders["bytes"])[1].parts(t, "assistant")[1]]
+    parts = [p for t in talks for p in load(folders["bytes"])[1].parts(Conversation(t), "assistant")[1]]
     assert tok.decode(file.tokens[:][flags]) == "It is 4.<|im_end|>Yes.<|im_end|></s></s><|im_end|>"
     assert file.header["loss"]["bytes"] == len("It is 4.Yes.</s></s>")
     assert file.header["source_bytes"] == sum(len(p.text.encode()) for p in parts if p.control < 0)
@@ -365,6 +502,19 @@ def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
         )
         file = TokenFile.open(tmp_path / "c.tok")
         assert file.loss_flags(0, len(file.tokens)).tolist() == want
+
+
+def test_the_share_that_counts_is_printed_and_none_is_refused(tmp_path, capsys):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "q", "response": "four"}) + "\n")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    command = ["prepare", "--chat", f"--input={tmp_path}/c.jsonl", f"--output={tmp_path}/c.tok", "--processes=1"]
+    assert main([*command, f"--chat-template={tmp_path}/t.jinja"]) == 2
+    error = capsys.readouterr().err
+    assert "c.tok: no token counts in the loss" in error and "t.jinja marks no answers" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl", "t.jinja"]
+    assert main(command) == 0
+    file = TokenFile.open(tmp_path / "c.tok")
+    assert f"c.tok: 5 tokens ({5 / len(file.tokens):.2%}) count in the loss" in capsys.readouterr().out
 
 
 def test_bad_conversations_are_named_and_options_checked(tmp_path, capsys):
@@ -421,12 +571,12 @@ def test_damaged_loss_bits_are_found(tmp_path):
     with TokenWriter(tmp_path / "a.tok", info, loss=True) as writer:
         writer.write([1] * 100, 100, np.arange(100) % 3 == 0, 34)
         writer.end_document()
-    header, end = tokenfile.read_header(tmp_path / "a.tok")
+    header, end = header_and_end(tmp_path / "a.tok")
     data = bytearray((tmp_path / "a.tok").read_bytes())
     data[end - 16 - 12] ^= 1  # among the bits: two offsets follow, and three bytes of padding
     (tmp_path / "b.tok").write_bytes(data)
     (fault,) = verify(tmp_path / "b.tok")
-    assert "checksum" in fault and "loss bits of tokens 0 to 101" in fault
+    assert "checksum" in fault
     with TokenWriter(tmp_path / "c.tok", info) as writer, pytest.raises(ValueError, match="loss flags"):
         writer.write([1], 1, np.asarray([True]), 1)
 
@@ -461,6 +611,20 @@ def test_packing_is_best_fit(lengths, size, most):
         assert sorted(held) == sorted(best_fit(lengths, size))
     elif most == 1:
         assert len(items) == len(lengths)
+
+
+def test_packing_evenly_keeps_to_tokens_and_documents():
+    """Seven documents need three rows of three; where tokens do not fit, there is no packing of so many rows."""
+    ones = np.ones(7, np.int64)
+    assert windows.pack_evenly(ones, 9, 3, 2) is None
+    row = windows.pack_evenly(ones, 9, 3, 3)
+    assert row is not None and sorted(np.bincount(row)) == [2, 2, 3]
+    assert windows.pack_evenly(np.asarray([6, 6, 1]), 10, 3, 1) is None
+    # Four long and four short documents: best fit puts the short ones together, and needs a row more.
+    lengths = np.asarray([5, 5, 5, 5, 1, 1, 1, 1])
+    assert windows.pack_best_fit(lengths, 10, 3).max() + 1 == 4
+    row = windows.pack(lengths, 10, 3)
+    assert sorted(np.bincount(row, lengths)) == [7, 7, 10]
 
 
 def test_packing_fills_up_to_the_limit_of_documents():
@@ -505,9 +669,7 @@ def test_each_token_of_a_long_text_is_a_target_once(lengths, T):
 def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory, lengths, T, seed, max_segments, packing):
     """Token by token: the row's text, the segments and positions of each conversation, its targets that count, the padding."""
     file = TokenFile.open(write_conversations(tmp_path_factory.mktemp("packed") / "a.tok", lengths))
-    batches = open_batches(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
     tokens, flags, ends = file.tokens[:], file.loss_flags(0, file.header["tokens"]), file.doc_offsets[:]
-    apart, count = packing != "none", batches.sources[0].windows
 
     def kept(k):
         """Tokens of conversation k: up to the last turn that fits."""
@@ -515,6 +677,9 @@ def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory
             return lengths[k]
         return windows.whole_turns(flags[ends[k] : ends[k] + T + 2])
 
+    assume(any(kept(k) for k in range(len(lengths))))  # or the file is refused
+    batches = open_batches(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
+    apart, count = packing != "none", batches.sources[0].windows
     for epoch in range(2):
         seen = []
         for step in range(epoch * count, (epoch + 1) * count):
@@ -537,9 +702,9 @@ def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory
             assert got["segments"] == [*want["segments"], *[0] * rest][:T]
             assert got["positions"] == [*want["positions"], *[0] * rest][:T]
         assert sorted(seen) == [k for k in range(len(lengths)) if kept(k)]
-    found = stats.packing(file, T, max_segments or 32)
-    assert found["truncated_documents"] == sum(kept(k) < n for k, n in enumerate(lengths))
-    assert found["truncated_tokens"] == sum(n - kept(k) for k, n in enumerate(lengths))
+    packed = windows.PackedRows(file, T, max_segments or None, 0)
+    assert packed.truncated == sum(kept(k) < n for k, n in enumerate(lengths))
+    assert packed.truncated_tokens == sum(n - kept(k) for k, n in enumerate(lengths))
 
 
 def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
@@ -562,7 +727,7 @@ def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
             without += (counts & (batch["tokens"][first] != 255)).sum()
             padding += (batch["segments"] == 0).sum()
         lacking[loss], full[loss] = without / counted, 1 - padding / (batches.sources[0].windows * 2048)
-        assert main(["stats", str(tmp_path / "a.tok"), "--seq-len=1024", "--documents=0"]) == 0
+        assert main(["show", str(tmp_path / "a.tok"), "--seq-len=1024", "--documents=0"]) == 0
     assert lacking == {True: 0.0, False: pytest.approx(0.25, abs=0.02)}
     assert full == {True: pytest.approx(0.993, abs=0.003), False: 1.0}
     out = capsys.readouterr().out
@@ -615,7 +780,7 @@ def test_conversations_beside_text(tmp_path):
     rows_of = {path: open_batches(path, 32, global_batch=4) for path in (text, chat)}
     for step in range(30):
         batch = both.batch(step)
-        index, _ = windows.interleave(np.arange(step * 8, step * 8 + 8), both.weights)
+        index, _ = mixture.interleave(np.arange(step * 8, step * 8 + 8), both.mixture.phases[0].weights)
         alone = rows_of[text].batch(step)
         assert all(np.array_equal(batch[k][index == 0], alone[k]) for k in batch)
         assert (batch["segments"][index == 0] > 0).all()

@@ -1,21 +1,23 @@
-"""Mixture files, and what `stats` counts in token files."""
+"""Mixtures of token files, fixed and by a schedule, and what `show` counts in them."""
 
 import itertools
 import json
-import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain import config
-from jaxtrain.data import mixture, pipeline, stats, windows
+from jaxtrain import config, position
+from jaxtrain.data import __main__ as data_command
+from jaxtrain.data import mixture, pipeline
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 from jaxtrain.data.windows import whole_turns
+from jaxtrain.train.initial_state import Start, continue_sources
 
 BYTE = text_tokenizers.ByteTokenizer()
 
@@ -46,13 +48,7 @@ def rows_of(source: str, steps: int = 10) -> list[int]:
 def test_weights_count_by_their_shares(files, monkeypatch):
     monkeypatch.chdir(files)
     assert rows_of("a.tok=3,sub/b.tok=1") == rows_of("a.tok=0.75,sub/b.tok=0.25")
-    assert main(["mix", "--output=m.mix", "a.tok=3", "sub/b.tok=1"]) == 0
-    stored = json.loads(Path("m.mix").read_text())
-    for file in stored["files"]:
-        file["weight"] *= 7.0  # written by hand
-    Path("m.mix").write_text(json.dumps(stored))
-    write_file(files / "c.tok", [[3] * 99])
-    assert rows_of("m.mix=0.5,c.tok=0.5") == rows_of("a.tok=0.375,sub/b.tok=0.125,c.tok=0.5")
+    assert rows_of("a.tok,sub/b.tok") == rows_of("a.tok=0.9,sub/b.tok=0.1"), "by their tokens"
 
 
 def test_sources_of_a_mixture_have_their_own_order(tmp_path):
@@ -64,95 +60,6 @@ def test_sources_of_a_mixture_have_their_own_order(tmp_path):
     )
     one, other = (both.window_numbers(k, np.arange(both.sources[k].windows)) for k in (0, 1))
     assert sorted(one) == sorted(other) and (one != other).sum() > len(one) / 2
-
-
-def test_a_mixture_is_read_like_the_files_that_it_names(files, monkeypatch, capsys):
-    monkeypatch.chdir(files)
-    assert main(["mix", "--output=sub/m.mix", "a.tok=1.4", "sub/b.tok=0.6", "--tokens=2000"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert [float(line.split()[2]) for line in table[1:]] == pytest.approx([2000 * 0.7 / 900, 2000 * 0.3 / 100], abs=1e-3)
-    stored = json.loads(Path("sub/m.mix").read_text())
-    assert [(f["path"], f["tokens"]) for f in stored["files"]] == [("../a.tok", 900), ("b.tok", 100)]
-    assert rows_of("sub/m.mix") == rows_of("a.tok=0.7,sub/b.tok=0.3")
-    # a mixture has a weight like a file, which its own files share
-    write_file(files / "c.tok", [[3] * 99])
-    assert rows_of("sub/m.mix=0.5,c.tok=0.5") == rows_of("a.tok=0.35,sub/b.tok=0.15,c.tok=0.5")
-    data = config.Data(source="sub/m.mix", eval_source="sub/m.mix", seq_len=16)
-    assert pipeline.check(data, 264, True) == []
-    # moved together, it holds still; from another folder too
-    (files / "moved").mkdir()
-    for name in ("a.tok", "sub"):
-        (files / name).rename(files / "moved" / name)
-    monkeypatch.chdir("/")
-    assert rows_of(str(files / "moved/sub/m.mix"), 2)
-    assert main(["verify", str(files / "moved/sub/m.mix")]) == 0
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
-def test_weights_by_size_and_temperature(files, monkeypatch, temperature):
-    monkeypatch.chdir(files)
-    weighed = mixture.weigh([("a.tok", None), ("sub/b.tok", None)], "tokens", temperature)
-    assert weighed[0][1] / weighed[1][1] == pytest.approx(9 ** (1 / temperature))
-    assert math.fsum(w for _, w in weighed) == pytest.approx(1)
-    weighed = mixture.weigh([("a.tok", None), ("sub/b.tok", 3.0)], "tokens", temperature)
-    assert weighed[0][1] / weighed[1][1] == pytest.approx(3 ** (1 / temperature))
-    weighed = mixture.weigh([("a.tok", 8.0), ("sub/b.tok", 2.0)], "weight", temperature)
-    assert weighed[0][1] / weighed[1][1] == pytest.approx(4 ** (1 / temperature))
-
-
-def test_a_file_that_changed_is_refused_by_name(files, monkeypatch, capsys):
-    monkeypatch.chdir(files)
-    assert main(["mix", "--output=m.mix", "a.tok", "sub/b.tok", "--by=tokens"]) == 0
-    assert main(["mix", "--output=m.mix", "a.tok", "sub/b.tok", "--by=tokens"]) == 2  # it is there
-    write_file(files / "sub" / "b.tok", [[2] * 98 + [3]])  # as many tokens, others
-    (problem,) = pipeline.check(config.Data(source="m.mix", seq_len=16), 264, False)
-    assert (problem.key, problem.value) == ("data.source", "sub/b.tok")
-    assert "is not the file that m.mix was written for" in problem.rule
-    capsys.readouterr()
-    assert main(["verify", "m.mix"]) == 1
-    assert "sub/b.tok: is not the file" in capsys.readouterr().out
-    (files / "sub" / "b.tok").unlink()
-    (problem,) = pipeline.check(config.Data(source="m.mix", seq_len=16), 264, False)
-    assert (problem.value, problem.rule) == ("sub/b.tok", "no such file")
-    (problem,) = pipeline.check(config.Data(source="none.mix", seq_len=16), 264, False)
-    assert "jaxtrain.data mix" in problem.remedy
-
-
-def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, capsys):
-    monkeypatch.chdir(files)
-    write_file(files / "other.tok", [[1] * 9], sha256="x", name="other")
-    write_file(files / "empty.tok", [])
-    for args, said in (
-        (["a.tok"], "has no weight"),
-        (["a.tok=0"], "above 0"),
-        (["a.tok=x"], "a weight is a number"),
-        (["a.tok=1", "./a.tok=2"], "named twice"),
-        (["a.tok=1", "other.tok=1"], "several tokenizers"),
-        (["a.tok=1", "none.tok=1"], "no such file"),
-        (["empty.tok", "--by=tokens"], "no tokens"),
-        (["a.tok=1", "--temperature=0"], "--temperature"),
-        (["a.tok=1", "--tokens=-1"], "--tokens"),
-        (["a.tok=1", "--output=m.json"], "ends in .mix"),
-    ):
-        assert main(["mix", "--output=m.mix", *args]) == 2, args
-        assert said in capsys.readouterr().err
-        assert not list(files.glob("m.*")), args
-    good = {"path": "a.tok", "weight": 1, "tokens": 900, "content_sha256": "0"}
-    for stored in (
-        "no json",
-        "[]",
-        {"format": "jaxtrain mixture", "version": 9, "files": []},
-        {"format": "jaxtrain mixture", "version": 1, "files": []},
-        {"format": "jaxtrain mixture", "version": 1},
-        *(
-            {"format": "jaxtrain mixture", "version": 1, "files": [{**good, **wrong}]}
-            for wrong in ({"weight": 0}, {"weight": "x"})
-        ),
-        {"format": "jaxtrain mixture", "version": 1, "files": [{"path": "a.tok"}]},
-    ):
-        Path("m.mix").write_text(stored if isinstance(stored, str) else json.dumps(stored))
-        (problem,) = pipeline.check(config.Data(source="m.mix", seq_len=16), 264, False)
-        assert "m.mix" in problem.rule, (stored, problem)
 
 
 def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
@@ -185,7 +92,47 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
         figure(write_file(tmp_path / "d.tok", [[1] * 50] * 10, loss=True))
 
 
-# a mixture that changes on resume
+@pytest.mark.parametrize(
+    ("source", "schedule", "key", "rule"),
+    [
+        ("a.tok=0.5,sub/b.tok", "", "data.source", "has no weight, and other files have one"),
+        ("a.tok=0.5,./a.tok=0.5", "", "data.source", "is named twice"),
+        ("a.tok=x", "", "data.source", "a weight is a number above 0"),
+        ("a.tok", "a.tok=0.5", "data.source_schedule", "does not begin with a step"),
+        ("a.tok", "0: sub/b.tok", "data.source_schedule", "does not begin with a step"),
+        ("a.tok", "0.8: sub/b.tok", "data.source_schedule", "does not begin with a step"),
+        ("a.tok", "1__0: sub/b.tok", "data.source_schedule", "does not begin with a step"),
+        ("a.tok", "_5: sub/b.tok", "data.source_schedule", "does not begin with a step"),
+        ("a.tok", "5_: sub/b.tok", "data.source_schedule", "does not begin with a step"),
+        ("a.tok", "9: a.tok; 9: sub/b.tok", "data.source_schedule", "step 9 is not after step 9"),
+        ("a.tok", "9: a.tok; 8: sub/b.tok", "data.source_schedule", "step 8 is not after step 9"),
+        ("a.tok", "9: a.tok=0", "data.source_schedule", "a weight is a number above 0"),
+        ("a.tok", "9:", "data.source_schedule", "names no data"),
+        ("a.tok", "9: gone.tok", "data.source_schedule", "no such file"),
+        ("a.tok", "9: other.tok", "data.tokenizer", "is not the tokenizer of other.tok"),
+        ("stdlib", "9: a.tok", "data.source_schedule", "a schedule is for token files"),
+        ("synthetic", "9: a.tok", "data.source_schedule", "a schedule is for token files"),
+    ],
+)
+def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, source, schedule, key, rule):
+    monkeypatch.chdir(files)
+    write_file(files / "other.tok", [[1] * 99], sha256="x", name="other")
+    data = config.Data(source=source, source_schedule=schedule, seq_len=16)
+    (problem,) = pipeline.check(data, 264, False)
+    assert problem.key == key and rule in problem.rule and problem.remedy
+
+
+def test_digits_of_a_scheduled_step_may_have_single_underscores_between():
+    phases, problems = mixture.parse_schedule("800: a.tok; 8_000 : b.tok; 1_0_0_0_0: a.tok")
+    assert [step for step, _ in phases] == [800, 8000, 10_000] and not problems
+
+
+# a mixture that changes on resume or by a schedule
+
+
+def resume(batches: pipeline.Batches, kept: dict | None, step: int) -> bool:
+    """Continue from a checkpoint of `step` steps, of batches of one size. Return whether the mixture is another one."""
+    return batches.start_mixture(kept, step, step * batches.global_batch, lambda step: step * batches.global_batch)
 
 
 def mixed(source: str, seq_len: int = 16, **keys) -> pipeline.Batches:
@@ -196,14 +143,18 @@ def mixed(source: str, seq_len: int = 16, **keys) -> pipeline.Batches:
 def saved(batches: pipeline.Batches, step: int) -> dict:
     """What a checkpoint of `step` steps says of the data."""
     tokens = step * batches.global_batch * batches.seq_len
-    found = {"tokens": tokens, "fingerprint": batches.fingerprint, "mixture": batches.mixture(step * batches.global_batch)}
+    found = {
+        "tokens": tokens,
+        "fingerprint": batches.fingerprint,
+        "mixture": batches.mixture.state(step * batches.global_batch),
+    }
     return json.loads(json.dumps(found))
 
 
 def places(batches: pipeline.Batches, step: int) -> list[tuple[str, int]]:
     """(source, index within it) of each row of a batch."""
     index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
-    number, within = batches._places(index)
+    number, within = batches.mixture.sources_of(index)
     return [(Path(batches.sources[k].name).name, i) for k, i in zip(number.tolist(), within.tolist(), strict=True)]
 
 
@@ -218,7 +169,7 @@ def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
         batches = mixed(f"{tmp_path}/a.tok={a},{tmp_path}/b.tok={b}")
         begin = part * 1250
         for _ in range(2 if kept else 0):  # the second time as after a rollback
-            assert batches.go_on(kept, begin, begin * 8)
+            assert resume(batches, kept, begin)
         before = dict(read)
         for step in range(begin, begin + 1250):
             met = places(batches, step)
@@ -230,17 +181,17 @@ def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
         assert read["a.tok"] - before["a.tok"] == pytest.approx(10_000 * a, abs=2)
         kept = saved(batches, begin + 1250)
         assert {s["name"]: s["tokens"] for s in kept["mixture"]["sources"]} == {k: n * 16 for k, n in read.items()}
-        assert [p["step"] for p in kept["mixture"]["parts"]] == [0, 1250, 2500][: part + 1]
+        assert [p["step"] for p in kept["mixture"]["phases"]] == [0, 1250, 2500][: part + 1]
     # A later attempt with the same mixture takes the same rows, those before the changes too.
     again = mixed(f"{tmp_path}/a.tok=0.2,{tmp_path}/b.tok=0.8")
-    assert not again.go_on(kept, 3750, 30_000)
+    assert not resume(again, kept, 3750)
     for step, met, tokens in want:
         assert places(again, step) == met
         assert np.array_equal(again.batch(step)["tokens"], tokens)
     assert saved(again, 3750)["mixture"] == kept["mixture"]
     # A longer row: places are counted in tokens.
     longer = mixed(f"{tmp_path}/a.tok=0.2,{tmp_path}/b.tok=0.8", seq_len=32)
-    assert not longer.go_on(kept, 3750, 15_000)
+    assert not longer.start_mixture(kept, 3750, 15_000, lambda step: (step - 3750) * 8 + 15_000)
     for name, within in places(longer, 1875):
         assert within == pytest.approx(read[name] / 2, abs=8)
 
@@ -255,7 +206,7 @@ def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
     for part, source in enumerate(sources):
         batches = mixed(",".join(f"{tmp_path}/{item}" for item in source.split(",")), seq_len=64)
         if kept:
-            assert batches.go_on(kept, part * 20, part * 160)
+            assert resume(batches, kept, part * 20)
         for step in range(part * 20, part * 20 + 20):
             for name, numbers in batches.windows(step).items():
                 read.setdefault(Path(name).name, []).extend(numbers)
@@ -265,12 +216,8 @@ def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
         # The windows of a run that reads this source alone, as the one with this number, from its beginning.
         got = read[f"{name}.tok"]
         assert got == batches.window_numbers(number, np.arange(len(got))).tolist()
-    with pytest.raises(ValueError, match=r"a.tok: is not in data.source any more"):
-        gone = mixed(f"{tmp_path}/b.tok", seq_len=64)
-        gone.go_on(kept, 100, 800)
-        gone.batch(0)
     reordered = mixed(f"{tmp_path}/c.tok=0.3,{tmp_path}/a.tok=0.4,{tmp_path}/b.tok=0.3", seq_len=64)
-    assert not reordered.go_on(kept, 100, 800)
+    assert not resume(reordered, kept, 100)
     assert reordered.windows(100) == batches.windows(100)
 
 
@@ -282,11 +229,11 @@ def test_a_source_that_was_renamed_goes_on_where_it_stopped(tmp_path):
     kept = saved(before, 20)
     (tmp_path / "a.tok").rename(tmp_path / "c.tok")
     renamed = mixed(f"{tmp_path}/c.tok=0.5,{tmp_path}/b.tok=0.5")
-    assert not renamed.go_on(kept, 20, 160)
+    assert not resume(renamed, kept, 20)
     assert places(renamed, 20) == [("c.tok" if name == "a.tok" else name, i) for name, i in places(before, 20)]
     write_file(tmp_path / "a.tok", [[3] * 99] * 200)
     other = mixed(f"{tmp_path}/a.tok=0.5,{tmp_path}/b.tok=0.5")
-    assert other.go_on(kept, 20, 160)
+    assert resume(other, kept, 20)
     assert dict(reversed(places(other, 20))) == {"a.tok": 0, "b.tok": 80}
 
 
@@ -310,67 +257,160 @@ def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
     """By the sources' numbers: with each part's rows in their shares, to within the number of sources."""
     read, found, row = [0] * 4, [], 0
     for weights, rows in parts:
-        part = windows.Part(row, tuple(weights), tuple(read))
-        number, within = part.places(np.arange(row, row + rows))
+        part = mixture.Phase(0, row, tuple(weights), tuple(read))
+        number, within = part.sources_of(np.arange(row, row + rows), 1)
         for k, i in zip(number.tolist(), within.tolist(), strict=True):
             assert weights[k] and i == read[k]
             read[k] += 1
-        assert part.read_before(row + rows) == read
+        assert part.read_before(row + rows, 1) == tuple(read)
         assert all(abs(n - b - rows * w / sum(weights)) < 4 for n, b, w in zip(read, part.read, weights, strict=True))
         found.append(part)
         row += rows
 
 
+PHASE = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=3, max_size=3).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    phases=st.lists(st.tuples(st.integers(1, 12), PHASE), min_size=1, max_size=4),
+    stops=st.lists(st.tuples(st.integers(1, 39), st.sampled_from([1, 2, 3, 8])), max_size=3, unique_by=lambda stop: stop[0]),
+)
+def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order(tmp_path_factory, phases, stops):
+    """A run of 40 steps with changes by a schedule. It is stopped and resumed, each time with another global batch."""
+    folder = tmp_path_factory.getbasetemp() / "schedule"
+    if not folder.exists():
+        folder.mkdir()
+        for name in "abc":
+            write_file(folder / f"{name}.tok", [[ord(name)] * 99] * 50)
+    changes = list(itertools.accumulate(step for step, _ in phases))
+
+    def source(weights):
+        return ",".join(f"{folder}/{name}.tok={w}" for name, w in zip("abc", weights, strict=True) if w)
+
+    schedule = "; ".join(f"{step}: {source(weights)}" for step, (_, weights) in zip(changes[:-1], phases[1:], strict=True))
+    data = config.Data(source=source(phases[0][1]), source_schedule=schedule, seq_len=16)
+    weights_at = [phases[sum(step <= at for step in changes[:-1])][1] for at in range(40)]
+    read = dict.fromkeys("abc", 0)
+    kept, row, begin = None, 0, 0
+    for end, size in [*sorted(stops), (40, 4)]:
+        batches = pipeline.open_source(data, data.source, split="train", global_batch=size, data_dir="unused")
+        first = -(-row // size)  # a resumed run continues at a whole batch, as jaxtrain/position.py counts them
+        if kept is not None:
+            for number, source_read in enumerate(kept["mixture"]["sources"]):
+                assert source_read["tokens"] == 16 * read[source_read["name"][0]], number
+        batches.start_mixture(kept, begin, first * size, lambda step, f=first, b=begin, n=size: (f + step - b) * n)
+        for step in range(begin, end):
+            for row in range((first + step - begin) * size, (first + step - begin + 1) * size):
+                number, within = batches.mixture.sources_of(np.asarray([row]))
+                name = Path(batches.sources[number[0]].name).name[0]
+                assert within[0] == read[name], (step, name)
+                read[name] += 1
+                assert weights_at[step]["abc".index(name)] > 0
+        row = (first + end - begin) * size
+        found = {"mixture": batches.mixture.state(row), "tokens": row * 16}
+        kept = json.loads(json.dumps(found))
+        begin = end
+    for line in batches.sources_read(row // 4):
+        assert line["tokens"] == 16 * read[line["source"][0]]
+
+
+def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(files, monkeypatch):
+    """Before, at and after the step: the batches are those of the run that was not interrupted."""
+    monkeypatch.chdir(files)
+    write_file(files / "c.tok", [[3] * 99] * 20)
+    keys: dict[str, Any] = {"source_schedule": "5: a.tok=0.25,c.tok=0.75; 9: c.tok", "packing": "none"}
+    whole = mixed("a.tok=0.5,sub/b.tok=0.5", **keys)
+    names = [sorted({name for name, _ in places(whole, step)}) for step in range(12)]
+    assert names == [["a.tok", "b.tok"]] * 5 + [["a.tok", "c.tok"]] * 4 + [["c.tok"]] * 3
+    for at in (0, 3, 4, 5, 6, 9, 11):
+        kept = saved(whole, at) if at else None
+        again = mixed("a.tok=0.5,sub/b.tok=0.5", **keys)
+        assert not resume(again, kept, at)
+        for step in range(at, 12):
+            assert places(again, step) == places(whole, step)
+            assert np.array_equal(again.batch(step)["tokens"], whole.batch(step)["tokens"])
+        assert saved(again, 12)["mixture"] == saved(whole, 12)["mixture"]
+    # Another schedule for the steps that are left: the phases that have begun stay.
+    kept = saved(whole, 6)
+    other = mixed("a.tok=0.5,sub/b.tok=0.5", source_schedule="5: a.tok=0.25,c.tok=0.75; 8: sub/b.tok", packing="none")
+    assert not resume(other, kept, 6)
+    assert [(p.step, p.weights) for p in other.mixture.phases] == [(0, (0.5, 0.5, 0)), (5, (0.25, 0, 0.75)), (8, (0, 1, 0))]
+    late = mixed("a.tok=0.5,sub/b.tok=0.5", source_schedule="4: c.tok", packing="none")
+    assert resume(late, kept, 6), "step 4 has passed: its weights begin now, and the run reports a change"
+    assert late.mixture.phases[-1].step == 6
+    lines = {line["source"]: line for line in whole.sources_read(9)}
+    assert sum(line["tokens"] for line in lines.values()) == 9 * 8 * 16
+    assert (lines["a.tok"]["weight"], lines["b.tok"]["weight"], lines["c.tok"]["weight"]) == (0.25, 0, 0.75)
+    assert lines["c.tok"]["epoch"] == pytest.approx(lines["c.tok"]["tokens"] / (whole.sources[2].windows * 16))
+    assert mixed("a.tok").sources_read(3) == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "5: a.tok=0.63,sub/b.tok=0.37; 9: a.tok=0.63,sub/b.tok=0.37",  # the weights of the phase before
+        "5: a.tok=0.25,sub/b.tok=0.75; 9: a.tok=0.63,sub/b.tok=0.37",
+    ],
+)
+@pytest.mark.parametrize("skipped", [(), ((5, 8),), ((5, 7), (12, 13)), ((4, 6),)])
+def test_a_resume_at_any_step_reads_the_rows_of_the_run_that_was_not_interrupted(files, monkeypatch, schedule, skipped):
+    """Also at a scheduled step, with other weights or the same, and where data that is passed over begins there."""
+    monkeypatch.chdir(files)
+    source = "a.tok=0.63,sub/b.tok=0.37"
+    run = config.RunConfig(data=config.Data(source=source, seq_len=16), train=config.Train(steps=16, global_batch=8))
+
+    def begun(place: position.Position, stored: dict[str, Any]) -> pipeline.Batches:
+        batches = mixed(source, source_schedule=schedule)
+        said: list[str] = []
+        continue_sources(run, Start(place.step, place.step > 0, False, place, (), stored), batches, said.append)
+        assert not any("mixture changed" in line for line in said)
+        return batches
+
+    def stored(batches: pipeline.Batches, place: position.Position, step: int) -> dict[str, Any]:
+        row = place.read(step) * 8
+        return json.loads(json.dumps({"tokens": row * 16, "mixture": batches.mixture.state(row)}))
+
+    start = position.Position(0, 0, skipped)
+    whole = begun(start, {})
+    for at in range(1, 16):
+        place = position.Position(at, start.read(at), skipped)
+        resumed = begun(place, stored(whole, start, at))
+        for step in range(at, 16):
+            assert places(resumed, place.at(step)) == places(whole, start.at(step)), (at, step)
+        assert stored(resumed, place, 16) == stored(whole, start, 16), at
+
+
 @pytest.mark.parametrize("loss", [True, False])
-def test_stats_against_direct_counts(tmp_path, monkeypatch, capsys, loss):
+def test_shown_figures_against_direct_counts(tmp_path, monkeypatch, capsys, loss):
     rng = np.random.default_rng(1)
-    documents = [rng.integers(0, 256, int(n)).tolist() for n in rng.exponential(30, 300)]
-    documents += documents[:7] + [documents[0]] + [[5]]
+    documents = [rng.integers(0, 256, int(n)).tolist() for n in rng.exponential(30, 307)]
     path = write_file(tmp_path / "a.tok", documents, loss=loss)
-    monkeypatch.setattr(stats, "DOCUMENTS", 64)
-    monkeypatch.setattr(stats, "ROW_TOKENS", 100)
-    found = stats.stats(path, 32, 2)
-    sizes = np.sort([len(d) + 1 for d in documents])
-    assert (found["documents"], found["tokens"]) == (len(documents), sizes.sum())
-    for p, value in found["length_percentiles"].items():
-        assert value == np.percentile(sizes, p, method="inverted_cdf")
-    assert sum(n for *_, n in found["length_histogram"]) == len(documents)
-    for a, b, n in found["length_histogram"]:
-        assert n == ((sizes >= a) & (sizes < b)).sum()
-    seen: dict[tuple, int] = {}
-    for d in documents:
-        seen[tuple(d)] = seen.get(tuple(d), 0) + 1
-    again = {
-        "documents": sum(n - 1 for n in seen.values()),
-        "tokens": sum((n - 1) * (len(d) + 1) for d, n in seen.items()),
-    }
-    assert found["duplicates"] == again
-    assert again["documents"] >= 8
+    monkeypatch.setattr(data_command, "ROW_TOKENS", 100)
     file = TokenFile.open(path)
-    for hash_bytes in (16, 100, 1 << 20):
-        assert stats.duplicates(file, hash_bytes) == again
     data = config.Data(source=str(path), seq_len=32, max_segments=2)
     batches = pipeline.open_source(data, data.source, split="train", global_batch=1, data_dir="")
     rows = [batches.batch(s) for s in range(batches.sources[0].windows)]
-    packed = found["packing"]
-    assert packed["rows"] == len(rows)
-    assert packed["counted"] == pytest.approx(np.mean([r["weights"] for r in rows]))
-    assert packed["documents_per_row"] == pytest.approx(np.mean([r["segments"].max() for r in rows]))
+    assert main(["show", str(path), "--seq-len=32", "--max-segments=2", "--documents=3"]) == 0
+    out = capsys.readouterr().out
     padding = np.mean([r["segments"] == 0 for r in rows])
-    assert packed["masked"] == pytest.approx(batches.masked_fraction)
-    assert packed["masked"] == pytest.approx(0 if loss else padding)
+    counts = np.mean([r["weights"] for r in rows])
+    held = np.mean([r["segments"].max() for r in rows])
+    assert f"{len(rows)} rows, {held:.2f} documents a row, {counts:.2%} of the targets count" in out
     assert padding > 0
     if loss:
-        assert packed["filled"] == pytest.approx(1 - padding)
+        assert f"rows are {1 - padding:.2%} full (at most 2 conversations each)" in out
         ends = file.doc_offsets[:].tolist()
         lost = [b - a - whole_turns(file.loss_flags(a, a + 34)) for a, b in itertools.pairwise(ends) if b - a > 33]
-        assert (packed["truncated_documents"], packed["truncated_tokens"]) == (len(lost), sum(lost))
-    assert found["tokens_with_loss"] == int(file.loss_flags(0, len(file.tokens)).sum())
-    assert main(["stats", str(path), "--seq-len=32", "--max-segments=2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
-    assert main(["stats", str(path), "--seq-len=32"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("--- document ") == 3 and "####" in out
-    assert main(["stats", str(write_file(tmp_path / "none.tok", []))]) == 0
-    assert main(["stats", str(path), "--seq-len=0"]) == 2
-    assert main(["stats", str(tmp_path / "missing.tok")]) == 2
+        assert f"conversations cut to fit 33 tokens: {len(lost)}, which lose {sum(lost):,} tokens" in out
+    else:
+        assert padding == pytest.approx(batches.masked_fraction)
+        assert f"{padding:.2%} of the tokens masked beyond 2 documents" in out
+    sizes = sorted(len(d) + 1 for d in documents)
+    assert f"50%: {sizes[-(-len(sizes) // 2) - 1]:,}" in out
+    assert out.count("--- document ") == 3
+    counted = int(file.loss_flags(0, len(file.tokens)).sum())
+    assert (f"{counted:,} tokens ({counted / len(file.tokens):.2%}) count in the loss" in out) == loss
+    assert main(["show", str(write_file(tmp_path / "none.tok", [])), "--seq-len=32"]) == 0
+    assert main(["show", str(path), "--seq-len=-1"]) == 2
+    assert main(["show", str(tmp_path / "missing.tok")]) == 2

@@ -4,7 +4,9 @@ Commands in ```bash blocks are run by tests/campaign/test_doc_commands.py. Those
 open with, need GPUs or the network: their configs are checked against a described node of eight GPUs.
 """
 
+import ast
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -17,8 +19,12 @@ import pytest
 from benchmarks import (
     attention_tiles,
     collective_volumes,
+    data_rates,
+    expert_tiles,
+    file_tree,
     first_hour,
     import_memory,
+    limits,
     numerics,
     peer_maxtext,
     peer_torch,
@@ -30,6 +36,7 @@ from jaxtrain import environment, explain, launch, lm_eval, main
 from jaxtrain.activations import ACTIVATIONS
 from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import train_step
+from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.config import RunConfig, flatten, to_dict
 from jaxtrain.data import __main__ as data
 from jaxtrain.hardware import Devices
@@ -45,10 +52,23 @@ from jaxtrain.resume import markdown as resume_table
 from jaxtrain.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-OF_BENCHMARKS = (attention_tiles, collective_volumes, first_hour, import_memory, peer_maxtext, published, ragged_dot, what_fits)
+PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
+OF_BENCHMARKS = (
+    attention_tiles,
+    collective_volumes,
+    data_rates,
+    expert_tiles,
+    file_tree,
+    first_hour,
+    import_memory,
+    limits,
+    peer_maxtext,
+    published,
+    ragged_dot,
+    what_fits,
+)
 PARSERS: dict[str, Any] = {f"benchmarks.{module.__name__.split('.')[-1]}": module for module in OF_BENCHMARKS}
-PARSERS |= {"data": data, "hf": hugging_face}
+PARSERS |= {"data": data, "checkpoint": checkpoint, "hf": hugging_face}
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
@@ -120,7 +140,7 @@ def parsed(words: list[str]) -> list[Any]:
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
     else:  # those that have no parser of their own are run by the campaign
-        return [] if name in ("hf download", "setup", "sample", "checkpoint") else [f"what is {name}?"]
+        return [] if name in ("hf download", "setup", "lint", "notebooks", "sample") else [f"what is {name}?"]
     return []
 
 
@@ -212,45 +232,28 @@ def test_rows_without_a_setting_say_why():
     assert not [row for row in rows if "`" not in row.split("|")[2] and row.split("|")[2].strip() not in words]
 
 
-def tree() -> dict[str, str]:
-    """Path -> description, from the README's tree: two spaces of indentation a level, folders end in a slash."""
-    (block,) = [b for b in blocks(REPO / "README.md", "text") if b.startswith("run.sh ")]
-    found, folders = {}, []
-    for line in block.splitlines():
-        name, _, about = line.strip().partition(" ")
-        level = (len(line) - len(line.lstrip())) // 2
-        folders = folders[:level]
-        path = "".join(folders) + name
-        assert path not in found
-        found[path] = about.strip()
-        if name.endswith("/"):
-            folders.append(name)
-    return found
+def test_the_list_of_modules_is_up_to_date():
+    assert file_tree.PAGE.read_text() == file_tree.page(), "run: python -m benchmarks.file_tree --write"
 
 
-def test_the_tree_names_what_exists():
-    listed = {path for path in tree() if path != "tests/"}
-    skipped = {".git", ".venv", ".uv", "runs", "data", "corpus", "build", "README.md"}
-    exists = set()
-    for top in REPO.iterdir():
-        hidden = top.name.startswith(".") and top.name != ".ci"
-        if top.name in skipped or hidden or top.suffix == ".egg-info" or top.name in ("__pycache__", "tests"):
-            continue
-        if top.is_dir() and any(p.is_file() for p in top.rglob("*")):
-            exists.add(top.name + "/")
-        elif top.is_file():
-            exists.add(top.name)
-    for top in ("configs", "jaxtrain", "benchmarks", "docs", "notebooks"):
-        for path in (REPO / top).rglob("*"):
-            inside = path.relative_to(REPO).as_posix()
-            if "__pycache__" in inside or ".ipynb_checkpoints" in inside or path.name == "__init__.py":
-                continue
-            exists.add(inside + "/" if path.is_dir() else inside)
-    assert listed == exists
+def test_a_module_is_described_by_its_first_sentence(tmp_path: Path):
+    file = tmp_path / "module.py"
+    file.write_text('"""Ring attention (Liu et al. 2023, arXiv:2310.01889) in chunks.py. Causal.\n\nMore."""\n')
+    assert file_tree.purpose(file) == "Ring attention in chunks.py"
+    file.write_text(f'"""Short: {"long " * 30}."""\n')
+    assert file_tree.purpose(file) == "Short"
+    file.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="no docstring. Fix: "):
+        file_tree.purpose(file)
 
 
-def test_every_entry_of_the_tree_says_what_it_is():
-    assert not [path for path, about in tree().items() if not about and path not in ("benchmarks/", "docs/")]
+def test_the_readme_is_short_and_leads_to_every_page():
+    """One screen of a README: at most 10 KB. Pages without a link from it would not be found."""
+    text = (REPO / "README.md").read_text()
+    assert len(text.encode()) <= 10_000
+    linked = set(re.findall(r"\(docs/([\w.]+\.md)", text))
+    others = {name for page in linked for name in re.findall(r"\]\(([\w.]+\.md)", (REPO / "docs" / page).read_text())}
+    assert {p.name for p in (REPO / "docs").glob("*.md")} <= linked | others
 
 
 def test_generated_pages_are_up_to_date():
@@ -268,3 +271,42 @@ def test_every_rule_and_activation_is_documented():
     for axis, onto in RULES.items():
         assert re.search(rf"^\| `{axis}` \| {f'`{re.escape(onto)}`' if onto else ''} ?\|", page, re.MULTILINE), axis
     assert not [name for name in (*ACTIVATIONS, *POLICIES) if f"`{name}`" not in page]
+
+
+@functools.cache
+def literals() -> str:
+    """Return the strings of the package, docstrings excluded, a newline between two. A field of an f-string is a NUL."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text(value) for value in node.values)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    nodes = [n for path in sorted((REPO / "jaxtrain").rglob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]
+    docstrings = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+    return "\n".join(text(n) for n in nodes if isinstance(n, ast.JoinedStr | ast.Constant) and id(n) not in docstrings)
+
+
+def constant_parts(message: str) -> list[str]:
+    """Return the parts of a message that do not vary: those between `...`, and between key, value and rule."""
+    parts = [part.strip(" .,;:()") for part in re.split(r"\.\.\.| = |: ", message)]
+    return [part for part in parts if len(part) > 3]
+
+
+def quoted_messages() -> list[str]:
+    """Return the first column of the tables of troubleshooting.md."""
+    return re.findall(r"^\| `([^`]+)` \|", (REPO / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_messages_of_troubleshooting_occur_in_the_package(message: str):
+    """A message that was reworded would not be found by the user who has it."""
+    parts = constant_parts(message)
+    assert max(map(len, parts)) >= 9, "too short to find"
+    assert not [part for part in parts if part not in literals()]
+
+
+def test_a_message_that_no_code_prints_is_noticed():
+    rows = re.findall(r"^\| `", (REPO / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted_messages()) == len(rows) >= 30
+    assert [part for part in constant_parts("the run is ...: a message that no code prints") if part not in literals()]

@@ -6,8 +6,10 @@ import math
 import helpers
 import numpy as np
 import pytest
+from token_files import random_documents, write_conversations, write_file
 
 from jaxtrain.train import evaluate
+from jaxtrain.train.initial_state import open_data
 
 ROWS = 8
 RUN = helpers.tiny({"train.global_batch": ROWS, "data.seq_len": 16, "model.num_layers": 1})
@@ -28,12 +30,13 @@ class Rows:
 def step(params, batch):
     """The token is the loss: the sum over rows, and the weight."""
     assert (np.asarray(batch["segments"] != 0) | (np.asarray(batch["weights"]) == 0)).all()
-    return (np.asarray(batch["tokens"]) * np.asarray(batch["weights"])).sum(), np.asarray(batch["weights"]).sum()
+    return (np.asarray(batch["tokens"]) * np.asarray(batch["weights"])).sum(), np.asarray(batch["weights"]).sum(), {}
 
 
 def evaluated(sequences, unwanted=lambda: False):
     made = helpers.program(RUN)
-    return evaluate.evaluate(step, None, Rows(), made.eval_batch, made.context, sequences, unwanted)
+    found = evaluate.evaluate(step, {}, Rows(), made.eval_batch, made.context, sequences, unwanted)
+    return found["loss"] if found else None
 
 
 @pytest.mark.parametrize("sequences", [1, 4, 7, 8, 9, 16, 21])
@@ -42,10 +45,44 @@ def test_the_mean_is_over_predicted_tokens_of_so_many_rows(sequences):
     assert evaluated(sequences) == pytest.approx((np.arange(sequences) * weights).sum() / weights.sum())
 
 
+@pytest.mark.parametrize("packing", ["documents", "best_fit"])
+def test_the_rows_of_named_sets_do_not_depend_on_batches_and_processes(tmp_path, packing):
+    """Of text, conversations and a mixture: 37 sequences, in batches of every size, whole or in the parts of processes."""
+    text = write_file(tmp_path / "text.tok", random_documents(0, 400, 30))
+    chat = write_conversations(tmp_path / "chat.tok", [4 + k % 11 for k in range(300)])
+    given = {
+        "data.source": str(text),
+        "data.eval_source": f"text={text};chat={chat};both={text}=0.7,{chat}=0.3",
+        "data.packing": packing,
+        "data.seq_len": 16,
+        "eval.every_steps": 1,
+    }
+
+    def rows(global_batch: int, accum: int, processes: int) -> dict[str, list[bytes]]:
+        _, sets = open_data(helpers.tiny(given | {"train.global_batch": global_batch, "train.grad_accum": accum}))
+        size, found = global_batch // accum, {}
+        for name, batches in sets.items():
+            assert batches.global_batch == size
+            made: dict[int, bytes] = {}
+            for step in range(-(-37 // size)):
+                for process in range(processes):
+                    own = np.arange(process, size, processes)
+                    batch = batches.batch(step, own)
+                    for i, row in enumerate(own.tolist()):
+                        made[step * size + row] = b"".join(batch[key][i].tobytes() for key in sorted(batch))
+            found[name] = [made[row] for row in range(37)]
+        return found
+
+    want = rows(8, 1, 1)
+    assert list(want) == ["text", "chat", "both"]
+    for how in ((8, 4, 1), (8, 1, 4), (16, 2, 2), (48, 1, 3), (48, 16, 1)):
+        assert rows(*how) == want, how
+
+
 def test_an_evaluation_is_given_up_at_the_next_batch():
     asked = itertools.count()
     assert evaluated(24, lambda: next(asked) >= 2) is None
-    assert math.isnan(evaluated(0)), "of no rows"
+    assert math.isnan(evaluated(0) or 0.0), "of no rows"
 
 
 def test_units():

@@ -8,6 +8,7 @@ from jaxtrain import flops
 from jaxtrain.activations import ACTIVATIONS, GEMM_OUTPUTS, KEPT, parse_tensors
 from jaxtrain.config import Model, Moe, Remat, RunConfig, Train
 from jaxtrain.models import remat
+from jaxtrain.models.families.deepseek_v3 import PRESETS as DEEPSEEK
 from jaxtrain.models.families.llama import PRESETS
 
 LLAMA = Model(**PRESETS["llama3_8b"])
@@ -36,10 +37,12 @@ QWEN3 = Model(
 @pytest.mark.parametrize(
     ("model", "billions", "active"),
     [
-        *((Model(**PRESETS[name]), n, n) for name, n in (("llama2_7b", 6.738), ("llama3_70b", 70.554), ("llama3_1b", 1.236))),
+        *((Model(**PRESETS[name]), n, n) for name, n in (("llama2_7b", 6.738), ("llama3_70b", 70.554), ("llama3.2_1b", 1.236))),
         (LLAMA, 8.030_261_248, 8.030_261_248),  # to the last norm
         (MIXTRAL, 46.703, 12.880),
         (QWEN3, 30.532, 3.354),
+        (Model(**DEEPSEEK["deepseek_v3"]), 671.026, 37.552),  # arXiv:2412.19437: 671 B and 37 B
+        (Model(**DEEPSEEK["kimi_k2"]), 1026.408, 32.862),
     ],
 )
 def test_parameters_of_published_models(model, billions, active):
@@ -151,6 +154,36 @@ def test_experts_count_those_a_token_goes_through():
     # 6 N of the PaLM paper, N the active weights that are multiplied.
     weights = flops.active_parameters(FEW) - FEW.vocab_size * d - flops.parameters(FEW)["norms"]
     assert flops.per_token(FEW, 32).full == 6 * weights + 12 * 6 * 8 * 16 * 32
+
+
+LATENT = dataclasses.replace(
+    FEW, num_kv_heads=8, head_dim=20, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16
+)
+
+
+@pytest.mark.parametrize("rank", [0, 24])
+def test_latent_attention_by_hand(rank):
+    """The matrices of DeepSeek-V2's figure 3, each times 2; scores of 20 numbers a head, and values of 16."""
+    model, d, n = dataclasses.replace(LATENT, q_lora_rank=rank), 64, 8
+    queries = d * rank + rank * n * 20 if rank else d * n * 20
+    weights = queries + d * (32 + 8) + 32 * n * (12 + 16) + n * 16 * d
+    assert sum(flops.gemms(model)[name] for name in ("q", "k", "v", "attention_proj")) + sum(
+        flops.gemms(model).get(name, 0) for name in ("q_latent", "kv_latent")
+    ) == pytest.approx(2 * weights)
+    assert flops.parameters(model)["attention"] == 6 * (weights + rank + 32)
+    assert flops.attention(model, 64) == flops.Flops(2 * n * (20 + 16) * 32, 2 * n * (20 + 16) * 64)
+
+
+def test_dense_layers_have_no_experts():
+    dense = dataclasses.replace(LATENT, dense_layers=2, dense_d_ff=200)
+    d, mlp = FEW.d_model, 3 * FEW.d_model * (2 * FEW.d_ff + FEW.shared_d_ff) + 4 * FEW.d_model
+    assert flops.forward(LATENT, 32).full - flops.forward(dense, 32).full == 2 * 2 * (mlp - 3 * d * 200)
+    found = flops.by_weight(dense)
+    assert found["dense_layers.1.mlp.up"] == 2 * d * 200 and found["layers.mlp.router"] == 4 * 2 * d * 4
+    assert sum(found.values()) == pytest.approx(flops.layers(dense))
+    full = flops.recompute(dense, Remat(policy="full"), 32).causal
+    of_all = flops.layers(dense) + 6 * flops.attention(dense, 32).causal
+    assert full == pytest.approx(of_all - 4 * flops.gemms(dense)["mlp_down"] - 2 * 2 * d * 200)
 
 
 def test_a_capacity_costs_its_places_and_is_in_no_mfu():

@@ -4,17 +4,22 @@ import json
 import re
 
 import helpers
+import hugging_face
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import saved
+from safetensors.numpy import load_file, save_file
 
 from jaxtrain import flops, launch, lora, validate
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.config import to_dict
+from jaxtrain.config import Lora, to_dict
 from jaxtrain.hardware import Devices
 from jaxtrain.hf import peft
-from jaxtrain.models.families.llama import NAMES
+from jaxtrain.hf.folder import open_folder
+from jaxtrain.hf.importing import Origin, import_folder, open_origin
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import equations, is_adapter, uniform
 from jaxtrain.train.state import abstract_tensors
 
@@ -116,57 +121,98 @@ def test_the_config_for_finetuning(tmp_path):
     described |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 5e5, "max_position_embeddings": 131072}
     (tmp_path / "large" / "config.json").write_text(json.dumps(described))
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text(json.dumps(to_dict(helpers.tiny())))
+    saved.write_step(run / "checkpoints", 4, config=to_dict(helpers.tiny()))
     large = f"base={tmp_path / 'large'}"
-    for arg, devices in (("", 1), (f"base={run},lora=8", 1), (f"{large},lora=16", 8), (large, 8)):
+    for arg, devices in ((f"base={run}", 1), (f"base={run},lora=8", 1), (f"{large},lora=16", 8), (large, 8)):
         loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
         assert not loaded.problems
         assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
     found = str(launch.load(["--config=configs/finetune.py:base=nothere"]).problems[0])
     assert "nothere: no such folder" in found
+    for arg in ("", ":lora=8"):
+        (problem,) = launch.load([f"--config=configs/finetune.py{arg}"]).problems
+        assert "base: is missing" in str(problem) and ":base=FOLDER" in str(problem)
 
 
 # ---- PEFT
 
 
+MODEL_CONFIG = helpers.tiny(MODEL).model
+HOW = Lora(RANK, ALPHA, ",".join(DELTA))
+
+
 def ours(tensors):
-    return {k.removeprefix(PREFIX): v for k, v in tensors.items() if is_adapter(k)}
+    return {k: v for k, v in tensors.items() if is_adapter(k)}
+
+
+def _written(tensors, folder, more):
+    peft.write(folder, ours(tensors), MODEL_CONFIG, HOW, "the base")
+    path = folder / peft.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return folder
 
 
 def test_to_peft_and_back(tensors, tmp_path):
-    adapters = ours(tensors)
-    written = peft.write(tmp_path / "peft", adapters, NAMES, alpha=ALPHA, base="the base")
+    adapters, folder = ours(tensors), tmp_path / "peft"
+    written = peft.write(folder, adapters, MODEL_CONFIG, HOW, "the base")
     assert len(written) == len(adapters)
-    settings, theirs = peft.read(tmp_path / "peft", NAMES)
-    assert (settings.rank, settings.alpha, settings.base) == (RANK, ALPHA, "the base")
-    assert set(settings.targets) == set(DELTA)
+    theirs = load_file(folder / peft.TENSORS)
     q = "base_model.model.model.layers.1.self_attn."
     assert theirs[q + "q_proj.lora_A.weight"].shape == (RANK, 64)
     assert theirs[q + "k_proj.lora_B.weight"].shape == (2 * 8, RANK)
     # A linear layer of theirs computes x A' B': a head's outputs lie one after another.
     x = np.random.default_rng(0).normal(size=64)
-    mine = np.einsum("D,DR,RNH->NH", x, adapters["layers.1.attention.lora.wq_a"], adapters["layers.1.attention.lora.wq_b"])
+    wq_a, wq_b = (adapters[f"params.layers.1.attention.lora.wq_{half}"] for half in "ab")
+    mine = np.einsum("D,DR,RNH->NH", x, wq_a, wq_b)
     wide = theirs[q + "q_proj.lora_B.weight"] @ (theirs[q + "q_proj.lora_A.weight"] @ x)
     np.testing.assert_allclose(wide, mine.reshape(-1), rtol=1e-5, atol=1e-7)
-    back = peft.from_peft(theirs, NAMES, {k: v.shape for k, v in adapters.items()})
+    assert json.loads((folder / peft.CONFIG).read_text())["base_model_name_or_path"] == "the base"
+    settings, back, notes = peft.read(folder, MODEL_CONFIG)
+    assert (settings.rank, settings.alpha, set(settings.targets.split(","))) == (RANK, ALPHA, set(DELTA)) and not notes
     assert back.keys() == adapters.keys()
     assert all(np.array_equal(back[k], adapters[k]) for k in adapters)
-    with pytest.raises(peft.PeftError, match="holds an adapter already"):
-        peft.write(tmp_path / "peft", adapters, NAMES, alpha=ALPHA, base="")
+    with pytest.raises(HuggingFaceError, match="holds an adapter already"):
+        peft.write(folder, adapters, MODEL_CONFIG, HOW, "")
+
+
+def test_peft_needs_a_base_that_is_there(tensors, tmp_path, monkeypatch):
+    """A base that was moved is missed by name; its new place, too, leads to the folder that it was imported from."""
+    theirs = hugging_face.write(tmp_path / "theirs", "llama")
+    import_folder(open_folder(theirs), tmp_path / "A", "auto", lambda line: None)
+    base, run = f"{tmp_path}/A/checkpoints/0", helpers.tiny(MODEL | LORA)
+    meta = {"step": 7, "base": {"path": base, "digest": "abc"}, "config": to_dict(run)}
+    stored = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in ours(tensors).items()}
+    source = Origin("tuned", "tuned", False, 7, meta, stored, lambda wanted: {k: tensors[k] for k in wanted})
+    monkeypatch.setattr(peft, "open_origin", lambda path: source if path == "tuned" else open_origin(path))
+
+    def named(place, base=""):
+        peft.export_adapter("tuned", tmp_path / place, base)
+        return json.loads((tmp_path / place / peft.CONFIG).read_text())["base_model_name_or_path"]
+
+    assert named("first") == str(theirs)
+    (tmp_path / "A").rename(tmp_path / "B")
+    with pytest.raises(
+        CheckpointError, match=f"the base of these adapters, {base}, cannot be read: .*name the place where it is"
+    ):
+        named("second")
+    assert not (tmp_path / "second").exists()
+    assert named("third", f"{tmp_path}/B") == str(theirs)
+    assert named("fourth", "some/model-1B") == "some/model-1B"
 
 
 def test_what_does_not_fit_is_named(tensors, tmp_path):
-    adapters = ours(tensors)
-    shapes = {k: v.shape for k, v in adapters.items()}
-    theirs = peft.to_peft(adapters, NAMES)
+    _written(tensors, tmp_path, {})
+    theirs = load_file(tmp_path / peft.TENSORS)
     one = next(iter(theirs))
-    with pytest.raises(peft.PeftError, match=re.escape(f"{one}: not in the adapter")):
-        peft.from_peft({k: v for k, v in theirs.items() if k != one}, NAMES, shapes)
-    with pytest.raises(peft.PeftError, match="lm_head.lora_A.weight: no weight of this model"):
-        peft.from_peft(theirs | {"base_model.model.lm_head.lora_A.weight": theirs[one]}, NAMES, shapes)
-    with pytest.raises(peft.PeftError, match=r"shape \(2, 2\)"):
-        peft.from_peft(theirs | {one: np.zeros((2, 2), np.float32)}, NAMES, shapes)
+
+    def refused(changed, words):
+        save_file(changed, tmp_path / peft.TENSORS)
+        with pytest.raises(HuggingFaceError, match=words):
+            peft.read(tmp_path, MODEL_CONFIG)
+
+    refused({k: v for k, v in theirs.items() if k != one}, re.escape(f"{one}: missing"))
+    refused(theirs | {"base_model.model.lm_head.lora_A.weight": theirs[one]}, "lm_head.lora_A.weight: .* not known in models")
+    refused(theirs | {one: np.zeros((2, 2), np.float32)}, r"its shape is \[2, 2\]")
 
 
 @pytest.mark.parametrize(
@@ -182,19 +228,11 @@ def test_what_does_not_fit_is_named(tensors, tmp_path):
     ],
 )
 def test_settings_of_peft_that_change_the_model_are_refused(tensors, tmp_path, more, found):
-    settings = _written(tensors, tmp_path, more)
-    with pytest.raises(peft.PeftError, match=found):
-        peft.read(settings.parent, NAMES)
-
-
-def _written(tensors, tmp_path, more):
-    peft.write(tmp_path, ours(tensors), NAMES, alpha=ALPHA, base="")
-    path = tmp_path / peft.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    return path
+    with pytest.raises(HuggingFaceError, match=found):
+        peft.read(_written(tensors, tmp_path, more), MODEL_CONFIG)
 
 
 def test_rslora_is_read_by_its_scale(tensors, tmp_path):
-    settings, _ = peft.read(_written(tensors, tmp_path, {"use_rslora": True}).parent, NAMES)
+    settings, _, notes = peft.read(_written(tensors, tmp_path, {"use_rslora": True}), MODEL_CONFIG)
     assert settings.alpha / settings.rank == pytest.approx(ALPHA / RANK**0.5)
-    assert "use_rslora" in settings.notes[0]
+    assert "use_rslora" in notes[0]

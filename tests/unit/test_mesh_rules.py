@@ -10,6 +10,7 @@ from jaxtrain.validate import validate_step
 CPUS = Devices("cpu", "cpu", 8, 4.0, "test")
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test", 90)
 V100 = Devices("gpu", "V100", 8, 32.0, "test", 70)
+B200 = Devices("gpu", "B200", 8, 180.0, "test", 100)
 # 8 layers of width 128 with a vocabulary of 320, in 4 microbatches of 8.
 MODEL = (
     *("model.num_layers=8", "model.d_model=128", "model.d_ff=256", "model.vocab_size=320", "train.grad_accum=4"),
@@ -150,8 +151,7 @@ WRONG = [
     ((*TENSOR, "model.d_ff=126"), "model.d_ff", "does not divide"),
     ((*TENSOR, "model.shared_d_ff=126"), "model.shared_d_ff", "does not divide"),
     ((*EXPERTS, "lora.rank=4", "lora.targets=wq,gate"), "lora.targets", "Name weights of attention"),
-    ((*EXPERTS, "precision=fp8"), "precision", "uneven numbers of rows"),
-    ((*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up"), "precision", "fp8.exclude=mlp.down"),
+    ((*EXPERTS, "precision=fp8", "moe.impl=ragged"), "precision", "moe.impl = ragged"),
     (("model.num_experts=8", "mesh.expert=8", "precision=fp8", "moe.impl=ragged"), "precision", "moe.impl = ragged"),
     *[
         (("mesh.fsdp=8", f"{key}={value}"), key, "experts")
@@ -176,11 +176,30 @@ def test_wrong(overrides: tuple[str, ...], key: str, words: str):
     assert any(o.startswith("sharding.rules") for o in overrides) or len(problems) == 1, [str(p) for p in problems]
 
 
-def test_old_gpus_take_the_plain_grouped_matmuls():
-    (line,) = [line for line in problems_of(*EXPERTS, devices=V100) if line.startswith("moe.impl")]
-    assert "needs a GPU from Ampere (sm80) on; V100 is sm70. Set ragged." in line
-    assert not any("experts" in line for line in problems_of(*EXPERTS, "moe.impl=ragged", devices=V100))
-    assert problems_of(*EXPERTS, devices=H200) == []
+def test_uneven_rows_in_8_bits_need_hopper():
+    """Named are the weights that are not excluded; a capacity makes rows even."""
+    (line,) = problems_of(*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up", devices=B200)
+    assert "only Hopper" in line and "B200 is sm100" in line and "fp8.exclude=mlp.down" in line
+    for right in (("mesh.expert=8", "mesh.fsdp=1"), ("moe.capacity_factor=2.0",), ("fp8.exclude=mlp.gate,mlp.up,mlp.down",)):
+        assert problems_of(*EXPERTS, "precision=fp8", *right, devices=B200) == []
+    for devices in (H200, CPUS):
+        assert problems_of(*EXPERTS, "precision=fp8", devices=devices) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "more", "words"),
+    [
+        (V100, ("precision=bf16",), "need Hopper's WGMMA (sm90); V100 is sm70"),
+        (CPUS, ("precision=bf16",), "need a GPU"),
+        (H200, ("precision=f32",), "have no float32"),
+    ],
+)
+def test_pallas_grouped_matmuls_need_hopper(devices, more, words):
+    """And auto takes others elsewhere."""
+    (line,) = [line for line in problems_of(*EXPERTS, *more, "moe.impl=pallas", devices=devices) if "moe.impl" in line]
+    assert words in line and "Set auto" in line
+    assert not any("moe.impl" in line for line in problems_of(*EXPERTS, *more, devices=devices))
+    assert problems_of(*EXPERTS, "precision=bf16", "moe.impl=pallas", devices=H200) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from token_files import write_conversations
 
 from jaxtrain import launch
 from jaxtrain.data import prepare
@@ -25,6 +26,7 @@ def problems(*settings: str) -> list[str]:
         ("mesh.fsdp=3", "mesh = 'data=-1 x fsdp=3 x tensor=1 x seq=1': the product of the fixed sizes is 3, but the run has 8"),
         ("mesh.tensor=5", "mesh = 'data=-1 x fsdp=-1 x tensor=5 x seq=1': the product of the fixed sizes is 5"),
         ("optimizer.lr=-1", "optimizer.lr = -1.0: must be at least 0"),
+        ("sharding.rules.vocab=fsdp", "sharding.rules.vocab = 'fsdp': cannot be sharded over mesh axis 'fsdp'"),
     ],
 )
 def test_consequences_are_left_out(setting, start):
@@ -39,6 +41,8 @@ def files(tmp_path, monkeypatch) -> Path:
     (tmp_path / "in.txt").write_text("a text of some length. " * 400)
     prepare.prepare([str(tmp_path / "in.txt")], tmp_path / "text.tok")
     shutil.copy(tmp_path / "text.tok", tmp_path / "text.val.tok")
+    (tmp_path / "own.json").write_text("{}")
+    write_conversations(tmp_path / "chat.tok", [200] * 40)
     return tmp_path
 
 
@@ -63,6 +67,42 @@ BOTH = ("data.source=text.tok", "data.eval_source=text.val.tok")
         (("data.source=text.tk", BOTH[1]), "data.source = 'text.tk': no such file", "Did you mean text.tok?"),
         ((BOTH[0], "data.eval_source=txt.val.tok"), "data.eval_source = 'txt.val.tok'", "Did you mean text.val.tok?"),
         (("data.source=syntetic", BOTH[1]), "data.source = 'syntetic'", "Did you mean synthetic?"),
+        (
+            ("data.source=text.tok text.val.tok", BOTH[1]),
+            "data.source = 'text.tok text.val.tok'",
+            "Write text.tok,text.val.tok.",
+        ),
+        (
+            ("data.source=text.tok;text.val.tok", BOTH[1]),
+            "data.source = 'text.tok;text.val.tok'",
+            "Write text.tok,text.val.tok.",
+        ),
+        ((BOTH[0], "data.eval_source=text.tok text.val.tok"), "data.eval_source = ", "Write text.tok,text.val.tok."),
+        (
+            (BOTH[0], "data.eval_source=text.tok;b/x.val.tok"),
+            "data.eval_source = 'text.tok;b/x.val.tok': text.tok is one of several held-out sets, and has no name",
+            "Write text=text.tok;x=b/x.val.tok.",
+        ),
+        (
+            ("data.source=in.txt", BOTH[1]),
+            "data.source = 'in.txt': is no token file",
+            "python -m jaxtrain.data prepare --input=in.txt --output=in.tok (with --chat for conversations).",
+        ),
+        (
+            (*BOTH, "data.tokenizer=own.json"),
+            "data.tokenizer = 'own.json': is not the tokenizer of text.tok: the file was made with 'byte'",
+            "Prepare the text again with --tokenizer=own.json.",
+        ),
+        (
+            ("data.tokenizer=own.json",),
+            "data.tokenizer = 'own.json': the stdlib corpus is bytes",
+            "prepare --tokenizer=own.json --input=FILE.jsonl --output=FILE.tok; or set data.tokenizer=byte.",
+        ),
+        (
+            ("data.source=chat.tok", "eval.every_steps=0", "loss.name=dpo", "init.from=."),
+            "data.source = 'chat.tok': holds no pairs",
+            "prepare --preference --chat --input=PAIRS.jsonl --output=PAIRS.tok.",
+        ),
     ],
 )
 def test_a_mistake_in_data_is_one_problem(files, settings, start, remedy):
@@ -74,6 +114,25 @@ def test_the_recipe_for_data_is_printed_once(files):
     first, second = problems("data.source=corpus/web.tok", "data.eval_source=corpus/web.val.tok")
     assert first.startswith("data.source = 'corpus/web.tok': no such file. Two commands make it") and "prepare" in first
     assert second == "data.eval_source = 'corpus/web.val.tok': no such file. The same two commands make it."
+
+
+@pytest.mark.parametrize("name", ["web.jsonl.gz", "web.jsonl", "web.txt.zst", "web"])
+def test_the_recipe_for_data_names_a_token_file(files, name):
+    (line,) = problems(f"data.source=corpus/{name}", BOTH[1])
+    assert "no such file. Two commands make it" in line and line.endswith("--output=corpus/web.tok")
+
+
+def test_a_folder_without_a_tokenizer_is_one_sentence(files):
+    (files / "empty").mkdir()
+    (line,) = problems(*BOTH, "data.tokenizer=empty")
+    assert "cannot read empty/tokenizer.json: no such file. Give byte, the path of a tokenizer.json, or hf:NAME." in line
+    assert ".." not in line
+
+
+def test_a_tokenizer_that_may_not_be_read_is_one_problem(files):
+    """A name that is too long fails in the same way for every user, root included."""
+    (line,) = problems(*BOTH, f"data.tokenizer={'x' * 300}")
+    assert line.startswith("data.tokenizer = 'xxx")
 
 
 def test_a_held_out_file_is_not_answered_with_the_one_that_is_learnt(files):

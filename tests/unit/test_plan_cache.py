@@ -84,11 +84,18 @@ def imported(name: str) -> set[str]:
     return {m for m in ours if m and ((root / m.replace(".", "/")).is_dir() or (root / f"{m.replace('.', '/')}.py").exists())}
 
 
+# Imported when a plan that was made is shown, or when a package is called as a function.
+LATER = {
+    "plan.result": {"page", "page.html", "page.sections", "plan.report", "plan.report.page", "plan.report.terminal"},
+    "callable_module": {"api"},
+}
+
+
 def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
     reached, todo = set(), {"plan.make"}
     while todo - reached:
         name = (todo - reached).pop()
-        todo |= imported(name)
+        todo |= imported(name) - LATER.get(name, set())
         reached.add(name)
     assert {"train.step", "kernels.dot", "models.families.llama", "plan.program.roofline", "train.compiler"} <= reached
     assert not [name for name in reached if cache._is_other(name)]

@@ -192,6 +192,24 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     assert found_in(resumed, plain) == [("config", "optimizer.lr (changed on resume)", was, "absent")]
 
 
+def test_an_attempt_that_finds_all_steps_done_leaves_the_receipt_of_the_run(tmp_path: Path) -> None:
+    trained = attempt(tmp_path, saves=True)
+    before = load(tmp_path / "receipt.json")
+    idle = Receipt(tmp_path, nvml=driver(Gpu()))
+    idle.start({"resolved": {**RESOLVED, "optimizer": RESOLVED["optimizer"] | {"lr": 0.9}}})
+    idle.began(read_from(trained.id))
+    idle.took_no_step = True
+    idle.finish(0, "all steps were done already")
+    after = load(tmp_path / "receipt.json")
+    (summary,) = after.pop("attempts")
+    assert after == {k: v for k, v in before.items() if k != "attempts"}
+    assert (summary["id"], summary["attempt"], summary["exit_code"]) == (idle.id, 2, 0)
+    assert summary["changed"][0][1] == "optimizer.lr" and "resolved" not in summary
+    attempt(tmp_path, saves=True, loaded=read_from(trained.id))  # with more steps
+    assert [one["attempt"] for one in open_run(tmp_path).attempts] == [1, 2, 3]
+    assert load(tmp_path / "receipt.json")["changed"] == []
+
+
 def test_a_run_that_began_from_another_state_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, saver, digest in (("a", "x", "d"), ("moved", "y", "d"), ("other", "x", "e")):
         first = attempt(tmp_path / name, saves=True, loaded=read_from(saver, digest * 64))

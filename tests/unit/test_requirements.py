@@ -12,6 +12,7 @@ from packaging.version import Version
 from jaxtrain.plan import cudnn_library
 
 REPO = Path(__file__).resolve().parents[2]
+SECOND = tuple(f"{name}-jax0.12" for name in ("plan", "cuda12", "cuda13"))
 
 
 def pins(name: str) -> dict[str, tuple[Requirement, int]]:
@@ -31,7 +32,7 @@ def pinned(requirement: Requirement) -> Version:
     return Version(specifier.version)
 
 
-@pytest.mark.parametrize("name", ("plan", "cuda12", "cuda13", "plan-cudnn", "dev", "uv"))
+@pytest.mark.parametrize("name", ("plan", "cuda12", "cuda13", *SECOND, "plan-cudnn", "dev", "notebooks", "uv"))
 def test_every_requirement_is_pinned_with_hashes_and_names_no_address(name: str):
     text = (REPO / f"requirements/{name}.txt").read_text()
     assert not re.search(r"://|^-| @ ", text, re.M)
@@ -44,8 +45,9 @@ def test_every_requirement_is_pinned_with_hashes_and_names_no_address(name: str)
 def test_pins_satisfy_pyproject():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for name in ("plan", "cuda12", "cuda13", "plan-cudnn", "dev"):
-        wanted = extras[name] + ([] if name in ("plan-cudnn", "dev") else project["dependencies"])
+    for name in ("plan", "cuda12", "cuda13", *SECOND, "plan-cudnn", "dev", "notebooks"):
+        alone = name in ("plan-cudnn", "dev", "notebooks")
+        wanted = extras[name.removesuffix("-jax0.12")] + ([] if alone else project["dependencies"])
         held = {re.sub(r"[-_.]+", "-", key).lower(): pin for key, (pin, _) in pins(name).items()}
         for text in wanted:
             requirement = Requirement(text)
@@ -57,9 +59,11 @@ def test_pins_satisfy_pyproject():
 
 def test_sets_agree_and_hold_what_they_are_for():
     plan, cuda12, cuda13 = pins("plan"), pins("cuda12"), pins("cuda13")
-    for other in (cuda12, cuda13, pins("dev")):
+    for other in (cuda12, cuda13, pins("dev"), pins("notebooks")):
         for name in plan.keys() & other.keys():
             assert pinned(plan[name][0]) == pinned(other[name][0]), name
+    dev, notebooks = pins("dev"), pins("notebooks")  # installed together, if both commands were used
+    assert all(pinned(dev[name][0]) == pinned(notebooks[name][0]) for name in dev.keys() & notebooks.keys())
     for line in (REPO / "requirements/constraints.in").read_text().splitlines():
         if not line.startswith("#"):
             exact = Requirement(line.split("#")[0])
@@ -77,6 +81,15 @@ def test_sets_agree_and_hold_what_they_are_for():
     assert pinned(beside["nvidia-cudnn-cu12"][0]) == Version(cudnn_library.VERSION)
     # Of CUDA only the assembler, below 100 MB: the libraries are gigabytes.
     assert {name for name in plan if name.startswith("nvidia-")} == {"nvidia-ml-py", "nvidia-cuda-nvcc-cu12"}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_the_second_sets_differ_in_jax_alone(name: str):
+    first, second = pins(name.removesuffix("-jax0.12")), pins(name)
+    differ = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    cuda = "cuda13" if "cuda13" in name else "cuda12"
+    assert differ == {"jax", "jaxlib", f"jax-{cuda}-plugin", f"jax-{cuda}-pjrt"}
+    assert {pinned(second[key][0]) for key in differ} == {Version("0.12.0.1")}
 
 
 def test_shell_scripts_are_executable():

@@ -10,7 +10,7 @@ from hlo_text import BIG, ELEMENTS, GATHER, RATES, gemm, moves, read
 from jaxtrain.plan import rates, result
 from jaxtrain.plan.program import op_cost, roofline
 from jaxtrain.plan.program.hlo import HloError
-from jaxtrain.plan.rates import PALLAS_FRACTION
+from jaxtrain.plan.rates import PALLAS_ATTENTION, PALLAS_FRACTION
 
 
 def predict(entry: str, wires=None, before: str = "") -> roofline.Roofline:
@@ -36,7 +36,7 @@ def one(lines: str, before: str = "") -> result.Kernel:
 def test_gemm_and_memory_bound():
     found = predict(gemm("g") + f"\n  ROOT %m = {BIG} fusion(%x), kind=kLoop, calls=%twice")
     assert (found.gemm_ms, found.memory_ms, found.step_ms) == pytest.approx((1.0, 0.2, 1.2)), "100 MB read once, 100 written"
-    assert found.flops == 1e11 and found.bound_by == "matrix products 83% of the step"
+    assert found.flops == 1e11 and found.bound_by == "matmuls 83% of the step"
 
 
 def test_narrow_gemm_is_bound_by_memory():
@@ -114,9 +114,9 @@ def test_attention_calls(mask, window, name, pairs):
         (f'"__cudnn$fmhaSoftmax{t}", backend_config={config}', 0, f, bool(t), 1.0) for t, f in (("", 1), ("Backward", 2.5))
     ]
     for kernel, factor in (("forward", 1.0), ("backward_q", 2.5 * 3 / 7), ("backward_kv", 2.5 * 4 / 7)):
-        pallas = f'{{debug = false, ir = "ML\\EFR{{", name = "jaxtrain_attention_{kernel}_{name}", num_warps = 8 : i32}}'
-        call = f'"__gpu$xla.gpu.triton", backend_config={pallas}'
-        calls.append((call, 5, factor, kernel != "forward", PALLAS_FRACTION))
+        named = f'metadata={{op_name="jit(step)/layers/jaxtrain_attention_{kernel}_{name}/mpmd_map"}}'
+        call = f'"mosaic_gpu_v2", {named}, backend_config={{kernel_hash = "{{", module = "ML\\EFR{{"}}'
+        calls.append((call, 3, factor, kernel != "forward", PALLAS_ATTENTION[kernel != "forward"]))
     for call, ids, factor, backward, share in calls:
         found = attention(call, ids)
         assert found.flops == pytest.approx(forward * factor), call
@@ -124,13 +124,27 @@ def test_attention_calls(mask, window, name, pairs):
         assert found.attention_ms == pytest.approx(found.flops / rate / 1e3), call
 
 
+def test_experts_call_in_8_bits():
+    """Its FLOPs go by the rate of 8-bit matmuls, and without one it is refused."""
+    rows, weights = "f8e4m3fn[1000,5000]{1,0}", "f8e4m3fn[4,10000,5000]{2,1,0}"
+    arguments = f"\n  %r = {rows} parameter(3)\n  %w = {weights} parameter(4)"
+    named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times8_fast/mpmd_map"}'
+    call = f'custom-call(%r, %w), custom_call_target="mosaic_gpu_v2", {named}'
+    module = read(f"{arguments}\n  ROOT %o = bf16[1000,10000]{{1,0}} {call}")
+    found = roofline.predict(module, dataclasses.replace(RATES, fp8_tflops=200.0), {})
+    assert found.flops == pytest.approx(0.1e12)
+    assert found.gemm_ms == pytest.approx(0.1 / 200 * 1e3 / PALLAS_FRACTION)
+    with pytest.raises(HloError, match="8-bit floating point"):
+        roofline.predict(module, dataclasses.replace(RATES, fp8_tflops=0.0), {})
+
+
 @pytest.mark.parametrize(("filled", "tflop"), [(1.0, 0.1), (0.5, 0.05)])
 def test_experts_call(filled, tflop):
     """1,000 rows of 5,000 by their experts' weights, 10,000 wide; of rows that are empty nothing is computed."""
     weights, groups = "bf16[4,5000,10000]{2,1,0}", "s32[4]{0}"
-    config = '{name = "jaxtrain_experts_times_R", num_warps = 8 : i32}'
     arguments = f"\n  %g = {groups} parameter(3)\n  %w = {weights} parameter(4)"
-    call = f'custom-call(%g, %a.1, %w), custom_call_target="__gpu$xla.gpu.triton", backend_config={config}'
+    named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times_D/mpmd_map"}'
+    call = f'custom-call(%g, %g, %a.1, %w), custom_call_target="mosaic_gpu_v2", {named}'
     module = read(f"{arguments}\n  ROOT %o = bf16[1000,10000]{{1,0}} {call}")
     found = roofline.predict(module, RATES, {}, filled=filled)
     assert found.flops == pytest.approx(tflop * 1e12)
@@ -378,8 +392,8 @@ F8 = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contract
     [
         (f"\n  ROOT %odd = {BIG} convolution(%x, %x), window={{size=1}}", "odd: how long a convolution takes"),
         (f'{CALL}="mystery"', "odd: how long the custom call 'mystery'"),
-        # Not ours, and so not taken for attention.
-        (f'{CALL}="__gpu$xla.gpu.triton", backend_config={{name = "theirs"}}', "custom call '__gpu.xla.gpu.triton'"),
+        # Not ours, and so taken for neither attention nor experts.
+        (f'{CALL}="mosaic_gpu_v2", metadata={{op_name="jit(step)/theirs"}}', "custom call 'mosaic_gpu_v2'"),
         (
             f"\n  ROOT %odd = {BIG} collective-permute(%x), source_target_pairs={{{{0,1}}}}",
             "odd: the bytes that this collective-permute sends",

@@ -83,6 +83,16 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
 
 
 @every_schedule
+def test_there_are_no_more_slots_than_passes_wait_on_the_first_stage(case: tuple[str, int, int, int]):
+    """And one more for what is discarded, where no other is free."""
+    s = Schedule(*case)
+    forward, backward = done_by(s)
+    first = [(forward[0, g, m], backward[0, g, m]) for g in range(s.groups) for m in range(s.microbatches)]
+    most = max(sum(begin <= t <= end for begin, end in first) for t in range(s.ticks))
+    assert most <= s.slots[2] <= most + 1
+
+
+@every_schedule
 def test_the_loops_of_a_step_are_its_ticks(case: tuple[str, int, int, int]):
     s = Schedule(*case)
     run = [phase.later(i * s.stages * s.groups) for count, phases in s.rounds for i in range(count) for phase in phases]
@@ -106,6 +116,8 @@ def test_in_flight_microbatches_are_bounded_by_the_stages():
         for groups in (2, 3):
             few, many = (Schedule("interleaved", stages, groups, runs * stages) for runs in (8, 64))
             assert few.slots[2] == many.slots[2] == (groups + 1) * stages
+    # With more groups fewer wait, down to as many as stages.
+    assert [Schedule("interleaved", 8, groups, 128).in_flight for groups in (2, 4, 8)] == [12, 10, 9]
 
 
 def test_groups_make_the_bubble_smaller():

@@ -14,11 +14,10 @@ import tokenizers.processors
 import tokenizers.trainers
 from token_files import BYTE, command
 
-from jaxtrain import config, generate
+from jaxtrain import config, generation
 from jaxtrain.data import pipeline, readers
 from jaxtrain.data import tokenizer as text_tokenizers
-from jaxtrain.data.tokenfile import TokenFile, TokenWriter
-from jaxtrain.data.verify import verify
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
 from jaxtrain.train import run as train
 
 
@@ -72,6 +71,20 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
     assert verify(file.path) == []
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path, bpe, monkeypatch):
+    with pytest.raises(text_tokenizers.TokenizerError, match=f"cannot read {tmp_path}/tokenizer.json: no such file"):
+        text_tokenizers.load_tokenizer(str(tmp_path))
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    recorded = text_tokenizers.info(text_tokenizers.load_tokenizer(str(bpe)))
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(text_tokenizers.TokenizerError, match=f"cannot read {bpe}: Permission denied"):
+        text_tokenizers.read_beside(str(bpe))
+    assert f"cannot read {bpe}: Permission denied" in text_tokenizers.differs(str(bpe), recorded)
+
+
 def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch):
     """As `tokenizers` itself encodes a text, and transformers and vLLM with it; once for each document, and only there."""
     package = tokenizers.Tokenizer.from_file(str(bpe))
@@ -97,13 +110,13 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
     pieces = TokenFile.open(tmp_path / "b.txt.tok")
     assert np.flatnonzero(np.asarray(pieces.tokens) == tok.bos[0]).tolist() == [0]
     assert tok.decode(pieces.tokens[1:-1]) == documents[0]
-    assert generate.prompt_ids(tok, "def", 600) == package.encode("def").ids[:-1]
-    assert generate.prompt_ids(tok, "", 600) == [*tok.bos]
-    assert generate.prompt_ids(BYTE, "", 257) == BYTE.encode("\n")
+    assert generation.prompt_ids(tok, "def", 600) == package.encode("def").ids[:-1]
+    assert generation.prompt_ids(tok, "", 600) == [*tok.bos]
+    assert generation.prompt_ids(BYTE, "", 257) == BYTE.encode("\n")
     with pytest.raises(text_tokenizers.TokenizerError, match="makes no token of the prompt ''"):
-        generate.prompt_ids(SimpleNamespace(name="words", bos=(), encode=str.split), "", 257)
+        generation.prompt_ids(SimpleNamespace(name="words", bos=(), encode=str.split), "", 257)
     with pytest.raises(text_tokenizers.TokenizerError, match="gives the id .* and the model has 3"):
-        generate.prompt_ids(tok, "def", 3)
+        generation.prompt_ids(tok, "def", 3)
 
 
 def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path, bpe, monkeypatch):

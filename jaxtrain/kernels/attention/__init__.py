@@ -15,22 +15,26 @@ and with three more, from which kernels/context puts attention together where ke
 A block is queries against some of the keys they see: on the diagonal, against themselves; else against keys that all stand
 before them. Its output is normalised by its own log-sum-exp, f32. The backward pass is given the output and log-sum-exp of all
 blocks together, and returns this block's part of the gradients, to be added up in f32. A query that sees nothing in a block
-has output 0 and a log-sum-exp of -1e30. A block knows no windows (kernels/context/window.py is for those).
+has output 0 and a log-sum-exp of -1e30. A window counts on the diagonal alone (kernels/context/window.py has it over several
+devices). Learnt sinks change the output and the log-sum-exp of a block, so no kernel knows them (sinks.py).
 
 A token sees the tokens of its own document at or before its own position: what is masked depends on `segments` and
 `positions` alone, never on where a token stands in the array (except for `cudnn`, which needs rows in order).
-Scores are scaled by 1/sqrt(H). Rows of padding (segment 0) come out finite and mean
-nothing: no other token sees them, and their loss has no weight.
+Scores are scaled by 1/sqrt(H). Values may be narrower than queries and keys (`Spec.value_dim`), but for `pallas` and blocks.
+Rows of padding (segment 0) come out finite and mean nothing: no other token sees them, and their loss has no weight.
 """
 
 import dataclasses
 import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
 NOTHING = -1e30  # log-sum-exp of a query that sees no key; finite, so that the difference of two of them is not NaN
+
+
+EMULATED, KERNEL = "emulated", "kernel"  # how the forward pass is in e4m3: in XLA on CPU, or by the kernel for Hopper
 
 
 class Unsupported(ValueError):
@@ -49,6 +53,9 @@ class Spec:
     softcap: float = 0.0  # scores become c tanh(s / c); 0: off
     cached: bool = False  # queries are the newest tokens only, keys come from a cache
     deterministic: bool = False  # the same bits each time are asked for
+    sinks: bool = False  # each head has a learnt logit in the sum of softmax (sinks.py)
+    value_dim: int = 0  # width of values, where they are narrower than keys; 0: head_dim
+    fp8: str = ""  # EMULATED or KERNEL: the forward pass multiplies in e4m3 (fp8.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +64,19 @@ class Hardware:
 
     platform: str  # "cpu" or "gpu"
     compute_capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper
+
+    @property
+    def hopper(self) -> bool:
+        """Return whether it has WGMMA, which is on no other GPU."""
+        return self.compute_capability == (9, 0)
+
+    @classmethod
+    def of(cls, device: Any) -> Self:
+        """Return what kernels need to know of a device, present or only described."""
+        if device.platform == "cpu":
+            return cls("cpu")
+        major, _, minor = str(device.compute_capability).partition(".")
+        return cls("gpu", (int(major), int(minor or 0)))
 
 
 class Rows(NamedTuple):
@@ -77,11 +97,12 @@ IMPLEMENTATIONS = {
 }
 
 
-def implementation(name: str) -> Any:
-    """The module behind a name."""
+def implementation(name: str, spec: Spec) -> Any:
+    """Return the module behind a name, with the forward pass that the spec asks for."""
     if name not in IMPLEMENTATIONS:
         raise Unsupported(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
-    return importlib.import_module(IMPLEMENTATIONS[name])
+    base = importlib.import_module(IMPLEMENTATIONS[name])
+    return importlib.import_module("jaxtrain.kernels.attention.fp8").Forward8(base) if spec.fp8 else base
 
 
 def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
@@ -91,19 +112,17 @@ def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> 
     """
 
     def unable(name: str) -> str | None:
-        return next(filter(None, (implementation(name).unsupported(spec, hardware) for spec, _ in asked)), None)
+        return next(filter(None, (implementation(name, spec).unsupported(spec, hardware) for spec, _ in asked)), None)
 
     def slow(name: str) -> str | None:
-        return next(filter(None, (_slow(name, spec, hardware, seq_len) for spec, seq_len in asked)), None)
+        return next(filter(None, (_slow(name, seq_len) for _, seq_len in asked)), None)
 
     if name != "auto":
         reason = unable(name)
         if reason:
             raise Unsupported(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
-        interpreted = name == "pallas" and hardware.platform != "gpu"
-        passed_over = None if interpreted else slow(name)
-        more = "; interpreted here, which is for tests, and slow" if interpreted else f"; {passed_over}" if passed_over else ""
-        return name, "as configured" + more
+        passed_over = slow(name)
+        return name, "as configured" + (f"; {passed_over}" if passed_over else "")
     refused = []
     for candidate in IMPLEMENTATIONS:
         reason = unable(candidate) or slow(candidate)
@@ -113,12 +132,6 @@ def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> 
     raise Unsupported(f"attention.impl = 'auto': no kernel can do this: {'; '.join(refused)}.")
 
 
-def _slow(name: str, spec: Spec, hardware: Hardware, seq_len: int) -> str | None:
+def _slow(name: str, seq_len: int) -> str | None:
     """Why `auto` does not take a kernel that could do what is asked, or None."""
-    if name == "pallas" and hardware.platform != "gpu":
-        return "needs a GPU"
-    if name == "pallas" and spec.dtype == "f32":
-        return "multiplies f32 without the tensor cores, tile by tile"
-    if name == "reference" and seq_len > 1024:
-        return f"holds all {seq_len} x {seq_len} scores"
-    return None
+    return f"holds all {seq_len} x {seq_len} scores" if name == "reference" and seq_len > 1024 else None

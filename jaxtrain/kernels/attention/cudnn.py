@@ -49,6 +49,8 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
         return "is not used with a key/value cache"
     if hardware.compute_capability < (8, 0):
         return "needs compute capability 8.0 or newer"
+    if spec.value_dim and hardware.compute_capability < (9, 0):
+        return "needs compute capability 9.0 (Hopper) or newer for values narrower than keys"
     if spec.packed and hardware.compute_capability < (9, 0):
         return "needs compute capability 9.0 (Hopper) or newer for packed documents"
     if spec.dtype != "bf16":
@@ -169,7 +171,7 @@ def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, determini
         E N T 2S     instead of these, where the result must be deterministic: the gradient of all scores, in bfloat16
         E N S 4H     where keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
 
-    The formula is that of cuDNN 9.19 and 9.23 on Hopper, read off their answers (tests/unit/test_assignment.py). A few KiB for
+    The formula is that of cuDNN 9.23 on Hopper, read off their answers (tests/unit/test_assignment.py). A few KiB for
     alignment are left out.
 
     Args:

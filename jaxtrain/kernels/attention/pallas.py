@@ -1,12 +1,13 @@
-"""Flash attention (Dao 2023, arXiv:2307.08691) in Pallas: packed documents, windows, grouped queries, soft cap, bf16 and f32.
+"""Flash attention (Dao 2023, arXiv:2307.08691; Shah 2024, arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper, in bf16: packed
+documents, windows, grouped queries, soft cap.
 
 Three kernels: forward, gradients of queries, gradients of keys and values. Each program of the first two holds a tile of
 queries and goes over the tiles of keys that it sees, and of the third holds a tile of keys and goes over those of queries that
 see it, of all heads of the group, so that the sum over a group needs no memory. Tiles that hold nothing are not visited
 (tiles.py), and tiles that the mask leaves whole are computed without it.
 
-For GPUs it is compiled by Pallas' Triton backend; on CPU Pallas interprets it, which is for tests. Tile sizes follow from
-what the assembler makes of them, and were not tuned on a GPU (docs/attention.md).
+Tile sizes fit the registers and the shared memory of a Hopper GPU, and were not tuned on one
+(docs/evidence/attention_kernels.md). On a CPU Pallas interprets the kernels if INTERPRET is set, for tests.
 """
 
 import functools
@@ -16,74 +17,104 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain.kernels.attention import Hardware, Rows, Spec
-from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KERNELS, KEYS, QUERIES, Static, Tile, width
+from jaxtrain.kernels.attention.pallas_kernels import (
+    BATCH,
+    CHUNK,
+    FORWARD,
+    FORWARD_FP8,
+    HEADS,
+    KERNELS,
+    KEYS,
+    QUERIES,
+    TILES,
+    Static,
+    Tile,
+    swapped,
+)
 from jaxtrain.kernels.attention.tiles import NEVER, count, padded, visits
+from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 
 LONGEST = 128  # tokens of the longest tile of any kernel; a multiple of all others
 LARGEST = 256  # head_dim; above, a tile's accumulator does not fit the registers
 PREFIX = "jaxtrain_attention_"  # of the kernels' names
+# Parameters of the interpreter, for tests on a CPU; None: compile. Each warpgroup waits in a thread of XLA's CPU client. With
+# two threads, one for each core or device, the interpreter hangs, so tests have eight devices.
+INTERPRET: plgpu.InterpretGPUParams | None = None
 
 
-# (bytes of an element, head_dim rounded up) -> tiles of each kernel. Of those tried, the largest that the assembler fits into
-# the registers and into shared memory: benchmarks/attention_tiles.py shows what each takes.
-TILES: dict[tuple[int, int], dict[str, Tile]] = {
-    (2, 64): {FORWARD: Tile(128, 64, 4, 2), QUERIES: Tile(128, 64, 8, 2), KEYS: Tile(32, 128, 8, 2)},
-    (2, 128): {FORWARD: Tile(128, 64, 8, 2), QUERIES: Tile(128, 32, 8, 2), KEYS: Tile(64, 64, 8, 2)},
-    (2, 256): {FORWARD: Tile(64, 32, 8, 2), QUERIES: Tile(64, 32, 8, 2), KEYS: Tile(32, 64, 8, 2)},
-    (4, 64): {FORWARD: Tile(64, 32, 8, 2), QUERIES: Tile(64, 32, 8, 2), KEYS: Tile(32, 64, 8, 2)},
-    (4, 128): {FORWARD: Tile(32, 16, 8, 2), QUERIES: Tile(32, 16, 8, 2), KEYS: Tile(32, 32, 8, 2)},
-    (4, 256): {FORWARD: Tile(32, 16, 8, 1), QUERIES: Tile(32, 16, 8, 1), KEYS: Tile(16, 32, 8, 1)},
+# head_dim filled up -> tiles of each kernel. Of those tried, the largest that the assembler fits into the registers and into
+# shared memory, but for a few bytes: benchmarks/attention_tiles.py shows what each takes.
+SIZES: dict[int, dict[str, Tile]] = {
+    64: {FORWARD: Tile(128, 128, 4), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 4), KEYS: Tile(64, 128, 4)},
+    128: {FORWARD: Tile(128, 128, 2), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 128, 2)},
+    192: {FORWARD: Tile(128, 64, 2), FORWARD_FP8: Tile(128, 128, 2), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 64, 2)},
+    256: {FORWARD: Tile(128, 64, 2), QUERIES: Tile(128, 32, 2), KEYS: Tile(64, 64, 2)},
 }
-# GPUs whose programs have 163 or 227 KiB of shared memory, not 99: the data-center ones.
-ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
-def tiles(dtype: str, head_dim: int) -> dict[str, Tile]:
-    """Of each kernel, for this type ("f32" or "bf16")."""
-    return TILES[2 if dtype == "bf16" else 4, max(64, width(head_dim))]
+def width(head_dim: int) -> int:
+    """Return head_dim filled up to whole chunks."""
+    return count(head_dim, CHUNK) * CHUNK
+
+
+def tiles(head_dim: int) -> dict[str, Tile]:
+    """Return the tiles of each kernel."""
+    return SIZES[width(head_dim)]
 
 
 class Prepared(NamedTuple):
-    """Rows, filled up to whole tiles, and what each tile must visit. Keys that nobody sees are of segment NEVER."""
+    """Segments and positions, padded to whole tiles, and the tiles that each tile visits. Padded keys have segment NEVER."""
 
-    rows: Rows
+    queries_of: jax.Array  # (B, 2, T)
+    keys_of: jax.Array  # (B, 2, S)
     forward: jax.Array  # by tiles of queries, (B, tiles, 4)
-    queries: jax.Array  # by tiles of queries
-    keys: jax.Array  # by tiles of keys
+    queries: Any = None  # by tiles of queries; None without a backward pass
+    keys: Any = None  # by tiles of keys
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Why it cannot do this, or None. On CPU it can, interpreted, but is not worth taking (`choose`)."""
+    """Why it cannot do this, or None."""
     if spec.cached:
         return "is not used with a key/value cache"
-    gpu, capability = hardware.platform == "gpu", hardware.compute_capability
-    if gpu and capability < (8, 0):
-        return "needs compute capability 8.0 or newer"
+    if hardware.platform != "gpu":
+        return "needs a GPU"
+    if not hardware.hopper:
+        of = ".".join(map(str, hardware.compute_capability))
+        return f"needs Hopper's WGMMA (compute capability 9.0), not {of}"
+    if spec.dtype != "bf16":
+        return f"computes bf16, not {spec.dtype}"
     if spec.head_dim > LARGEST or spec.head_dim % 8:
         return f"needs a head_dim that is a multiple of 8 and at most {LARGEST}, not {spec.head_dim}"
-    if gpu and spec.head_dim > 128 and capability not in ROOMY:
-        of = ".".join(map(str, capability))
-        return f"needs more shared memory for head_dim = {spec.head_dim} than compute capability {of} has"
     return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Prepared:
-    """What each tile must visit, once a batch."""
-    if not spec.packed:
-        rows = rows._replace(q_segments=jnp.ones_like(rows.q_segments), kv_segments=jnp.ones_like(rows.kv_segments))
-    filled = Rows(
-        padded(rows.q_segments, LONGEST, 0),
-        padded(rows.q_positions, LONGEST, 0),
-        padded(jnp.where(rows.kv_segments > 0, rows.kv_segments, NEVER), LONGEST, NEVER),
-        padded(rows.kv_positions, LONGEST, 0),
+    """Return the tiles that each tile must visit, once a batch."""
+    forward, rows = prepare_forward(rows, spec, FORWARD), _documents(rows, spec)
+    of = tiles(spec.head_dim)
+    queries, keys = (visits(rows, spec, of[name].queries, of[name].keys, by_keys=name == KEYS) for name in (QUERIES, KEYS))
+    return forward._replace(queries=queries, keys=keys)
+
+
+def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
+    """Return the same for a forward kernel alone: FORWARD or FORWARD_FP8."""
+    rows, tile = _documents(rows, spec), tiles(spec.head_dim)[name]
+    keys = jnp.where(rows.kv_segments > 0, rows.kv_segments, NEVER)
+    return Prepared(
+        jnp.stack([padded(rows.q_segments, LONGEST, 0), padded(rows.q_positions, LONGEST, 0)], 1),
+        jnp.stack([padded(keys, LONGEST, NEVER), padded(rows.kv_positions, LONGEST, 0)], 1),
+        visits(rows, spec, tile.queries, tile.keys),
     )
-    of = tiles(spec.dtype, spec.head_dim)
-    forward, queries = (visits(rows, spec, of[name].queries, of[name].keys) for name in (FORWARD, QUERIES))
-    return Prepared(filled, forward, queries, visits(rows, spec, of[KEYS].queries, of[KEYS].keys, by_keys=True))
+
+
+def _documents(rows: Rows, spec: Spec) -> Rows:
+    """Return rows with their segments; of rows that are not packed, each is one document."""
+    if spec.packed:
+        return rows
+    return rows._replace(q_segments=jnp.ones_like(rows.q_segments), kv_segments=jnp.ones_like(rows.kv_segments))
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
@@ -147,34 +178,62 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """Output in `dtype` (default: that of q), log-sum-exp in f32 (B, N, T). causal: the keys are those of the queries."""
-    B, T, N, _ = q.shape
-    shapes = [_like(q, q.shape, dtype or q.dtype), _like(q, (B, N, T), jnp.float32)]
-    out, lse = _call(FORWARD, prepared.forward, prepared.rows, (q, k, v), shapes, N, spec, causal)
-    return out, lse
+    T, H = q.shape[1], q.shape[3]
+    q, k, v = map(_filled, (q, k, v))
+    B, filled, N, _ = q.shape
+    shapes = [jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
+    out, lse = _call(FORWARD, prepared.forward, prepared, (q, k, v), shapes, N, spec, causal)
+    return out[:, :T, :, :H], lse[:, :, :T]
+
+
+def forward_fp8(
+    q8: jax.Array,
+    k8: jax.Array,
+    v8: jax.Array,
+    scales_BN2: jax.Array,
+    prepared: Prepared,
+    spec: Spec,
+    causal: bool,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Return output in `dtype` and log-sum-exp as `_forward` does, of arrays in e4m3 and their scales (`_forward_kernel`)."""
+    T, H = q8.shape[1], q8.shape[3]
+    q8, k8, v8 = map(_filled, (q8, k8, v8))
+    B, filled, N, _ = q8.shape
+    shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
+    # Keys last: WGMMA reads 8-bit numbers along the contracted dimension alone.
+    operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
+    out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
+    return out[:, :T, :, :H], lse[:, :, :T]
 
 
 def _backward(
     q, k, v, out, lse, do, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v in `dtype` (default: that of q)."""
+    (_, T, _, H), S, dtype = q.shape, k.shape[1], dtype or q.dtype
     delta_BTN = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    operands = (q, k, v, do, lse, jnp.swapaxes(delta_BTN, 1, 2))
-    dtype, rows = dtype or q.dtype, prepared.rows
-    (dq,) = _call(QUERIES, prepared.queries, rows, operands, [_like(q, q.shape, dtype)], q.shape[2], spec, causal)
-    shapes = [_like(k, k.shape, dtype), _like(k, v.shape, dtype)]
-    dk, dv = _call(KEYS, prepared.keys, rows, operands, shapes, k.shape[2], spec, causal)
-    return dq, dk, dv
+    q, k, v, do = map(_filled, (q, k, v, do))
+    rest = (0, 0), (0, 0), (0, q.shape[1] - T)
+    operands = (q, k, v, do, jnp.pad(lse, rest), jnp.pad(jnp.swapaxes(delta_BTN, 1, 2), rest))
+    (dq,) = _call(
+        QUERIES, prepared.queries, prepared, operands, [jax.ShapeDtypeStruct(q.shape, dtype)], q.shape[2], spec, causal
+    )
+    shapes = [jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)]
+    dk, dv = _call(KEYS, prepared.keys, prepared, operands, shapes, k.shape[2], spec, causal)
+    return dq[:, :T, :, :H], dk[:, :S, :, :H], dv[:, :S, :, :H]
 
 
-def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An output that varies over the mesh as x does."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+def _filled(x_BTNH: jax.Array) -> jax.Array:
+    """Filled up with zeros to whole tiles of tokens and whole chunks of a head."""
+    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
+    return jnp.pad(x_BTNH, ((0, 0), (0, count(T, LONGEST) * LONGEST - T), (0, 0), (0, width(H) - H)))
 
 
 def _call(
-    kernel: str,
+    name: str,
     visits: jax.Array,
-    rows: Rows,
+    prepared: Prepared,
     operands: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     heads: int,
@@ -185,34 +244,21 @@ def _call(
 
     operands: q, k, ... and outputs: (B, T or S, N or K, H), or a number for each query and head, (B, N, T).
     """
-    (_, T, N, _), (_, S, K, _) = operands[0].shape, operands[1].shape
-    tile = tiles(spec.dtype, spec.head_dim)[kernel]
+    (B, _, N, H), K = operands[0].shape, operands[1].shape[2]
+    static = Static(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)
     # Profiles show the name, and plans read from it what is computed (plan/program/op_cost.py).
     mask = (f"window{spec.window}" if spec.window else "causal") if causal else "all"
-
-    def whole_rows(x: Any) -> pl.BlockSpec:
-        """All tokens of a row, and the heads that a program works on."""
-        numbers = len(x.shape) == 3
-        tokens, of = (x.shape[2], x.shape[1]) if numbers else x.shape[1:3]
-        tokens = count(tokens, LONGEST) * LONGEST
-        each = None if of <= heads else of // heads  # heads of x for each program
-        shared = max(1, heads // of)  # programs that share a head of x
-        if numbers:
-            return pl.BlockSpec((None, each, tokens), lambda tile, row, head: (row, head // shared, 0))
-        return pl.BlockSpec((None, tokens, each, width(x.shape[3])), lambda tile, row, head: (row, 0, head // shared, 0))
-
-    call = functools.partial(
-        pl.pallas_call,
-        functools.partial(KERNELS[kernel], static=Static(spec, tile, T, S, N // K)),
-        outputs,
-        grid=(visits.shape[1], visits.shape[0], heads),
-        in_specs=[
-            pl.BlockSpec((None, *visits.shape[1:]), lambda tile, row, head: (row, 0, 0)),
-            *(pl.BlockSpec((None, x.shape[1]), lambda tile, row, head: (row, 0)) for x in rows),
-            *map(whole_rows, operands),
-        ],
-        out_specs=[*map(whole_rows, outputs)],
-        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        name=f"{PREFIX}{kernel}_{mask}",
+    kernel = KERNELS[name]
+    call = plgpu.kernel(
+        functools.partial(kernel.body, static=static),
+        out_type=list(outputs),
+        scratch_types=kernel.scratch(static),
+        grid=(heads, visits.shape[1], B),
+        grid_names=(HEADS, TILES, BATCH),
+        num_threads=COMPUTING + 1,
+        thread_name=GROUPS,
+        kernel_name=f"{PREFIX}{name}_{mask}",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=INTERPRET,
     )
-    return jax.lax.platform_dependent(visits, *rows, *operands, cpu=call(interpret=True), default=call(interpret=False))
+    return call(visits, prepared.queries_of, prepared.keys_of, *operands)

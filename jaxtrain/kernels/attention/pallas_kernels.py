@@ -1,7 +1,6 @@
-"""What one program of each flash attention kernel does, in Pallas; pallas.py calls them.
+"""The flash attention kernels, in Pallas Mosaic GPU; pallas.py calls them. hopper.py has the parts of a program.
 
-Of arrays with heads a program is given its own row and head, of the others its row; which tile is its own follows from its
-number. Arrays are whole rows: a program loads from them tile by tile.
+Each warpgroup that computes has its own 64 rows of the program's tile. WGMMA's left side is in shared memory or in registers.
 """
 
 import dataclasses
@@ -11,23 +10,34 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from jaxtrain.kernels.attention import NOTHING, Spec
+from jaxtrain.kernels.fp8 import E4M3
+from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
 
 LOG2E = math.log2(math.e)
-FORWARD, QUERIES, KEYS = "forward", "backward_q", "backward_kv"  # the kernels
-
-Belonging = tuple[jax.Array, jax.Array]  # segments and positions of the tokens of a tile
+FORWARD, FORWARD_FP8, QUERIES, KEYS = "forward", "forward_fp8", "backward_q", "backward_kv"  # the kernels
+# The forward pass in e4m3 multiplies weights by 2^8, so that the largest is 256 of at most 448: those above 2^-14 are normal
+# numbers and those above 2^-18 are not rounded to zero.
+SHIFT = 8
+CHUNK = 64  # numbers of bf16 that shared memory holds side by side
+TILES, BATCH, HEADS = "tile", "row", "head"  # the axes of programs
+OF_ROWS, OF_COLUMNS = (
+    plgpu.Layout.WGMMA.reduce(1),
+    plgpu.Layout.WGMMA.reduce(0),
+)  # a number for each row, or column, of a product
 
 
 class Tile(NamedTuple):
-    """Of one kernel: tokens of a tile, warps of a program, and how many tiles are on their way to it at a time."""
+    """Tokens of a tile of each kind, and how many tiles of the loop are in shared memory at a time."""
 
     queries: int
     keys: int
-    warps: int
     stages: int
 
 
@@ -37,160 +47,310 @@ class Static:
 
     spec: Spec
     tile: Tile
-    T: int
-    S: int
+    width: int  # head_dim, filled up
     group: int
+    interpret: bool
+    fp8: bool = False  # the matmuls are of e4m3
 
     @property
     def scale(self) -> float:
         """Of scores."""
         return self.spec.head_dim**-0.5
 
+    @property
+    def roles(self) -> bool:
+        """Return whether one warpgroup sums gradients of keys and the other of values, because both exceed the registers."""
+        return self.width > 128
 
-def width(head_dim: int) -> int:
-    """Of a tile. Triton wants a power of two, and 16 numbers at least to sum over."""
-    return max(16, pl.next_power_of_2(head_dim))
+    def matrices(self, number: int, tokens: int) -> Any:
+        """Return shared memory for `number` matrices (tokens, head_dim) of bf16, in the order in which WGMMA reads them.
 
+        The chunks of this order are as long as the tiles gone over, at most: a product with these sums over whole chunks.
+        """
+        chunk = min(CHUNK, self.tile.queries, self.tile.keys)
+        order: Any = plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(2 * chunk)  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM((number, tokens, self.width), jnp.bfloat16, transforms=order)
 
-def _load(ref: Any, tile: Any, tokens: int, whole: int, static: Static, head: Any = None) -> jax.Array:
-    """A tile (tokens, H) of an array of `whole` tokens; zeros beyond its end and beyond head_dim."""
-    rows = pl.ds(tile * tokens, tokens)
-    inside = _inside(tile, tokens, whole, static)
-    at = ref.at[rows, :] if head is None else ref.at[rows, head, :]
-    return triton.load(at) if inside is None else triton.load(at, mask=inside, other=0.0)
+    def eights(self, number: int, rows: int, columns: int) -> Any:
+        """Return shared memory for `number` matrices of e4m3, in the order in which WGMMA reads them."""
+        chunk = math.gcd(columns, 128)
+        order: Any = plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(chunk)  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM((number, rows, columns), E4M3, transforms=order)
 
+    def belonging(self, tokens: int) -> Any:
+        """Return segments and positions of the tiles gone over, in shared memory."""
+        return plgpu.SMEM((self.tile.stages, 2, tokens), jnp.int32)
 
-def _load_numbers(ref: Any, tile: Any, tokens: int, whole: int, head: Any = None) -> jax.Array:
-    """One number a token, of an array of `whole` tokens; zeros beyond its end."""
-    rows = pl.ds(tile * tokens, tokens)
-    at = ref.at[rows] if head is None else ref.at[head, rows]
-    return triton.load(at) if whole % tokens == 0 else triton.load(at, mask=_within(tile, tokens, whole), other=0.0)
-
-
-def _store(ref: Any, value: jax.Array, tile: Any, tokens: int, whole: int, static: Static) -> None:
-    inside = _inside(tile, tokens, whole, static)
-    triton.store(ref.at[pl.ds(tile * tokens, tokens), :], value.astype(ref.dtype), mask=inside)
-
-
-def _within(tile: Any, tokens: int, whole: int) -> jax.Array:
-    return tile * tokens + jnp.arange(tokens) < whole
-
-
-def _inside(tile: Any, tokens: int, whole: int, static: Static) -> jax.Array | None:
-    """Which places of a tile (tokens, H) are in the array; None: all."""
-    H, out = static.spec.head_dim, None
-    shape = tokens, width(H)
-    if width(H) != H:
-        out = jnp.broadcast_to((jnp.arange(width(H)) < H)[None, :], shape)
-    if whole % tokens:
-        rows = jnp.broadcast_to(_within(tile, tokens, whole)[:, None], shape)
-        out = rows if out is None else out & rows
-    return out
+    def numbers(self, tokens: int) -> Any:
+        """Return a number for each token of the tiles gone over, in shared memory."""
+        return plgpu.SMEM((self.tile.stages, tokens), jnp.float32)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """A product in f32; float32 operands stay float32, where a GPU would round them to TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+class Visits(NamedTuple):
+    """Tiles that a program visits: those that need a mask, then those that do not."""
+
+    start: jax.Array
+    full_start: jax.Array
+    full_stop: jax.Array
+    stop: jax.Array
+
+    @property
+    def masked(self) -> jax.Array:
+        """How many need a mask."""
+        return self.total - (self.full_stop - self.full_start)
+
+    @property
+    def total(self) -> jax.Array:
+        """How many there are."""
+        return self.stop - self.start
+
+    def at(self, step: jax.Array) -> jax.Array:
+        """The tile of a step."""
+        ahead = self.full_start - self.start
+        behind = jnp.where(step < self.masked, self.full_stop + step - ahead, self.full_start + step - self.masked)
+        return jnp.where(step < ahead, self.start + step, behind)
 
 
-def _scores(a: jax.Array, b: jax.Array, visible: jax.Array | None, static: Static) -> tuple[jax.Array, jax.Array | None]:
-    """a b^T as scores times log2(e), -inf where masked; and what the soft cap leaves of their gradient, None for all."""
-    scores, slope, cap = _dot(a, b, (1, 1)), None, static.spec.softcap
-    if cap:
-        squashed = jnp.tanh(scores * (static.scale / cap))
-        scores, slope = squashed * (cap * LOG2E), 1 - squashed * squashed
-    else:
-        scores *= static.scale * LOG2E
-    return scores if visible is None else jnp.where(visible, scores, -jnp.inf), slope
+def _visits(ref: Any, row: jax.Array, tile: jax.Array) -> Visits:
+    return Visits(*(ref[row, tile, i] for i in range(4)))
 
 
-def _visible(of_queries: Belonging, of_keys: Belonging, spec: Spec, turned: bool = False) -> jax.Array:
+def _product(a: Any, b: Any) -> jax.Array:
+    """a b^T in f32, of two tiles in shared memory."""
+
+    def into(sum_ref: Any) -> jax.Array:
+        plgpu.wgmma(sum_ref, a, b.transpose((1, 0)))
+        return sum_ref[...]
+
+    return pl.run_scoped(into, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.Array:
+    """sums + a b in f32, of numbers in registers and a tile in shared memory."""
+    a = a.astype(b.dtype)
+    if static.interpret:  # jax 0.11.2's interpreter knows WGMMA of shared memory alone, and no pl.run_state
+        return sums + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    added: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.WGMMAAccumulatorRef.init(sums))
+    return added
+
+
+def swapped(keys: jax.Array, axis: int) -> jax.Array:
+    """Return an array with its keys in the order in which a thread has them, 16 by 16.
+
+    Of 16 columns of a product, thread t of 4 in a row has 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, fragment D of wgmma). As the
+    left side of a product of 8-bit numbers it must have columns 4t to 4t + 3 (fragment A of .m64nNk32). A sum over keys has any
+    order: so weights stay in their registers, and the values' keys are in this order.
+    """
+    shape = keys.shape
+    keys = keys.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
+    return jnp.swapaxes(keys, axis + 1, axis + 2).reshape(shape)
+
+
+def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarray:
+    """Return the registers of 16 columns each, from those of 8 columns along axis 1: see `swapped`."""
+    made = np.empty((registers.shape[0], registers.shape[1] // 2, *registers.shape[2:]), object)
+    for at in np.ndindex(made.shape):
+        made[at] = join([registers[(at[0], 2 * at[1] + half, *at[2:])] for half in range(2)])
+    return made
+
+
+def _rounded_in_place(p: jax.Array) -> jax.Array:
+    """Return weights in e4m3, as the left side of a product, in the registers that hold them: see `swapped`."""
+    layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
+    made: Any = plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=layouts[1])
+
+    def rounded(_: Any, p: Any) -> Any:
+        registers = paired(p.astype(ir.Float8E4M3FNType.get()).registers, mgpu.utils.vector_concat)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT_8BIT, _is_signed=None)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layouts[0],), return_type=made)
+    return inline(rounded)(p)
+
+
+def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
+    """Return p v in f32, p rounded to e4m3. v: values (head_dim, keys) in e4m3, keys as `swapped`.
+
+    The sum starts at zero, and the caller adds it in f32: on Hopper the tensor cores keep about 14 bits of a sum of 8-bit
+    products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
+    """
+    if static.interpret:
+        p8 = swapped(p.astype(E4M3).astype(jnp.float32), 1)
+        return jnp.dot(p8, v[...].astype(jnp.float32).T, preferred_element_type=jnp.float32)
+    p8 = _rounded_in_place(p)
+
+    def into(sum_ref: Any) -> jax.Array:
+        plgpu.wgmma(sum_ref, p8, v.transpose((1, 0)))
+        return sum_ref[...]
+
+    return pl.run_scoped(into, plgpu.WGMMAAccumulatorRef((p.shape[0], v.shape[0]), jnp.float32))
+
+
+def _zeros(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _rows(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row."""
+    return jax.lax.broadcast_in_dim(numbers, shape, (0,))
+
+
+def _columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each column."""
+    return jax.lax.broadcast_in_dim(numbers, shape, (1,))
+
+
+def _store(values: jax.Array, ref: Any, own: Any) -> None:
+    """Store 64 rows. own: a tile in shared memory, which nothing reads any more."""
+    if ref.dtype != own.dtype:  # float32 has no such tile
+        ref[...] = values.astype(ref.dtype)
+        return
+    own[...] = values.astype(own.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(own, ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+Belonging = tuple[jax.Array, jax.Array]  # segments and positions of tokens
+
+
+def _belonging(ref: Any, layout: Any, optimized: bool = True) -> Belonging:
+    segments, positions = (plgpu.load(ref.at[i], layout=layout, optimized=optimized) for i in range(2))
+    return segments, positions
+
+
+def _visible(of_queries: Belonging, of_keys: Belonging, spec: Spec, shape: tuple[int, ...], turned: bool = False) -> jax.Array:
     """bool (queries, keys), turned: (keys, queries), from the segments and positions of each."""
-    q_axis, kv_axis = (0, 1) if turned else (1, 0)
-    (q_segments, q_positions), (kv_segments, kv_positions) = (
-        [jnp.expand_dims(x, axis) for x in of] for of, axis in ((of_queries, q_axis), (of_keys, kv_axis))
-    )
-    distance = q_positions - kv_positions
-    seen = (q_segments == kv_segments) & (distance >= 0)
+    over_queries, over_keys = (_columns, _rows) if turned else (_rows, _columns)
+    same = over_queries(of_queries[0], shape) == over_keys(of_keys[0], shape)
+    distance = over_queries(of_queries[1], shape) - over_keys(of_keys[1], shape)
+    seen = same & (distance >= 0)
     return seen & (distance < spec.window) if spec.window else seen
 
 
-def _belonging(segments: Any, positions: Any, tile: Any, tokens: int) -> Belonging:
-    rows = pl.ds(tile * tokens, tokens)
-    return triton.load(segments.at[rows]), triton.load(positions.at[rows])
+def _capped(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.Array, jax.Array | None]:
+    """Return scores times log2(e), and the factor that the soft cap puts on their gradient, None for 1.
 
-
-def _visit(visits: Any, mine: Any, body: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
-    """`body(tile, carry, masked)` over the tiles to visit: those that need a mask, then those that do not."""
-    start, full_start, full_stop, stop = (visits[mine, i] for i in range(4))
-    ahead = full_start - start
-
-    def with_mask(i, carry):
-        return body(jnp.where(i < ahead, start + i, full_stop + i - ahead), carry, True)
-
-    carry = jax.lax.fori_loop(0, ahead + stop - full_stop, with_mask, carry)
-    return jax.lax.fori_loop(full_start, full_stop, lambda i, carry: body(i, carry, False), carry)
-
-
-def _last_first() -> jax.Array:
-    """The tile of queries of this program. The last ones see most, and what takes long should start early."""
-    return pl.num_programs(0) - 1 - pl.program_id(0)
-
-
-def _forward_kernel(
-    visits, q_segments, q_positions, kv_segments, kv_positions, q_ref, k_ref, v_ref, out_ref, lse_ref, *, static
-):
-    """The running largest score (in log2) and sum of each query are kept, and what is summed so far is scaled to them."""
-    mine, (queries, keys, *_), H = _last_first(), static.tile, width(static.spec.head_dim)
-    q = _load(q_ref, mine, queries, static.T, static)
-    of_queries = _belonging(q_segments, q_positions, mine, queries)
-
-    def body(j, carry, masked):
-        out, top, total = carry
-        k = _load(k_ref, j, keys, static.S, static)
-        seen = _visible(of_queries, _belonging(kv_segments, kv_positions, j, keys), static.spec) if masked else None
-        scores, _ = _scores(q, k, seen, static)
-        new_top = jnp.maximum(top, scores.max(1))
-        p = jnp.exp2(scores - new_top[:, None])
-        shrink = jnp.exp2(top - new_top)
-        v = _load(v_ref, j, keys, static.S, static)
-        return out * shrink[:, None] + _dot(p.astype(v.dtype), v, (1, 0)), new_top, total * shrink + p.sum(1)
-
-    # Scores that are masked are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
-    start = jnp.zeros((queries, H), jnp.float32), jnp.full((queries,), NOTHING, jnp.float32), jnp.zeros((queries,), jnp.float32)
-    out, top, total = _visit(visits, mine, body, start)
-    sees = total > 0
-    total = jnp.where(sees, total, 1.0)
-    _store(out_ref, out / total[:, None], mine, queries, static.T, static)
-    lse = jnp.where(sees, top / LOG2E + jnp.log(total), NOTHING)
-    within = None if static.T % queries == 0 else _within(mine, queries, static.T)
-    triton.store(lse_ref.at[pl.ds(mine * queries, queries)], lse, mask=within)
-
-
-Factors = tuple[jax.Array, jax.Array]
-
-
-def _weights_and_gradient(
-    of_scores: Factors, of_weights: Factors, lse: jax.Array, delta: jax.Array, seen: jax.Array | None, static: Static
-) -> tuple[jax.Array, jax.Array]:
-    """p = exp(s - lse), and ds = p (dp - delta) without the scale of s; f32, (queries, keys) or (keys, queries).
-
-    of_scores, of_weights: the factors of s and dp, q and k, do and v, in the order of the result's axes.
+    factor: the product of the scales of queries and keys.
     """
-    scores, slope = _scores(*of_scores, seen, static)
-    p = jnp.exp2(scores - lse * LOG2E)
-    ds = p * (_dot(*of_weights, (1, 1)) - delta)
-    return p, ds if slope is None else ds * slope
+    cap, scale = static.spec.softcap, factor * static.scale
+    if not cap:
+        return scores * (scale * LOG2E), None
+    # tanh; the GPU's own instruction has 11 bits
+    squashed = 1 - 2 / (1 + jnp.exp2(scores * (scale * (2 * LOG2E / cap))))
+    return squashed * (cap * LOG2E), 1 - squashed * squashed
+
+
+def _go_over(visits: Visits, before: Any, body: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
+    """`body(step, carry, masked)` for all steps, of which there were some before."""
+    masked, total = before + visits.masked, before + visits.total
+    carry = jax.lax.fori_loop(before, masked, lambda step, carry: body(step, carry, True), carry)
+    return jax.lax.fori_loop(masked, total, lambda step, carry: body(step, carry, False), carry)
+
+
+def _load_keys(
+    visits: Visits, static: Static, row: Any, head: Any, sources: tuple[Any, Any, Any], keys: Slots, values: Slots
+) -> None:
+    """Copy the tiles of keys and values that a program visits. sources: keys, values, and segments and positions of keys."""
+    tokens, (k_ref, v_ref, kv_ids) = static.tile.keys, sources
+
+    @pl.loop(0, visits.total)
+    def _(step):
+        rows = pl.ds(visits.at(step) * tokens, tokens)
+        keys.fill(step, (k_ref.at[row, rows, head], kv_ids.at[row, :, rows]))
+        values.fill(step, (v_ref.at[row, head, :, rows] if static.fp8 else v_ref.at[row, rows, head],))
+
+
+def _last_first(visits_ref: Any) -> jax.Array:
+    """The tile of queries of this program. The last ones see most, and what takes long should start early."""
+    return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
+
+
+def forward_scratch(static: Static) -> tuple[Any, ...]:
+    """Shared memory and barriers of the forward kernel."""
+    tokens, stages, width = static.tile.keys, static.tile.stages, static.width
+    k, v, own = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
+    if static.fp8:  # WGMMA reads 8-bit numbers along the contracted dimension alone: of values, that of keys
+        k, v = static.eights(stages, tokens, width), static.eights(stages, width, tokens)
+        own = static.eights(COMPUTING, ROWS, width)
+    arrived, turn = plgpu.Barrier(num_barriers=COMPUTING), plgpu.Barrier(num_arrivals=COMPUTING)
+    return own, arrived, slots(k, static.belonging(tokens)), slots(v), turn
+
+
+def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, static):
+    """Keep the running largest score (in log2) and sum of each query, and scale the output so far to them.
+
+    The warpgroups that compute take turns: while one multiplies, the other takes exponentials.
+
+    In e4m3 (static.fp8) values are (B, K, H, S) with keys as `swapped`, and f32 (B, N, 2) follows them: the product of the
+    scales of queries and keys, and the scale of values.
+    """
+    *scales, out_ref, lse_ref, own, arrived, keys, values, turn = refs
+    row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
+    visits = _visits(visits_ref, row, mine)
+    shape = ROWS, tile.keys
+
+    def next_turn() -> None:
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    def compute(which: jax.Array) -> None:
+        rows = pl.ds(mine * tile.queries + which * ROWS, ROWS)
+        q = own.at[which]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[which])
+        of_queries = _belonging(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        factor, of_values = (scales[0][row, head, i] for i in range(2)) if static.fp8 else (1.0, 1.0)
+        plgpu.barrier_wait(arrived.at[which])
+
+        def body(step, carry, masked):
+            out, top, total = carry
+            k, ids = keys.take(step)
+            scores = _product(q, k)
+            next_turn()
+            scores, _ = _capped(scores, static, factor)
+            if masked:
+                scores = jnp.where(_visible(of_queries, _belonging(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
+            keys.release(step, static.interpret)
+            new_top = jnp.maximum(top, scores.max(1))
+            p = jnp.exp2(scores - _rows(new_top - SHIFT if static.fp8 else new_top, shape))
+            shrink = jnp.exp2(top - new_top)
+            out, total = out * _rows(shrink, out.shape), total * shrink + p.sum(1)
+            next_turn()
+            (v,) = values.take(step)
+            out = out + _product_with_values(p, v, static) if static.fp8 else _add_product(out, p, v, static)
+            values.release(step, static.interpret)
+            return out, new_top, total
+
+        # Scores that are masked are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
+        top = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), OF_ROWS)
+        start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS)
+        pl.when(which == 1)(next_turn)
+        out, top, total = _go_over(visits, jnp.int32(0), body, start)
+        pl.when(which == 0)(next_turn)
+        sees = total > 0
+        total = jnp.where(sees, total, 1.0)
+        if static.fp8:
+            out, top = out * of_values, top - SHIFT
+        _store(out / _rows(total, out.shape), out_ref.at[row, rows, head], q)
+        lse_ref.at[row, head, rows][...] = jnp.where(sees, top / LOG2E + jnp.log(total), NOTHING)
+
+    def load() -> None:
+        _load_keys(visits, static, row, head // static.group, (k_ref, v_ref, kv_ids), keys, values)
+
+    warpgroups(compute, load, (keys, values))
+
+
+def queries_scratch(static: Static) -> tuple[Any, ...]:
+    """Shared memory and barriers of the kernel of queries' gradients."""
+    tokens = static.tile.keys
+    tiles, own = static.matrices(static.tile.stages, tokens), static.matrices(COMPUTING, ROWS)
+    arrived = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
+    return own, own, arrived, slots(tiles, static.belonging(tokens)), slots(tiles)
 
 
 def _queries_kernel(
-    visits,
-    q_segments,
-    q_positions,
-    kv_segments,
-    kv_positions,
+    visits_ref,
+    q_ids,
+    kv_ids,
     q_ref,
     k_ref,
     v_ref,
@@ -198,31 +358,62 @@ def _queries_kernel(
     lse_ref,
     delta_ref,
     dq_ref,
+    q_own,
+    do_own,
+    arrived,
+    keys,
+    values,
     *,
     static,
 ):
     """dq = ds k."""
-    mine, (queries, keys, *_) = _last_first(), static.tile
-    q, do = (_load(ref, mine, queries, static.T, static) for ref in (q_ref, do_ref))
-    lse, delta = (_load_numbers(ref, mine, queries, static.T) for ref in (lse_ref, delta_ref))
-    of_queries = _belonging(q_segments, q_positions, mine, queries)
+    row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
+    visits = _visits(visits_ref, row, mine)
+    shape = ROWS, tile.keys
 
-    def body(j, dq, masked):
-        k, v = (_load(ref, j, keys, static.S, static) for ref in (k_ref, v_ref))
-        seen = _visible(of_queries, _belonging(kv_segments, kv_positions, j, keys), static.spec) if masked else None
-        _, ds = _weights_and_gradient((q, k), (do, v), lse[:, None], delta[:, None], seen, static)
-        return dq + _dot(ds.astype(k.dtype), k, (1, 0))
+    def compute(which: jax.Array) -> None:
+        rows = pl.ds(mine * tile.queries + which * ROWS, ROWS)
+        q, do = q_own.at[which], do_own.at[which]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[which])
+        plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do, arrived.at[which])
+        of_queries = _belonging(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        lse, delta = (plgpu.load(x.at[row, head, rows], layout=OF_ROWS, optimized=False) for x in (lse_ref, delta_ref))
+        plgpu.barrier_wait(arrived.at[which])
 
-    dq = _visit(visits, mine, body, jnp.zeros(q.shape, jnp.float32))
-    _store(dq_ref, dq * static.scale, mine, queries, static.T, static)
+        def body(step, dq, masked):
+            k, ids = keys.take(step)
+            scores, slope = _capped(_product(q, k), static)
+            if masked:
+                scores = jnp.where(_visible(of_queries, _belonging(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
+            p = jnp.exp2(scores - _rows(lse * LOG2E, shape))
+            (v,) = values.take(step)
+            ds = p * (_product(do, v) - _rows(delta, shape))
+            values.release(step, static.interpret)
+            dq = _add_product(dq, ds if slope is None else ds * slope, k, static)
+            keys.release(step, static.interpret)
+            return dq
+
+        dq = _go_over(visits, jnp.int32(0), body, _zeros((ROWS, static.width)))
+        _store(dq * static.scale, dq_ref.at[row, rows, head], q)
+
+    def load() -> None:
+        _load_keys(visits, static, row, head // static.group, (k_ref, v_ref, kv_ids), keys, values)
+
+    warpgroups(compute, load, (keys, values))
+
+
+def keys_scratch(static: Static) -> tuple[Any, ...]:
+    """Shared memory and barriers of the kernel of keys' and values' gradients."""
+    parts, tokens = COMPUTING // 2 if static.roles else COMPUTING, static.tile.queries
+    tiles, own, numbers = static.matrices(static.tile.stages, tokens), static.matrices(parts, ROWS), static.numbers(tokens)
+    arrived, done = plgpu.Barrier(num_arrivals=2, num_barriers=parts), plgpu.Barrier(num_arrivals=COMPUTING)
+    return own, own, arrived, done, slots(tiles, static.belonging(tokens), numbers), slots(tiles, numbers)
 
 
 def _keys_kernel(
-    visits,
-    q_segments,
-    q_positions,
-    kv_segments,
-    kv_positions,
+    visits_ref,
+    q_ids,
+    kv_ids,
     q_ref,
     k_ref,
     v_ref,
@@ -231,35 +422,96 @@ def _keys_kernel(
     delta_ref,
     dk_ref,
     dv_ref,
+    k_own,
+    v_own,
+    arrived,
+    done,
+    queries,
+    gradients,
     *,
     static,
 ):
     """dk = ds^T q and dv = p^T do, summed over the heads of the group.
 
-    Scores are made as (keys, queries), so that a tensor core takes p^T and ds^T from the registers they are in.
+    Scores are made as (keys, queries), so that WGMMA takes p^T and ds^T from the registers they are in.
     """
-    mine, (queries, keys, *_) = pl.program_id(0), static.tile
-    k, v = (_load(ref, mine, keys, static.S, static) for ref in (k_ref, v_ref))
-    of_keys = _belonging(kv_segments, kv_positions, mine, keys)
+    row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), jax.lax.axis_index(TILES), static.tile
+    visits = _visits(visits_ref, row, mine)
+    shape = ROWS, tile.queries
 
-    def one_head(head, carry):
-        def body(i, carry, masked):
+    def gradients_of(part: jax.Array, wants_keys: bool, wants_values: bool) -> None:
+        """Sum the gradients of these 64 keys, or values, or both."""
+        rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
+        k, v = k_own.at[part], v_own.at[part]
+        of_keys = _belonging(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        plgpu.barrier_wait(arrived.at[part])
+
+        def body(step, carry, masked):
             dk, dv = carry
-            q, do = (_load(ref, i, queries, static.T, static, head) for ref in (q_ref, do_ref))
-            lse, delta = (_load_numbers(ref, i, queries, static.T, head) for ref in (lse_ref, delta_ref))
-            seen = None
+            q, ids, lse = queries.take(step)
+            scores, slope = _capped(_product(k, q), static)
             if masked:
-                seen = _visible(_belonging(q_segments, q_positions, i, queries), of_keys, static.spec, turned=True)
-            p, ds = _weights_and_gradient((k, q), (v, do), lse[None, :], delta[None, :], seen, static)
-            return dk + _dot(ds.astype(q.dtype), q, (1, 0)), dv + _dot(p.astype(do.dtype), do, (1, 0))
+                seen = _visible(_belonging(ids, OF_COLUMNS), of_keys, static.spec, shape, turned=True)
+                scores = jnp.where(seen, scores, -jnp.inf)
+            p = jnp.exp2(scores - _columns(plgpu.load(lse, layout=OF_COLUMNS) * LOG2E, shape))
+            do, delta = gradients.take(step)
+            if wants_values:
+                dv = _add_product(dv, p, do, static)
+            if wants_keys:
+                ds = p * (_product(v, do) - _columns(plgpu.load(delta, layout=OF_COLUMNS), shape))
+                dk = _add_product(dk, ds if slope is None else ds * slope, q, static)
+            gradients.release(step, static.interpret)
+            queries.release(step, static.interpret)
+            return dk, dv
 
-        return _visit(visits, mine, body, carry)
+        def one_head(which, carry):
+            return _go_over(visits, which * visits.total, body, carry)
 
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    carry = (zeros, zeros)
-    dk, dv = jax.lax.fori_loop(0, static.group, one_head, carry) if static.group > 1 else one_head(None, carry)
-    _store(dk_ref, dk * static.scale, mine, keys, static.S, static)
-    _store(dv_ref, dv, mine, keys, static.S, static)
+        zeros = [_zeros((ROWS, static.width)) if wanted else None for wanted in (wants_keys, wants_values)]
+        dk, dv = jax.lax.fori_loop(0, static.group, one_head, tuple(zeros))
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+        if wants_keys:
+            _store(dk * static.scale, dk_ref.at[row, rows, head], k)
+        if wants_values:
+            _store(dv, dv_ref.at[row, rows, head], v)
+
+    def compute(which: jax.Array) -> None:
+        if static.roles:
+            pl.when(which == 0)(lambda: gradients_of(jnp.int32(0), True, False))
+            pl.when(which == 1)(lambda: gradients_of(jnp.int32(0), False, True))
+        else:
+            gradients_of(which, True, True)
+
+    def load() -> None:
+        for part in range(arrived.shape[0]):
+            rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, rows, head], k_own.at[part], arrived.at[part])
+            plgpu.copy_gmem_to_smem(v_ref.at[row, rows, head], v_own.at[part], arrived.at[part])
+
+        @pl.loop(0, static.group)
+        def _(which):
+            q_head = head * static.group + which
+
+            @pl.loop(0, visits.total)
+            def _(i):
+                step, rows = which * visits.total + i, pl.ds(visits.at(i) * tile.queries, tile.queries)
+                queries.fill(step, (q_ref.at[row, rows, q_head], q_ids.at[row, :, rows], lse_ref.at[row, q_head, rows]))
+                gradients.fill(step, (do_ref.at[row, rows, q_head], delta_ref.at[row, q_head, rows]))
+
+    warpgroups(compute, load, (queries, gradients))
 
 
-KERNELS: dict[str, Callable[..., None]] = {FORWARD: _forward_kernel, QUERIES: _queries_kernel, KEYS: _keys_kernel}
+class Kernel(NamedTuple):
+    """The body of a kernel, and the shared memory and barriers that it needs."""
+
+    body: Callable[..., None]
+    scratch: Callable[[Static], tuple[Any, ...]]
+
+
+KERNELS = {
+    FORWARD: Kernel(_forward_kernel, forward_scratch),
+    FORWARD_FP8: Kernel(_forward_kernel, forward_scratch),
+    QUERIES: Kernel(_queries_kernel, queries_scratch),
+    KEYS: Kernel(_keys_kernel, keys_scratch),
+}

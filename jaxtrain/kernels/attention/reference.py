@@ -58,7 +58,7 @@ def _weighed(
         precision=_precision(q_BTNH),
         preferred_element_type=jnp.float32,
     )
-    return out.reshape(q_BTNH.shape), top, sums
+    return out.reshape(*q_BTNH.shape[:3], -1), top, sums
 
 
 def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
@@ -100,7 +100,7 @@ def block_backward(
     """See the package's docstring. With p = exp(s - lse): dv = p^T do, ds = p (do v^T - sum(do out))."""
     B, T, N, H = q_BTNH.shape
     K, dtype = k_BSKH.shape[2], q_BTNH.dtype
-    grouped = (B, T, K, N // K, H)
+    grouped = (B, T, K, N // K, -1)
 
     def einsum(eqn: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(eqn, a, b, precision=_precision(q_BTNH), preferred_element_type=jnp.float32)

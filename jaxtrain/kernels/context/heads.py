@@ -31,6 +31,15 @@ def _to_heads(x: jax.Array, split: Split) -> jax.Array:
     return jax.lax.all_to_all(x, split.axis, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=split.groups)
 
 
+def own(x_N: jax.Array, split: Split) -> jax.Array:
+    """Return the part of a number for each head that `trade` leaves to this rank."""
+    u = split.context.ulysses
+    if u == 1:
+        return x_N
+    count = x_N.shape[0] // u
+    return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(split.axis) % u * count, count)
+
+
 def back(o: jax.Array, split: Split) -> jax.Array:
     """The inverse of `trade`, for its result."""
     if split.context.ulysses == 1:

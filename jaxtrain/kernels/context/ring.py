@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import NOTHING, Rows, Spec, implementation
+from jaxtrain.kernels.attention import NOTHING, Rows, Spec, implementation, sinks
 from jaxtrain.kernels.context.split import Split, halves
 
 Pair = tuple[jax.Array, jax.Array]  # (early, late) chunk
@@ -36,7 +36,7 @@ class Described(NamedTuple):
 
 def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
     """From the rows of this place's tokens. Those of other places are gathered here, once for all layers."""
-    block = functools.partial(implementation(kernel).describe_block, spec=spec)
+    block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
     own = (rows.q_segments, rows.q_positions)
     mine = [halves(x) for x in own]
     everyone = [jax.lax.all_gather(x, split.axis, axis_index_groups=split.rings) for x in own]
@@ -76,12 +76,19 @@ def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
     return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, described: Described, spec: Spec, kernel: str, split: Split
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks_N: jax.Array | None,
+    described: Described,
+    spec: Spec,
+    kernel: str,
+    split: Split,
 ) -> jax.Array:
-    """(B, 2 C, N, H) of this place's two chunks against all that they see, in q's dtype."""
-    return _forward(q, k, v, described, spec, kernel, split)[0]
+    """Return attention (B, 2 C, N, H) of this place's two chunks to all that they see, in q's dtype."""
+    return _forward(q, k, v, sinks_N, described, spec, kernel, split)[0]
 
 
 def merge(one: Part, other: Part) -> Part:
@@ -117,8 +124,8 @@ def _in_turn(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
     return state
 
 
-def _forward(q, k, v, described, spec, kernel, split):
-    block: Callable[..., Any] = functools.partial(implementation(kernel).block_forward, spec=spec)
+def _forward(q, k, v, sinks_N, described, spec, kernel, split):
+    block: Callable[..., Any] = functools.partial(implementation(kernel, spec).block_forward, spec=spec)
     rows = q.shape[0]
 
     def step(state: State, distance: int, mine: Pair, kv: jax.Array) -> State:
@@ -141,19 +148,20 @@ def _forward(q, k, v, described, spec, kernel, split):
         return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
 
     early, late = _in_turn(step, halves(q), jnp.concatenate([k, v], axis=2), split)
-    out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
-    return out, jnp.concatenate([early[1], late[1]], axis=2)
+    out, lse = jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
+    out, lse = (out, lse) if sinks_N is None else sinks.joined(out, lse, sinks_N)
+    return out.astype(q.dtype), lse
 
 
-def _attention_fwd(q, k, v, described, spec, kernel, split):
-    out, lse = _forward(q, k, v, described, spec, kernel, split)
+def _attention_fwd(q, k, v, sinks_N, described, spec, kernel, split):
+    out, lse = _forward(q, k, v, sinks_N, described, spec, kernel, split)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, described, out, lse)
+    return out, (q, k, v, sinks_N, described, out, lse)
 
 
 def _attention_bwd(spec, kernel, split, residuals, do):
-    q, k, v, described, out, lse = residuals
-    block: Callable[..., Any] = functools.partial(implementation(kernel).block_backward, spec=spec)
+    q, k, v, sinks_N, described, out, lse = residuals
+    block: Callable[..., Any] = functools.partial(implementation(kernel, spec).block_backward, spec=spec)
     rows, chunk = q.shape[0], q.shape[1] // 2
     mine = halves(q), halves(out), (lse[:, :, :chunk], lse[:, :, chunk:]), halves(do)
 
@@ -191,7 +199,9 @@ def _attention_bwd(spec, kernel, split, residuals, do):
     early, late, home = _in_turn(step, mine, jnp.concatenate([k, v], axis=2), split)
     d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
     dk, dv = jnp.split(d_kv, 2, axis=2)
-    return jnp.concatenate([early, late], axis=1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dq = jnp.concatenate([early, late], axis=1).astype(q.dtype)
+    d_sinks = None if sinks_N is None else sinks.gradient(sinks_N, out, lse, do)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
 
 
 def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:

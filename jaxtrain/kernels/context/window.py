@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.kernels.attention import Rows, Spec, implementation
+from jaxtrain.kernels.attention import Rows, Spec, sinks
 from jaxtrain.kernels.context.split import Split, halves
 
 ALIGNED = 128  # tokens; kernels work in tiles of so many
@@ -33,17 +33,26 @@ def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     segments = _with_halo(rows.q_segments + 1, spec, split)
     segments = jnp.where(segments == 0, spec.max_segments + 1, segments - 1)
     positions = _with_halo(rows.q_positions, spec, split)
-    return implementation(kernel).prepare(Rows(segments, positions, segments, positions), inner_spec(spec))
+    return sinks.prepare(Rows(segments, positions, segments, positions), inner_spec(spec), kernel)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spec, kernel: str, split: Split) -> jax.Array:
-    """(B, 2 C, N, H) of this place's two chunks."""
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks_N: jax.Array | None,
+    prepared: Any,
+    spec: Spec,
+    kernel: str,
+    split: Split,
+) -> jax.Array:
+    """Return attention (B, 2 C, N, H) of this place's two chunks."""
     chunk = q.shape[1] // 2
     halo = halo_tokens(spec, chunk, split)
     both = jnp.concatenate(halves(q), axis=0)
     padded = jnp.pad(both, ((0, 0), (halo, 0), (0, 0), (0, 0)))
     keys, values = _with_halo(k, spec, split), _with_halo(v, spec, split)
-    o = implementation(kernel).attention(padded, keys, values, prepared, inner_spec(spec))[:, halo:]
+    o = sinks.attention(padded, keys, values, sinks_N, prepared, inner_spec(spec), kernel)[:, halo:]
     return jnp.concatenate(jnp.split(o, 2, axis=0), axis=1)
 
 

@@ -1,14 +1,18 @@
-"""Products of experts in 8 bits, where every expert of a device has the same number of rows: even.py's, with the types, scales
-and sums of kernels/fp8.py. XLA makes one batched FP8 call of each.
+"""Products of experts in 8 bits, with the types, scales and sums of kernels/fp8.py.
 
-Rows that are sorted by expert and uneven have no such products: Pallas' Triton backend (jax 0.11.2) compiles a product of 8-bit
-tiles to one of float16, with which nothing is won.
+Where every expert of a device has the same number of rows, they are those of even.py: XLA makes one batched FP8 call of each.
+
+Of uneven rows `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere the same rounded numbers in
+bfloat16. Weights' gradients of uneven rows stay in bfloat16 (grouped.outer). They are sums over rows, and WGMMA takes 8-bit
+numbers only with the summed ones side by side: both factors would need transposed copies, in which an expert's rows begin
+anywhere, where the order of shared memory wants a multiple of 128.
 """
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels import fp8
+from jaxtrain.kernels.experts import grouped
 
 
 def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.Array:
@@ -18,6 +22,30 @@ def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.
     columns_last = w8_EDF if contract == "F" else jnp.swapaxes(w8_EDF, 1, 2)
     y = fp8.multiply(rows8, scale, columns_last, w.scale, rows.dtype, fp8.FULL if gradient else fp8.FAST)
     return y.reshape(rows.shape[0], -1)
+
+
+def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contract: str, gradient: bool) -> jax.Array:
+    """Return `times` of rows that are sorted by expert, as in grouped.py: (R, F), or (R, D).
+
+    Args:
+      impl: of grouped.py.
+      gradient: as in `times`.
+    """
+    dtype, sums = (fp8.E5M2, fp8.FULL) if gradient else (fp8.E4M3, fp8.FAST)
+    used = jnp.arange(rows.shape[0])[:, None] < sizes_E.sum()
+    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may hold anything, and share the scale
+    scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
+    rows8, w8_EDF = fp8.rounded(rows, scale, dtype), fp8.from_bits(w.bits, fp8.E4M3)
+    if impl == "pallas":
+        from jaxtrain.kernels.experts import pallas
+
+        contracted_last = jnp.swapaxes(w8_EDF, 1, 2) if contract == "D" else w8_EDF
+        return pallas.times8(rows8, contracted_last, scale * w.scale.reshape(()), sizes_E, rows.dtype, sums)
+    a, b = (
+        numbers.astype(jnp.bfloat16) * by.reshape(()).astype(jnp.bfloat16)
+        for numbers, by in ((rows8, scale), (w8_EDF, w.scale))
+    )
+    return grouped.times(impl, a, b, sizes_E, contract, sums).astype(rows.dtype)
 
 
 def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, gradient: str) -> jax.Array:

@@ -5,11 +5,13 @@ each device of the expert axis, and there in one run for each expert. What trave
 device, whose all-to-all is its own inverse:
 
     one device    a slot for each assignment; nothing travels
-    rounds        `room` slots for each device; what does not fit travels in further rounds, so that nothing is ever dropped
+    rounds        `room` slots for each device; what does not fit travels in further rounds of `further_room` slots, so that
+                  nothing is ever dropped
     capacity      slots for each expert, the same number for all; what does not fit is dropped
 
-Received slots are brought into the order of experts, where products take them (grouped.py). Nothing is added up while it is
-scattered: every row is looked up by whoever needs it, so results do not depend on any order of additions.
+Received slots are brought into the order of experts, where products take them (grouped.py). Where a device has one expert, and
+plain matmuls take all slots as its rows, they stay as received. Rows are gathered by
+index and never scatter-added, so results do not depend on an order of additions.
 """
 
 import dataclasses
@@ -18,6 +20,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxtrain.shapes import FURTHER_ROUND
 
 
 class Route(NamedTuple):
@@ -36,8 +40,8 @@ class Plan(NamedTuple):
     order_n: jax.Array  # assignments by expert, those of padding last
     rank_Tk: jax.Array  # where each stands in that order
     counts_E: jax.Array  # how many of this device's assignments each expert has
-    theirs_XE: jax.Array  # how many each device of the expert axis has for each expert of this device
-    rounds: jax.Array  # (1,): how many it takes; the same number on all devices
+    theirs_XE: jax.Array  # how many each device of the expert axis has for each expert of this device; (0,) where none asks
+    further: jax.Array  # (1,): how many rounds it takes after the first; the same number on all devices
     dropped: jax.Array  # (1,): how many of this device's assignments are dropped
     first: Route
 
@@ -53,7 +57,8 @@ class Exchange:
     parts: int  # devices along them
     devices: tuple[str, ...]  # mesh axes over which other devices have other rows
     capacity: float  # of each expert, in even shares of a device's assignments; 0: none is dropped
-    buffer: float  # room for each device in a round, in even shares
+    buffer: float  # room for each device in the first round, in even shares
+    alone: bool  # each device has one expert, whose rows are all slots, empty ones too
 
     @property
     def here(self) -> int:
@@ -62,15 +67,16 @@ class Exchange:
 
     @property
     def room(self) -> int:
-        """Slots for each device, or with a capacity for each expert."""
+        """Slots for each device in the first round, or with a capacity for each expert."""
         n = self.tokens * self.k
         if self.capacity:
             return min(self.tokens, math.ceil(self.capacity * n / self.experts))
         return n if self.parts == 1 else min(n, math.ceil(self.buffer * n / self.parts))
 
     @property
-    def slots(self) -> int:
-        return self.room * (self.experts if self.capacity else self.parts)
+    def further_room(self) -> int:
+        """Slots for each device in a round after the first."""
+        return min(self.room, math.ceil(FURTHER_ROUND * self.tokens * self.k / self.parts))
 
     @property
     def overflows(self) -> bool:
@@ -85,41 +91,48 @@ class Exchange:
         order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
         rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)
         counts_E = jnp.sum(chosen_n[:, None] == jnp.arange(self.experts)[None], axis=0, dtype=jnp.int32)
-        theirs_XE = self._swap(counts_E.reshape(self.parts, self.here))
-        one, none = jnp.ones((1,), jnp.int32), jnp.zeros((1,), jnp.int32)
+        unasked = self.capacity or self.alone or self.parts == 1
+        theirs_XE = self._nothing.sizes_E if unasked else self._swap(counts_E.reshape(self.parts, self.here))
+        none = jnp.zeros((1,), jnp.int32)
         if self.capacity:
             dropped = jnp.maximum(counts_E - self.room, 0).sum(keepdims=True)
-            made = Plan(order_n, rank_Tk, counts_E, theirs_XE, one, dropped, self._nothing)
+            made = Plan(order_n, rank_Tk, counts_E, theirs_XE, none, dropped, self._nothing)
             return made._replace(first=self._by_expert(made, chosen_Tk))
-        most = counts_E.reshape(self.parts, self.here).sum(1).max(keepdims=True)
-        rounds = -(-most // self.room)
-        rounds = jax.lax.pmax(rounds, self.devices) if self.overflows and self.devices else rounds
-        made = Plan(order_n, rank_Tk, counts_E, theirs_XE, rounds, none, self._nothing)
-        return made._replace(first=self.round(made, chosen_Tk, jnp.int32(0)))
+        left = counts_E.reshape(self.parts, self.here).sum(1).max(keepdims=True) - self.room
+        further = jnp.maximum(-(-left // self.further_room), 0)
+        further = jax.lax.pmax(further, self.devices) if self.overflows and self.devices else further
+        made = Plan(order_n, rank_Tk, counts_E, theirs_XE, further, none, self._nothing)
+        return made._replace(first=self._round(made, chosen_Tk, jnp.int32(0), self.room))
 
     @property
     def _nothing(self) -> Route:
         return Route(*(jnp.zeros((0,), jnp.int32) for _ in Route._fields))
 
-    def round(self, plan: Plan, chosen_Tk: jax.Array, r: jax.Array) -> Route:
-        """Round r, of those without a capacity."""
-        n, first = self.tokens * self.k, r * self.room
+    def further_round(self, plan: Plan, chosen_Tk: jax.Array, r: jax.Array) -> Route:
+        """Round r after the first, from 0."""
+        return self._round(plan, chosen_Tk, self.room + r * self.further_room, self.further_room)
+
+    def _round(self, plan: Plan, chosen_Tk: jax.Array, first: jax.Array, room: int) -> Route:
+        """The round with places `first` to `first + room` in the run of each device."""
+        n = self.tokens * self.k
         totals_X = plan.counts_E.reshape(self.parts, self.here).sum(1)
         starts_X = jnp.cumsum(totals_X) - totals_X
-        at_XC = first + jnp.arange(self.room)[None, :]  # places in the run of each device
+        at_XC = first + jnp.arange(room)[None, :]
         take_XC = jnp.take(plan.order_n, starts_X[:, None] + at_XC, mode="clip")
         take_XC = jnp.where(at_XC < totals_X[:, None], take_XC, n)
         to_Tk = chosen_Tk // self.here
         within_Tk = plan.rank_Tk - jnp.take(starts_X, to_Tk, mode="clip") - first
-        travels = (to_Tk < self.parts) & (within_Tk >= 0) & (within_Tk < self.room)
-        slot_Tk = jnp.where(travels, to_Tk * self.room + within_Tk, self.slots)
+        travels = (to_Tk < self.parts) & (within_Tk >= 0) & (within_Tk < room)
+        slot_Tk = jnp.where(travels, to_Tk * room + within_Tk, self.parts * room)
+        none = self._nothing.perm_R
         if self.parts == 1:
-            as_received = self._nothing.perm_R
-            return Route(take_XC.reshape(-1), slot_Tk, as_received, as_received, plan.counts_E)
+            return Route(take_XC.reshape(-1), slot_Tk, none, none, plan.counts_E)
+        if self.alone:
+            return Route(take_XC.reshape(-1), slot_Tk, none, none, jnp.full((1,), self.parts * room, jnp.int32))
         ends_XE = jnp.cumsum(plan.theirs_XE, axis=1)
         expert_XC = jnp.sum(at_XC[:, :, None] >= ends_XE[:, None, :], axis=2)
         perm_R = jnp.argsort(expert_XC.reshape(-1), stable=True).astype(jnp.int32)
-        window = jnp.clip(jnp.stack([ends_XE - plan.theirs_XE, ends_XE]) - first, 0, self.room)
+        window = jnp.clip(jnp.stack([ends_XE - plan.theirs_XE, ends_XE]) - first, 0, room)
         return Route(take_XC.reshape(-1), slot_Tk, perm_R, _inverse(perm_R), (window[1] - window[0]).sum(0))
 
     def _by_expert(self, plan: Plan, chosen_Tk: jax.Array) -> Route:
@@ -129,15 +142,15 @@ class Exchange:
         take_EC = jnp.where(at_EC < plan.counts_E[:, None], take_EC, self.tokens * self.k)
         within_Tk = plan.rank_Tk - jnp.take(starts_E, chosen_Tk, mode="clip")
         travels = (chosen_Tk < self.experts) & (within_Tk < self.room)
-        slot_Tk = jnp.where(travels, chosen_Tk * self.room + within_Tk, self.slots)
-        as_received = self._nothing.perm_R
+        slot_Tk = jnp.where(travels, chosen_Tk * self.room + within_Tk, self.experts * self.room)
+        none = self._nothing.perm_R
         sizes_E = jnp.full((self.here,), self.room * self.parts, jnp.int32)
-        return Route(take_EC.reshape(-1), slot_Tk, as_received, as_received, sizes_E)
+        return Route(take_EC.reshape(-1), slot_Tk, none, none, sizes_E)
 
     # ---- What travels
 
     def send(self, x_TD: jax.Array, route: Route) -> jax.Array:
-        """The rows (R, D) of this device's experts, of every device's tokens; zeros in those that are nobody's."""
+        """The rows (R, D) of this device's experts, of every device's tokens; zeros in unused rows."""
         return self._sorted(self._swap(_rows(x_TD, route.take_S // self.k)), route)
 
     def send_numbers(self, a_Tk: jax.Array, route: Route) -> jax.Array:
@@ -163,12 +176,12 @@ class Exchange:
     def _sorted(self, slots: jax.Array, route: Route) -> jax.Array:
         if self.capacity:
             return jnp.swapaxes(slots.reshape(self.parts, self.here, self.room, -1), 0, 1).reshape(slots.shape)
-        return slots if self.parts == 1 else jnp.take(slots, route.perm_R, axis=0, mode="clip")
+        return jnp.take(slots, route.perm_R, axis=0, mode="clip") if route.perm_R.size else slots
 
     def _unsorted(self, rows: jax.Array, route: Route) -> jax.Array:
         if self.capacity:
             return jnp.swapaxes(rows.reshape(self.here, self.parts, self.room, -1), 0, 1).reshape(rows.shape)
-        return rows if self.parts == 1 else jnp.take(rows, route.place_R, axis=0, mode="clip")
+        return jnp.take(rows, route.place_R, axis=0, mode="clip") if route.place_R.size else rows
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,26 +1,30 @@
 """The experts of a layer: tokens to where their experts are, three grouped matmuls, and back.
 
-    y_t = sum over the k experts e of token t of  share_te (f(x_t gate_e) * (x_t up_e)) down_e'
+    y_t = sum over the k experts e of token t of  share_te f(x_t gate_e, x_t up_e) down_e'
+
+where experts with biases add one to each of the three products.
 
 The share is multiplied in before the last product. That is linear, so it makes no difference; and the backward pass then needs
 nothing that comes after it.
 
-The backward rule is written out, as for all that uses a weight (kernels/dot.py): gradients of weights are added up in float32
-over the rows of a round, and are then in the reduce dtype, in which they travel. It also repeats the rounds of an exchange:
-what a first round leaves over is computed anew in the backward pass, and of no round but the first is anything kept. So loads
-that are uneven cost time, and never memory.
+The backward rule is written out, as for every use of a weight (kernels/dot.py). It repeats the rounds: the rows that a first
+round leaves over are computed again in the backward pass, and only the first round saves activations. So uneven loads cost
+time, and never memory: further rounds are small, and take about the time of those rows.
+
+Gradients of weights are summed in float32. The first round's is rounded to the compute dtype, so that an even load writes no
+float32 gradient. Further rounds are added to it in float32, and the sum is rounded.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import Unsupported
+from jaxtrain.kernels.attention import Hardware, Unsupported
 from jaxtrain.kernels.dot import Weight
 from jaxtrain.kernels.experts import eight, grouped
 from jaxtrain.kernels.experts.exchange import Exchange, Route
@@ -37,7 +41,7 @@ class Spec:
     """What experts are computed with; static."""
 
     experts: int
-    activation: Callable[[jax.Array], jax.Array]
+    activation: Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up projection
     impl: str  # of grouped.py, or auto
     capacity: float
     buffer: float
@@ -53,44 +57,109 @@ class Spec:
         """Return the layout of the exchange of this device's tokens."""
         (T, k), p = chosen_Tk.shape, self.placement
         devices = p.token_axes + tuple(a for a in self.split if a not in p.token_axes)
-        return Exchange(self.experts, T, k, self.split, p.size(self.split), devices, self.capacity, self.buffer)
+        parts = p.size(self.split)
+        return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self.buffer, self._alone)
 
     def check(self, weights: Sequence[Weight]) -> None:
-        """Raises Unsupported for 8-bit weights of experts with uneven numbers of rows."""
-        if self._by != "even" and any(isinstance(w, Float8) for w in weights):
+        """Raise Unsupported for 8-bit weights of experts with uneven numbers of rows, on a GPU without a kernel for them."""
+        if self._by == "ragged" and self._hardware.platform == "gpu" and any(isinstance(w, Float8) for w in weights):
             raise Unsupported(
-                "precision = 'fp8': experts have uneven numbers of rows here, of which there is no product in 8 bits. "
+                "precision = 'fp8': uneven numbers of rows are multiplied in 8 bits on Hopper alone, with moe.impl=auto. "
                 "Set mesh.expert to model.num_experts, or moe.capacity_factor, or leave their weights out with fp8.exclude."
             )
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
         """gradient: the rows are one, of the backward pass."""
-        if isinstance(w_EDF, Float8):
+        if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.times(rows, w_EDF, contract, gradient)
+        if isinstance(w_EDF, Float8):
+            return eight.times_uneven(self._by, rows, w_EDF, route.sizes_E, contract, gradient)
         return grouped.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)
 
-    def outer(self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str) -> jax.Array:
-        """The gradient of a weight. gradient: which of the rows are one, "D" or "F"."""
-        out = self.numerics.compute
-        if isinstance(w_EDF, Float8):
+    def outer(
+        self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
+    ) -> jax.Array:
+        """Return the gradient of a weight, (E, D, F) in `out`. gradient: which of the rows are a gradient, "D" or "F"."""
+        if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
         return grouped.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
 
     @property
     def _by(self) -> str:
+        if self.capacity or self._alone:
+            return "even"
+        return grouped.choose(self.impl, self._hardware, self.numerics.compute)
+
+    @property
+    def _hardware(self) -> Hardware:
+        return Hardware.of(self.placement.mesh.devices.flat[0])
+
+    @property
+    def _alone(self) -> bool:
         # Of one expert a device all rows are, those that hold nothing too: a plain matmul, which is faster than a grouped one.
-        alone = self.impl == "auto" and self.placement.size(self.split) == self.experts
-        return "even" if self.capacity or alone else self.impl
+        return self.impl == "auto" and self.placement.size(self.split) == self.experts
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
-        """share f(gate) up, in float32 and rounded once."""
-        h_RF = self.activation(gate_RF.astype(jnp.float32)) * up_RF.astype(jnp.float32) * share_R[:, None]
+        """Return share f(gate, up), in float32 and rounded once."""
+        h_RF = self.activation(gate_RF.astype(jnp.float32), up_RF.astype(jnp.float32)) * share_R[:, None]
         return h_RF.astype(gate_RF.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+class Biases(NamedTuple):
+    """Biases of experts: on the gate and the up projection (E, F), and on the output (E, D).
+
+    Where devices shard F, one of them has the output's, and the others zeros.
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+def _experts_of(route: Route, rows: int) -> jax.Array:
+    """Return the expert of each row, int32 (R,). Unused rows get the last expert, and a share of zero."""
+    experts = jnp.arange(route.sizes_E.shape[0], dtype=jnp.int32)
+    return jnp.repeat(experts, route.sizes_E, total_repeat_length=rows)
+
+
+def _by_row(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
+    """Return the bias of each row's expert, f32 (R, n)."""
+    return jnp.take(bias_En.astype(jnp.float32), _experts_of(route, rows), axis=0, mode="clip")
+
+
+def _projected(
+    rows_RD: jax.Array, gate: Weight, up: Weight, biases: Biases | None, route: Route, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gate and the up projection of rows, (R, F)."""
+    made = [spec.times(rows_RD, w_EDF, route, "D") for w_EDF in (gate, up)]
+    if biases is not None:
+        added = (_by_row(b_EF, route, rows_RD.shape[0]) for b_EF in (biases.gate, biases.up))
+        made = [(y.astype(jnp.float32) + b_RF).astype(y.dtype) for y, b_RF in zip(made, added, strict=True)]
+    return made[0], made[1]
+
+
+def _summed(rows_Rn: jax.Array, route: Route) -> jax.Array:
+    """Return the sum of each expert's rows, f32 (E, n). As a matmul, which adds in a fixed order."""
+    of_RE = _experts_of(route, rows_Rn.shape[0])[:, None] == jnp.arange(route.sizes_E.shape[0])[None, :]
+    return jnp.einsum(
+        "RE,Rn->En",
+        of_RE.astype(rows_Rn.dtype),
+        rows_Rn,
+        precision=jax.lax.Precision.HIGHEST if rows_Rn.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def feed_forward(
-    x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, gate: Weight, up: Weight, down: Weight, spec: Spec
+    x_BTD: jax.Array,
+    share_BTk: jax.Array,
+    chosen_BTk: jax.Array,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    biases: Biases | None,
+    spec: Spec,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sum of each token's experts, and the number of (token, expert) pairs of this device that were dropped.
 
@@ -98,17 +167,18 @@ def feed_forward(
       x_BTD: this device's tokens, compute dtype.
       share_BTk, chosen_BTk: of `routing.route`.
       gate, up, down: gathered weights (E, D, F).
+      biases: of experts that have some.
 
     Returns (y (B, T, D), f32 ()). Where devices shard F, y is this device's term of the sum. A dropped token has 0.
     """
-    return _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, spec)[0]
+    return _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec)[0]
 
 
 def _flat(x_BTn: jax.Array) -> jax.Array:
     return x_BTn.reshape(-1, x_BTn.shape[-1])
 
 
-def _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, spec: Spec):
+def _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec: Spec):
     weights = gate, up, down
     spec.check(weights)
     x_TD, share_Tk, chosen_Tk = _flat(x_BTD), _flat(share_BTk), _flat(chosen_BTk)
@@ -116,36 +186,41 @@ def _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, spec: Spec):
     with jax.named_scope("dispatch"):
         plan = exchange.plan(chosen_Tk)
         rows_RD = exchange.send(x_TD, plan.first)
-    gate_RF, up_RF = (spec.times(rows_RD, w_EDF, plan.first, "D") for w_EDF in (gate, up))
+    gate_RF, up_RF = _projected(rows_RD, gate, up, biases, plan.first, spec)
     gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
 
     def rest(route: Route, gate_RF: jax.Array, up_RF: jax.Array) -> jax.Array:
-        h_RF = spec.hidden(gate_RF, up_RF, exchange.send_numbers(share_Tk, route))
-        return exchange.receive(spec.times(h_RF, down, route, "F"), route)
+        share_R = exchange.send_numbers(share_Tk, route)
+        h_RF = spec.hidden(gate_RF, up_RF, share_R)
+        y_RD = spec.times(h_RF, down, route, "F")
+        if biases is not None:
+            of_share = _by_row(biases.down, route, y_RD.shape[0]) * share_R[:, None]
+            y_RD = (y_RD.astype(jnp.float32) + of_share).astype(y_RD.dtype)
+        return exchange.receive(y_RD, route)
 
     def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         r, y_TD = carry
-        route = exchange.round(plan, chosen_Tk, r)
+        route = exchange.further_round(plan, chosen_Tk, r)
         rows_RD = exchange.send(x_TD, route)
-        return r + 1, y_TD + rest(route, *(spec.times(rows_RD, w_EDF, route, "D") for w_EDF in (gate, up)))
+        return r + 1, y_TD + rest(route, *_projected(rows_RD, gate, up, biases, route, spec))
 
     y_TD = rest(plan.first, gate_RF, up_RF)
     if exchange.overflows:
         with jax.named_scope(FURTHER_ROUNDS):
-            _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), y_TD))
+            _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), y_TD))
     y_BTD = y_TD.astype(x_BTD.dtype).reshape(x_BTD.shape)
-    residuals = x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, weights
+    residuals = x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, weights, biases
     return (y_BTD, plan.dropped.sum().astype(jnp.float32)), residuals
 
 
 def _backward(spec: Spec, residuals, cotangents):
-    x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, weights = residuals
+    x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, weights, biases = residuals
     gate, up, down = weights
     x_TD, share_Tk, chosen_Tk, dy_TD = (_flat(a) for a in (x_BTD, share_BTk, chosen_BTk, cotangents[0]))
     exchange = spec.exchange(chosen_Tk)
 
-    def gradients(route: Route, rows_RD: jax.Array, gate_RF: jax.Array, up_RF: jax.Array):
-        """Of x in f32 (T, D), of share (T, k), and of each weight."""
+    def gradients(route: Route, rows_RD: jax.Array, gate_RF: jax.Array, up_RF: jax.Array, out: jnp.dtype):
+        """Return gradients of x, f32 (T, D), of share, (T, k), of weights, (E, D, F) in `out`, and of biases, f32 (E, n)."""
         share_R, dy_RD = exchange.send_numbers(share_Tk, route), exchange.send(dy_TD, route)
         dh_RF = spec.times(dy_RD, down, route, "D", gradient=True)
         h_RF, pull = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
@@ -153,31 +228,45 @@ def _backward(spec: Spec, residuals, cotangents):
         of_gate, of_up = (spec.times(d, w, route, "F", gradient=True) for d, w in ((d_gate_RF, gate), (d_up_RF, up)))
         dx_RD = (of_gate.astype(jnp.float32) + of_up.astype(jnp.float32)).astype(x_TD.dtype)
         dw = (
-            spec.outer(rows_RD, d_gate_RF, route, gate, "F"),
-            spec.outer(rows_RD, d_up_RF, route, up, "F"),
-            spec.outer(dy_RD, h_RF, route, down, "D"),
+            spec.outer(rows_RD, d_gate_RF, route, gate, "F", out),
+            spec.outer(rows_RD, d_up_RF, route, up, "F", out),
+            spec.outer(dy_RD, h_RF, route, down, "D", out),
         )
-        return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw
+        db = None
+        if biases is not None:
+            dy_f32 = dy_RD.astype(jnp.float32)
+            d_share_R += jnp.sum(dy_f32 * _by_row(biases.down, route, dy_RD.shape[0]), axis=-1)
+            shared_RD = (dy_f32 * share_R[:, None]).astype(dy_RD.dtype)
+            db = Biases(*(_summed(rows, route) for rows in (d_gate_RF, d_up_RF, shared_RD)))
+        return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw, db
 
     def again(carry: Any) -> Any:
         r, made = carry
-        route = exchange.round(plan, chosen_Tk, r)
+        route = exchange.further_round(plan, chosen_Tk, r)
         rows_RD = exchange.send(x_TD, route)
-        gate_RF, up_RF = (spec.times(rows_RD, w_EDF, route, "D") for w_EDF in (gate, up))
-        return r + 1, jax.tree.map(jnp.add, made, gradients(route, rows_RD, gate_RF, up_RF))
+        gate_RF, up_RF = _projected(rows_RD, gate, up, biases, route, spec)
+        return r + 1, jax.tree.map(jnp.add, made, gradients(route, rows_RD, gate_RF, up_RF, jnp.dtype(jnp.float32)))
 
-    made = gradients(plan.first, rows_RD, gate_RF, up_RF)
+    def add_rounds(carry: Any) -> Any:
+        _, (dx_TD, d_share_Tk, dw, db) = carry
+        made = dx_TD, d_share_Tk, tuple(d.astype(jnp.float32) for d in dw), db
+        _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), made))
+        return jnp.bool_(False), (*made[:2], tuple(d.astype(spec.numerics.compute) for d in made[2]), made[3])
+
+    made = gradients(plan.first, rows_RD, gate_RF, up_RF, spec.numerics.compute)
     if exchange.overflows:
+        # The outer loop runs at most once. An even load so writes no float32 gradient, and a loop changes its state in place.
         with jax.named_scope(FURTHER_ROUNDS):
-            _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.rounds[0], again, (jnp.int32(1), made))
+            _, made = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, made))
     # The compiler would overlap the reduction of one dw with the matmul of the next, and the last ones with nothing. The layers
     # before wait for all matmuls: then their backward passes overlap with the reductions.
-    dx_TD, d_share_Tk, dw = jax.lax.optimization_barrier(made)
+    dx_TD, d_share_Tk, dw, db = jax.lax.optimization_barrier(made)
     d_weights = (
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)
         for w, d in zip(weights, dw, strict=True)
     )
-    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, *d_weights
+    d_biases = db and Biases(*(d.astype(b.dtype) for d, b in zip(db, biases, strict=True)))
+    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, *d_weights, d_biases
 
 
 feed_forward.defvjp(_forward, _backward)

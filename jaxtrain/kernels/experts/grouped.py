@@ -9,7 +9,6 @@ are zero, and no sum counts them, whatever they hold. Sums are in float32 and ro
 product, `times(dy, w, "F")` and `outer(x, dy)` are its gradients, and for rows of (R, F) the other way round.
 """
 
-import functools
 import importlib
 from typing import Any
 
@@ -25,38 +24,43 @@ IMPLEMENTATIONS = {
 }
 
 
-def check(impl: str, hardware: Hardware) -> None:
-    """Raises Unsupported where devices like this cannot do what `moe.impl` asks for."""
-    old = hardware.platform == "gpu" and hardware.compute_capability < (8, 0)
-    if impl in ("auto", "pallas") and old:
+def unsupported(hardware: Hardware, dtype: jnp.dtype) -> str | None:
+    """Return why the Pallas kernels cannot multiply numbers of this type on devices like this, or None."""
+    if hardware.platform != "gpu":
+        return "needs a GPU"
+    if not hardware.hopper:
         of = ".".join(map(str, hardware.compute_capability))
-        raise Unsupported(
-            f"moe.impl = {impl!r}: the Pallas kernel needs compute capability 8.0 or newer, and this is {of}. "
-            "Set moe.impl=ragged, which multiplies every row by every expert's weight there."
-        )
+        return f"needs Hopper's WGMMA (compute capability 9.0), not {of}"
+    return None if dtype == jnp.bfloat16 else f"computes bfloat16, not {dtype.name}"
+
+
+def check(impl: str, hardware: Hardware, dtype: jnp.dtype) -> None:
+    """Raise Unsupported where devices like this cannot do what `moe.impl` names."""
+    reason = unsupported(hardware, dtype) if impl == "pallas" else None
+    if reason:
+        raise Unsupported(f"moe.impl = 'pallas': {reason}. Set moe.impl=auto, which takes ragged there.")
+
+
+def choose(impl: str, hardware: Hardware, dtype: jnp.dtype) -> str:
+    """Return the implementation that `moe.impl` names: auto is pallas where that can do it, and ragged elsewhere."""
+    if impl != "auto":
+        return impl
+    return "ragged" if unsupported(hardware, dtype) else "pallas"
 
 
 def _with(impl: str, function: str) -> Any:
     return getattr(importlib.import_module(IMPLEMENTATIONS[impl]), function)
 
 
-def _run(impl: str, function: str, *arrays: jax.Array, **static: Any) -> jax.Array:
-    if impl != "auto":
-        return _with(impl, function)(*arrays, **static)
-    # The choice is that of the device which the program is compiled for.
-    cpu, gpu = (functools.partial(_with(name, function), **static) for name in ("ragged", "pallas"))
-    return jax.lax.platform_dependent(*arrays, cpu=cpu, default=gpu)
-
-
 def times(
     impl: str, rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision
 ) -> jax.Array:
     """(R, F) of rows (R, D) where `contract` is "D", (R, D) of rows (R, F) where it is "F"; in the type of the rows."""
-    return _run(impl, "times", rows, w_EDF, sizes_E, contract=contract, precision=precision)
+    return _with(impl, "times")(rows, w_EDF, sizes_E, contract=contract, precision=precision)
 
 
 def outer(
     impl: str, rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
     """(E, D, F) in `out`; zeros for an expert without rows."""
-    return _run(impl, "outer", rows_RD, rows_RF, sizes_E, out=out, precision=precision)
+    return _with(impl, "outer")(rows_RD, rows_RF, sizes_E, out=out, precision=precision)

@@ -14,15 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.sharding import all_reduce
 
 CHOICE = "expert_choice"
-COLUMNS = ("balance_loss", "z_loss", "entropy", "dropped")  # of a layer's statistics, before the load of each expert
+# Of a layer's statistics, before the load of each expert.
+COLUMNS = ("balance_loss", "sequence_balance_loss", "z_loss", "entropy", "dropped")
 
 
 class Routed(NamedTuple):
-    """What becomes of each token."""
+    """The experts of each token, and what a layer reports of its router."""
 
-    chosen_BTk: jax.Array  # int32; of padding the number of experts, which is nobody
-    share_BTk: jax.Array  # f32: by what each chosen expert's output is multiplied
-    statistics: jax.Array  # f32 (4 + E,): COLUMNS with no token dropped, then the share of all choices that fell on each expert
+    chosen_BTk: jax.Array  # int32; of padding the number of experts, which no expert has
+    share_BTk: jax.Array  # f32: the factor of each chosen expert's output
+    statistics: jax.Array  # f32 (5 + E,): COLUMNS with no token dropped, then the share of all choices that fell on each expert
 
 
 def route(
@@ -34,8 +35,12 @@ def route(
     router: str,
     renormalize: bool,
     over: tuple[str, ...],
+    scaling: float = 1.0,
+    groups: int = 1,
+    kept_groups: int = 1,
+    sequence: tuple[str, ...] | None = None,
 ) -> Routed:
-    """The k experts of each token.
+    """Return the k experts of each token.
 
     Args:
       logits_BTE: f32, of the router.
@@ -44,22 +49,29 @@ def route(
       router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
       renormalize: the scores of the chosen are divided by their sum.
       over: mesh axes along which devices hold other tokens.
+      scaling: multiplies the share of each chosen expert, renormalised or not.
+      groups: experts are in as many groups of neighbours, and each token goes to experts of `kept_groups` of them. A group's
+        score is the sum of its two best experts' scores, biases included (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+      sequence: of `over`, the mesh axes along which devices hold other tokens of the same sequences. None: the sequence-wise
+        loss is not computed, and reported as 0.
 
     The statistics are means over the real tokens of all devices. The load-balancing loss is E sum_e f_e P_e (Fedus et al.
     2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the share of the choices that fell on expert e, P_e the mean
-    score, as a share of the token's scores. It is 1 where loads are even, and E / k at most. The z-loss is the mean of
+    score, as a share of the token's scores. It is 1 where loads are even, and E / k at most. The sequence-wise loss is
+    the same of each row by itself, the mean over rows (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of
     log(sum exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is that of the shares, in nats.
     """
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
     ranked_BTE = jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E[None, None])
-    best_BTk = jax.lax.top_k(ranked_BTE, k)[1]
+    best_BTk = jax.lax.top_k(_in_kept_groups(ranked_BTE, groups, kept_groups), k)[1]
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
     is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
     # As a sum, whose gradient is one too; that of a look-up would be added up in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:
         share_BTk = _of_sum(share_BTk)
+    share_BTk = share_BTk * scaling if scaling != 1 else share_BTk
 
     real_BT1 = real_BT[:, :, None].astype(jnp.float32)
     tokens_in_all = jnp.maximum(all_reduce(real_BT1.sum(), over), 1.0)
@@ -67,17 +79,38 @@ def route(
     def mean(x_BTn: jax.Array) -> jax.Array:
         return all_reduce(jnp.sum(x_BTn * real_BT1, axis=(0, 1)), over) / tokens_in_all
 
-    load_E = mean(jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)) / k
+    count_BTE = jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)
+    load_E = mean(count_BTE) / k
     part_BTE = scores_BTE if router == "softmax" else _of_sum(scores_BTE)
     balance = E * jnp.sum(jax.lax.stop_gradient(load_E) * mean(part_BTE))
+    of_rows = jnp.zeros((), jnp.float32)
+    if sequence is not None:
+        tokens_B1 = all_reduce(real_BT1.sum(1), sequence)
+        load_BE, score_BE = (
+            all_reduce(jnp.sum(x * real_BT1, axis=1), sequence) / jnp.maximum(tokens_B1, 1.0) for x in (count_BTE, part_BTE)
+        )
+        losses_B = E / k * jnp.sum(jax.lax.stop_gradient(load_BE) * score_BE, -1)
+        rows = all_reduce(jnp.sum(tokens_B1 > 0, dtype=jnp.float32), over)
+        of_rows = all_reduce(losses_B.sum(), over) / jnp.maximum(rows, 1.0)
     z = mean(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True) ** 2)[0]
     surprise_BTE = -part_BTE * jnp.log(jnp.maximum(part_BTE, jnp.finfo(jnp.float32).tiny))
     entropy = jax.lax.stop_gradient(mean(surprise_BTE).sum())
-    head = jnp.stack([balance, z, entropy, jnp.zeros((), jnp.float32)])
+    head = jnp.stack([balance, of_rows, z, entropy, jnp.zeros((), jnp.float32)])
     return Routed(chosen_BTk, share_BTk, jnp.concatenate([head, load_E]))
 
 
+def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
+    """Return the scores, -inf in all groups of experts but the `kept` best ones of each token."""
+    if groups == kept:
+        return ranked_BTE
+    *tokens, E = ranked_BTE.shape
+    grouped = ranked_BTE.reshape(*tokens, groups, E // groups)
+    best = jax.lax.top_k(jax.lax.top_k(grouped, min(2, E // groups))[0].sum(-1), kept)[1]
+    is_kept = jnp.any(best[..., None] == jnp.arange(groups)[None, None, None], axis=-2)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked_BTE.shape)
+
+
 def _of_sum(scores: jax.Array) -> jax.Array:
-    """Scores as parts of their sum; those that are all 0, as sigmoids can be, stay so."""
+    """Return scores as parts of their sum; those that are all 0, as sigmoids can be, stay so."""
     total = scores.sum(-1, keepdims=True)
     return scores / jnp.where(total > 0, total, 1.0)

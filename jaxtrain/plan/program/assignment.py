@@ -243,7 +243,7 @@ class Workspace:
     """Workspace of cuDNN's backward calls on one device. Each call has its own while it runs."""
 
     bytes: Mapping[str, int]  # of each call, by the instruction's name
-    by: str  # "formula", or "cudnn 9.19.0" if the program has it
+    by: str  # "formula", or "cudnn 9.23.2" if the program has it
 
     @property
     def largest(self) -> int:

@@ -408,7 +408,8 @@ def trip_count(module: Module, loop: Instruction) -> int:
 
     It is the count that XLA's passes wrote down. Without one, the loop's counter is evaluated, if it starts from a constant and
     depends on nothing but itself: XLA leaves such a loop in the step of Qwen3's experts. A loop that runs only if experts'
-    loads are uneven takes the module's `further_rounds`. Raises HloError if any other count depends on data.
+    loads are uneven takes the module's `further_rounds`; one around such a loop runs at most once. Raises HloError if any other
+    count depends on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])
@@ -423,7 +424,8 @@ def trip_count(module: Module, loop: Instruction) -> int:
             return count
         state = _evaluate(module, body, body.root.name, (state,), {})
     if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *body.instructions)):
-        return module.further_rounds
+        around = any(i.opcode == "while" and not _count_is_known(i) for i in body.instructions)
+        return min(1, module.further_rounds) if around else module.further_rounds
     raise HloError(
         f"{loop.name} ({loop.op_name or 'no op_name'}, {loop.source or 'no source'}): how often this loop runs cannot be read "
         f"from the program: it depends on data, or is more than {_MOST_TRIPS}. Use a loop of fixed length, as jax.lax.scan is."

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
-from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, fraction, over_length
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PALLAS_FRACTION, fp8_attention, fraction, over_length
 
 # Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
 # (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
@@ -52,12 +52,17 @@ GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", FP8_CALL)
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
 # Our own kernels (kernels/attention/pallas.py) have what they compute in their names. Their backward pass is two kernels, which
 # compute the scores twice: seven matmuls where a count of FLOPs, and the rate with it, has five.
-TRITON = "__gpu$xla.gpu.triton"
-PALLAS_CALL = re.compile(r'name = "jaxtrain_attention_(forward|backward_q|backward_kv)_(causal|all|window(\d+))"')
-PALLAS_CALLS = {"forward": 1.0, "backward_q": ATTENTION_BACKWARD * 3 / 7, "backward_kv": ATTENTION_BACKWARD * 4 / 7}
-PALLAS_FIRST = 5  # operand that holds the queries; before it, the tiles to visit
-# Grouped matmuls (kernels/experts/pallas.py); operands: the rows of each expert, and two factors.
-EXPERTS_CALL = re.compile(r'name = "jaxtrain_experts_(?:times|outer)_[DFR]"')
+MOSAIC = "mosaic_gpu_v2"
+PALLAS_CALL = re.compile(r"\bjaxtrain_attention_(forward|forward_fp8|backward_q|backward_kv)_(causal|all|window(\d+))\b")
+PALLAS_CALLS = {
+    "forward": 1.0,
+    "forward_fp8": 1.0,
+    "backward_q": ATTENTION_BACKWARD * 3 / 7,
+    "backward_kv": ATTENTION_BACKWARD * 4 / 7,
+}
+PALLAS_FIRST = 3  # operand that holds the queries; before it, the tiles to visit, segments and positions
+# Grouped matmuls (kernels/experts/pallas.py); the last two operands are multiplied.
+EXPERTS_CALL = re.compile(r"\bjaxtrain_experts_(?:times_[DF]|outer_R|times8_(?:fast|full))\b")
 # How often a sort reads or writes its arrays. With a GPU at hand XLA calls CUB's radix sort (8 bits of a 32-bit key at a time,
 # and a pass that counts them); for a described one it writes a slower kernel, which would not run.
 SORT_PASSES = 2 * 4 + 1
@@ -101,7 +106,12 @@ class Work:
 
 def of_experts(i: Instruction) -> bool:
     """Return whether this is one of our grouped matmuls."""
-    return i.target == TRITON and bool(EXPERTS_CALL.search(i.attributes.get("backend_config", "")))
+    return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
+
+
+def in_8_bits(where: Computation, i: Instruction) -> bool:
+    """Return whether a matmul's factors are in 8-bit floating point."""
+    return i.target == FP8_CALL or (of_experts(i) and leaves(where.by_name[i.operands[-1]].type)[0].dtype.startswith("f8"))
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
@@ -143,7 +153,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
         return dataclasses.replace(_traffic(*_alone(where, i), "gemm", gemm_flops(where, i)), fp8=i.target == FP8_CALL)
     if i.target in ATTENTION_CALLS:
         return _attention(where, i)
-    if i.target == TRITON and (call := PALLAS_CALL.search(i.attributes.get("backend_config", ""))):
+    if i.target == MOSAIC and (call := PALLAS_CALL.search(i.op_name)):
         return _pallas(where, i, call)
     if of_experts(i):
         return _experts(where, i, filled)
@@ -206,21 +216,23 @@ def _attention(where: Computation, i: Instruction) -> Work:
 
 def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
     inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
-    q, k, v = (leaf.dims for leaf in inputs[PALLAS_FIRST : PALLAS_FIRST + 3])
+    q, k = (leaf.dims for leaf in inputs[PALLAS_FIRST : PALLAS_FIRST + 2])  # (B, T, N, H), (B, S, K, H)
     mask = "NO_MASK" if call[2] == "all" else "CAUSAL"
     pairs = q[0] * q[2] * attention_pairs(mask, int(call[3] or 0), q[1], k[1])
-    made = 2.0 * pairs * (q[3] + v[3]) * PALLAS_CALLS[call[1]]
+    made = 2.0 * pairs * 2 * q[3] * PALLAS_CALLS[call[1]]
     moved = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
-    return Work("attention", made, moved, backward=call[1] != "forward", keys=k[1], share=PALLAS_FRACTION)
+    backward = call[1].startswith("backward")
+    share = PALLAS_ATTENTION[backward] * (fp8_attention(k[1]) if call[1] == "forward_fp8" else 1.0)
+    return Work("attention", made, moved, backward=backward, keys=k[1], share=share)
 
 
 def _experts(where: Computation, i: Instruction, filled: float) -> Work:
     """Return the cost of (R, D) by (E, D, F), or of the sum over each expert's rows of (R, D) by (R, F)."""
-    _, left, right = (leaves(where.by_name[o].type)[0] for o in i.operands)
+    left, right = (leaves(where.by_name[o].type)[0] for o in i.operands[-2:])
     made = leaves(i.type)[0]
     width = math.prod(left.dims[1:]) * (right.dims[1] if len(right.dims) == 2 else made.dims[1])
     moved = float(left.bytes + right.bytes + made.bytes)
-    return Work("gemm", 2.0 * filled * left.dims[0] * width, moved, share=PALLAS_FRACTION)
+    return Work("gemm", 2.0 * filled * left.dims[0] * width, moved, share=PALLAS_FRACTION, fp8=in_8_bits(where, i))
 
 
 def _sort(i: Instruction) -> Work:

@@ -26,7 +26,7 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
         stages=schedule.stages,
         groups=schedule.groups,
         microbatches=schedule.microbatches,
-        layers=layers(run.model.num_layers, schedule),
+        layers=layers(run.model.stacked_layers, schedule),
         bubble=schedule.bubble,
         idle=_idle(schedule, permutes),
         in_flight=schedule.in_flight,
@@ -78,7 +78,7 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
     shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
     tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
     exchanged = [c for c in moved if EXPERT in c.axes and c.kind == "all-to-all" and "/experts/" in c.op_name]
-    passes = m.num_layers / placement.size(STAGE) * run.train.grad_accum
+    passes = m.stacked_layers / placement.size(STAGE) * run.train.grad_accum
     return result.Experts(
         experts=m.num_experts,
         per_token=m.experts_per_token,

@@ -116,7 +116,7 @@ class _Schedule:
         host_exposed = sum(self.exposed_ms[name] for name in self.link_ms if name not in self.wires)
         step = clock[COMPUTE] * 1e3
         shares = {
-            "matrix products": gemm,
+            "matmuls": gemm,
             "attention": attention,
             "memory-bound kernels": memory,
             "exposed communication": exposed,
@@ -256,7 +256,7 @@ class _Schedule:
 # Parts of a path of scopes that JAX adds by itself.
 LOST = re.compile(
     r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
-    r"pallas_call)"
+    r"pallas_call|mpmd_map)"
 )
 _WRAPPED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
 STACK = "layers"  # the scope around all layers
@@ -351,7 +351,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
     idle = schedule_of(run, stages).bubble
-    empty = Arrangement(run.model.num_layers, stages, groups).places / run.model.num_layers
+    empty = Arrangement(run.model.stacked_layers, stages, groups).places / run.model.stacked_layers
     head = flops.head(run)
     layers = (linear - head + computed) * empty / (1 - idle)
     return (head + layers) * run.train.global_batch * run.data.seq_len / devices

@@ -1,4 +1,4 @@
-"""Memory traffic of a step outside of GEMMs and attention, part by part, beside the least possible.
+"""Memory traffic of a step outside of GEMMs and attention, part by part, with the least possible traffic.
 
 The least supposes that each elementwise part of the model runs as one kernel, which reads its inputs and writes the inputs of
 GEMMs, attention and the residual stream, once. Nothing is copied, filled or stacked. With n tokens on a device, D, F, N, K, H

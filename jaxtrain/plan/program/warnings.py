@@ -22,10 +22,11 @@ from jaxtrain.models.lora import is_adapter
 from jaxtrain.page.numbers import GB_PER_GIB
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
-from jaxtrain.plan.program.op_cost import FP8_CALL, GEMM_CALLS, of_experts
+from jaxtrain.plan.program.op_cost import GEMM_CALLS, in_8_bits, of_experts
 from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.plan.program.roofline import Roofline, label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
+from jaxtrain.precision import EXPERTS, uneven
 from jaxtrain.sharding import large_replicated_arrays, node_of
 from jaxtrain.train.definition import fp8_weights, trained_parameters
 from jaxtrain.train.program import Program
@@ -230,12 +231,12 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
         return None
     total, eight = 0, 0
     wide: Counter[str] = Counter()
-    for i, _, times, _ in walk(module, fusions=True):
+    for i, where, times, _ in walk(module, fusions=True):
         matmul = i.opcode == "dot" or i.target in GEMM_CALLS or of_experts(i)
         if not matmul or label(i.op_name).startswith("loss") or any(part in i.source for part in NO_WEIGHT):
             continue
         total += times
-        if i.target == FP8_CALL:
+        if in_8_bits(where, i):
             eight += times
         else:
             wide[f"{label(i.op_name) or i.name} ({i.source})"] += times
@@ -247,10 +248,13 @@ def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> I
     """Yield a warning where fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
     if matmuls is None:
         return
-    weights = (jax.tree.leaves(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
-    trained = [trains for eight, trains in zip(*weights, strict=True) if eight]
+    weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
+    paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
+    trained = [trains for _, trains in paired]
     # Forward, the gradient of x, and that of what is trained. The first layer's x has none if nothing before it is trained.
     asked = sum(2 + trains for trains in trained)
+    if uneven(run):
+        asked -= sum(trains for path, trains in paired if ".".join(key.key for key in path) in EXPERTS)
     least = asked - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:
         yield (

@@ -13,7 +13,7 @@ from jaxtrain.page.numbers import GB_PER_GIB, column, gib, number, percent, roug
 from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
 from jaxtrain.plan.program.roofline import label
 from jaxtrain.plan.program.traffic import Part, ratio
-from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_FRACTION, PUBLISHED, compilers, fraction
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compilers, fp8_attention, fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 
@@ -488,13 +488,18 @@ def rates(plan: Plan) -> str:
     """Return the rates behind the times, as far as this program uses them, and their source."""
     r = plan.rates
     pallas = plan.attention == "pallas"
-    scale = PALLAS_FRACTION if pallas else 1.0
-    forward, backward = (number(scale * x, 0) for x in (r.attention_forward_tflops, r.attention_backward_tflops))
+    of_cudnn = PALLAS_ATTENTION if pallas else (1.0, 1.0)
+    fp8 = any("jaxtrain_attention_forward_fp8" in kernel.op_name for kernel in plan.kernels)
+    if fp8:
+        of_cudnn = PALLAS_ATTENTION[0] * fp8_attention(ATTENTION_AT), of_cudnn[1]
+    stated = r.attention_forward_tflops, r.attention_backward_tflops
+    forward, backward = (number(x * y, 0) for x, y in zip(of_cudnn, stated, strict=True))
     small = ((mib, r.nvlink_gb_s * fraction(r.collective_curve, mib * 2**20)) for mib in (64, 1))
     by_size = " and ".join(f"{number(gb_s)} at {mib} MiB" for mib, gb_s in small)
     parts = [
         f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s" + (f", in FP8 {number(r.fp8_tflops, 0)}" if plan.matmuls else ""),
-        f"{'Pallas ' if pallas else ''}attention {forward} forward, {backward} backward at {ATTENTION_AT:,} tokens",
+        f"{'Pallas ' if pallas else ''}attention {forward} forward{' in FP8' * fp8}, {backward} backward "
+        f"at {ATTENTION_AT:,} tokens",
         f"memory {number(r.memory_tb_s)} TB/s",
         f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
     ]

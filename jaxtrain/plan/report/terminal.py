@@ -25,3 +25,11 @@ def print_plan(plan: Plan, console: Console, *, steps: int | None = None) -> Non
     say(console, "\n--html=FILE adds kernels, arrays, saved activations and assumptions", "dim")
     say(console, "\nCommand of this plan", "bold")
     console.print(Text(command(plan)), soft_wrap=True)  # in one line, to be copied
+
+
+def text(plan: Plan) -> str:
+    """Return the same as text, 120 columns wide."""
+    console = Console(width=120, color_system=None, force_terminal=False, force_jupyter=False)
+    with console.capture() as captured:
+        print_plan(plan, console)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

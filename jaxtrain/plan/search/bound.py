@@ -37,7 +37,7 @@ from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
-from jaxtrain.plan.rates import fastest_attention
+from jaxtrain.plan.rates import fastest_attention, fp8_attention
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Placement
@@ -107,6 +107,18 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     return Bound(_step_s(layout, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
 
 
+def least_remat(run: RunConfig, topology: Topology) -> Remat:
+    """Return the remat that computes the least again among those that may fit by the lower bound of their memory.
+
+    A layout that fits with no remat by this formula gets "full".
+    """
+    layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
+    usable = topology.usable_gib(run.train.memory_fraction) * 2**30
+    found = auto_remat.choices(run.model, run.data.seq_len)
+    fitting = (choice for choice in found if _memory_bytes(layout.with_remat(choice[-1])) <= usable)
+    return min(fitting, key=lambda choice: choice[:2], default=(0.0, (), Remat("full")))[-1]
+
+
 def _has_formula(run: RunConfig) -> bool:
     return run.model.family in FAMILIES and not run.lora.rank and not run.train.freeze
 
@@ -155,7 +167,7 @@ class Layout:
     @property
     def layers(self) -> float:
         """Return layers on one device, in the mean: the longest stage may have one more."""
-        return self.run.model.num_layers / self.shards["layers"]
+        return self.run.model.stacked_layers / self.shards["layers"] + self.run.model.dense_layers
 
     @property
     def compute_bytes(self) -> int:
@@ -307,7 +319,7 @@ def _step_s(layout: Layout, rates: Rates) -> float:
         exposed += waited * max(seconds.values()) / (1 - layout.schedule.bubble)
     on_host = layout.run.optimizer.offload == "moments"
     host = 2 * moment_bytes(layout) / (rates.host_gb_s * 1e9) if on_host else 0.0
-    return max(_arithmetic_s(layout, rates) + _memory_bound_s(layout, rates) + exposed, *busy.values(), host)
+    return max(_arithmetic_s(layout, rates) + memory_bound_s(layout, rates) + exposed, *busy.values(), host)
 
 
 def _arithmetic_s(layout: Layout, rates: Rates) -> float:
@@ -317,10 +329,12 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
     attention = flops.attention(m, run.data.seq_len).causal * m.num_layers
     head = 2 * m.d_model * m.vocab_size
-    computed = m.num_layers * sum(flops.gemms(m, rows).values())
+    computed = flops.layers(m, rows)
 
     forward = rates.attention_forward_tflops * fastest_attention(backward=False)
     backward = rates.attention_backward_tflops * fastest_attention(backward=True)
+    if run.attention.forward == "fp8":
+        forward *= fp8_attention(run.data.seq_len)  # which rises with the length
     calls = 1 / forward, ATTENTION_BACKWARD / backward
     if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it is made of GEMMs
         calls = 1 / max(forward, gemm), 2 / max(backward, gemm)
@@ -334,7 +348,7 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     return (run.tokens_per_step / devices * per_token + muon) / 1e12
 
 
-def _memory_bound_s(layout: Layout, rates: Rates) -> float:
+def memory_bound_s(layout: Layout, rates: Rates) -> float:
     """Return seconds of the optimizer, of sums of gradients, and of norms, SwiGLU and logits, by the bytes that they move."""
     run, c = layout.run, layout.compute_bytes
     m, micro = run.model, run.train.grad_accum

@@ -32,7 +32,7 @@ LOGGER = logging.getLogger("jaxtrain")
 UNRELATED = (NOTHING, TIME, INPUTS)
 # Parts of jaxtrain that plan.make does not import, directly or not; a test checks this. All other files count.
 OTHER_CODE = (
-    *("bench", "checkpoint", "command_line", "corruption", "data", "divergence", "explain", "generate"),
+    *("api", "bench", "checkpoint", "command_line", "corruption", "data", "divergence", "explain", "generation"),
     *("goodput", "hf", "ledger", "lm_eval", "lora", "main", "monitor", "page.sections", "parity", "position"),
     *("preflight", "profile", "profiling", "progress", "receipt", "replay", "report", "resume", "sample"),
     *("scoring", "signals", "snapshot", "stored_form", "timelimit", "trackers", "train.run", "validate"),

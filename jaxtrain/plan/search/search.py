@@ -37,7 +37,7 @@ SHOWN = 10  # of the formula's best
 MOST_FOR_FIT = 12  # plans of a search for what fits
 MOST_GPUS = 4096  # of a machine that is suggested
 # Steps that differ by less are equal: planned over published step time of six XLA runs has a standard deviation of 6%
-# (docs/planned_vs_published.md), of which layouts of one model share a part.
+# (docs/evidence/planned_vs_published.md), of which layouts of one model share a part.
 ERROR = 0.05
 
 

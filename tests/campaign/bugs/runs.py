@@ -220,4 +220,18 @@ BUGS = (
         'for name, x in sums.items()) != ""',
         "proofs/test_divergence.py -k replay_of_a_bundle",
     ),
+    Bug(
+        "references: those of adapters that are trained already",
+        "jaxtrain/train/references.py",
+        "self._params = without_adapters(weights)",
+        "self._params = weights",
+        "proofs/test_dpo.py -k adapters_have_their_base",
+    ),
+    Bug(
+        "references: another reference's file is taken",
+        "jaxtrain/train/references.py",
+        "if other or log_probs.shape",
+        "if log_probs.shape",
+        "proofs/test_dpo.py -k 'refused_once or made_anew'",
+    ),
 )

@@ -1,0 +1,72 @@
+"""DeepSeek-V3 from scratch (671 B parameters, a token goes through 37 B), sequences of 4096 tokens, on 16 nodes of 8 GPUs with
+141 GB each, or more.
+
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/350BT/*' --local-dir=corpus
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:deepseek-ai/DeepSeek-V3 \\
+        --output=data/fineweb-edu-deepseek.tok --validation=0.001
+    ./run.sh --config=configs/deepseek_v3.py:gpus=128 --workdir=runs/deepseek_v3
+
+The last on each node, as docs/cluster.md says. Its plan needs none of them:
+
+    ./run.sh plan --config=configs/deepseek_v3.py --topology=h200:8x16
+
+Say how many GPUs there are, 128 times a power of two, and batch and mesh follow: --config=configs/deepseek_v3.py:gpus=1024
+"""
+
+import ml_collections
+
+from jaxtrain.config import ConfigError, Problem, default_config, parse_arg
+from jaxtrain.models import preset
+
+GPUS = 128  # unless gpus=N says otherwise
+EXPERT = 8
+FSDP = 32  # at most
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Variant `gpus=128`: for how many GPUs batch and mesh are, 128 times a power of two."""
+    variant = parse_arg(arg, gpus=GPUS)
+    if variant.gpus < GPUS or variant.gpus & (variant.gpus - 1):
+        below = max(GPUS, 1 << variant.gpus.bit_length() - 1)
+        rule = "must be 128 times a power of two"
+        raise ConfigError(
+            [Problem("--config=FILE:gpus", variant.gpus, rule, f"Fix: --config=configs/deepseek_v3.py:gpus={below}.")]
+        )
+    config = default_config()
+    config.model.update(preset("deepseek_v3"))
+    config.model.rope_scaling = "none"  # the published one is for 131,072 tokens, which training came to last
+
+    config.data.source = "data/fineweb-edu-deepseek.tok"
+    config.data.eval_source = "data/fineweb-edu-deepseek.val.tok"
+    config.data.tokenizer = "hf:deepseek-ai/DeepSeek-V3"
+    config.data.seq_len = 4096
+
+    # Tokens travel to experts inside a node, on NVLink: each GPU has 32 of a layer's 256 in use. Weights are gathered over the
+    # network, 2.8 GB of a layer each time, which pays with many tokens: eight sequences of each GPU at a time.
+    config.mesh.expert = EXPERT
+    config.mesh.fsdp = min(FSDP, variant.gpus // EXPERT)
+    config.mesh.data = variant.gpus // (EXPERT * config.mesh.fsdp)
+    config.train.global_batch = max(2048, 8 * variant.gpus)
+    config.train.grad_accum = config.train.global_batch // (8 * variant.gpus)
+    config.train.steps = 50_000
+    config.train.accumulate = "layer" if config.train.grad_accum > 1 else "auto"
+
+    config.remat.policy = "full"
+    config.dtypes.m = config.dtypes.v = "bf16"
+
+    # Loads are kept even by the router's bias; the sequence-wise loss is as small as published.
+    config.moe.balance_loss = 0.0
+    config.moe.sequence_balance_loss = 1e-4
+    config.moe.z_loss = 0.0
+
+    config.optimizer.lr = 2.2e-4
+    config.optimizer.lr_min = 2.2e-5
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.schedule = "cosine"
+    config.optimizer.beta2 = 0.95
+
+    config.eval.every_steps = 500
+    config.eval.sequences = 1024
+    config.checkpoint.every_steps = 100
+    config.log.every_steps = 1
+    return config

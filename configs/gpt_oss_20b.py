@@ -1,0 +1,57 @@
+"""GPT-OSS 20B, sequences of 8192 tokens; sized for one node of 8 GPUs with 141 GB each. From scratch, or from the published
+weights by --config.init.from=openai/gpt-oss-20b.
+
+    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
+    ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:openai/gpt-oss-20b \\
+        --output=data/fineweb-edu-gpt-oss.tok --validation=0.001
+    ./run.sh --config=configs/gpt_oss_20b.py --workdir=runs/gpt_oss_20b
+
+To see its plan on this or any other machine, or to search for a better mesh:
+
+    ./run.sh plan --config=configs/gpt_oss_20b.py --topology=h200:8
+    ./run.sh plan --config=configs/gpt_oss_20b.py --topology=h200:8 --search --budget=600
+
+Up to 64 GPUs keep the batch and change the accumulation: --config=configs/gpt_oss_20b.py:gpus=16. GPT-OSS 120B on 64 GPUs:
+--config=configs/gpt_oss_20b.py:120b,gpus=64
+"""
+
+import ml_collections
+
+from jaxtrain.config import default_config, parse_arg
+from jaxtrain.models import preset
+
+GPUS = 8  # unless gpus=N says otherwise
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """Variants: `gpus=8`, how many GPUs the batch is divided over; `120b`, the larger model."""
+    variant = parse_arg(arg, gpus=GPUS, **{"120b": False})
+    config = default_config()
+    config.model.update(preset("gpt_oss_120b" if variant["120b"] else "gpt_oss_20b"))
+
+    config.data.source = "data/fineweb-edu-gpt-oss.tok"
+    config.data.eval_source = "data/fineweb-edu-gpt-oss.val.tok"
+    config.data.tokenizer = "hf:openai/gpt-oss-20b"
+    config.data.seq_len = 8192
+
+    # 256 x 8192 = 2.1 M tokens a step, four sequences a GPU at a time: each of the 32 experts then has 32,768 rows from all
+    # GPUs, where loads are even.
+    config.train.global_batch = max(256, 4 * variant.gpus)
+    config.train.grad_accum = max(1, 64 // variant.gpus)
+    config.train.steps = 50_000  # 105 B tokens
+
+    # Weights, moments and gradients in float32 are 16 bytes a parameter, 39 GiB on each of 8 GPUs. Gradients are added to their
+    # sum layer by layer, since a microbatch's beside it would be 10 GiB more. The step peaks at 106 GiB by plan.
+    config.train.accumulate = "layer"
+    config.remat.policy = "auto"
+
+    config.optimizer.lr = 4e-4
+    config.optimizer.lr_min = 4e-5
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.schedule = "cosine"
+
+    config.eval.every_steps = 500
+    config.eval.sequences = 256
+    config.checkpoint.every_steps = 100
+    config.log.every_steps = 1  # a step takes long enough to deserve its line
+    return config

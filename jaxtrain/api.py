@@ -1,0 +1,272 @@
+"""The Python API. `import jaxtrain as jt` gives these functions, each imported when it is first used.
+
+A config is a RunConfig, the path of a config file, or the name of a file in configs/: "llama3_8b", "llama3_8b:half".
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+
+from jaxtrain import launch
+from jaxtrain.config import ConfigError, Problem, RunConfig, flatten
+
+if TYPE_CHECKING:
+    from jaxtrain.parity.report import Result as ParityResult
+    from jaxtrain.plan.result import Plan
+    from jaxtrain.plan.search.search import SearchResult
+    from jaxtrain.plan.shardings import Shardings
+    from jaxtrain.report.run import Run
+    from jaxtrain.train.run import Result
+
+Config = RunConfig | str | os.PathLike[str]
+
+
+def load(name: Config, **overrides: Any) -> RunConfig:
+    """Return a config with keys set as on the command line.
+
+    Args:
+        name: a path ("FILE.py", "FILE.py:variant"), or the name of a file in configs/. A RunConfig is returned as it is.
+        overrides: dotted keys or sections: `load("llama3_8b", mesh={"fsdp": 4, "tensor": 2}, precision="f32")`.
+
+    Raises:
+        ConfigError: the config has mistakes. It lists all of them.
+        TypeError: overrides of a RunConfig, whose derived values are final.
+    """
+    if isinstance(name, RunConfig):
+        if overrides:
+            raise TypeError("overrides belong to a config file: name the file, or use dataclasses.replace on the RunConfig")
+        return name
+    loaded = launch.load(_argv(name, overrides))
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded.run
+
+
+def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
+    """Return the sharding of every array: of a config's train step on a machine, or of a pytree of arrays.
+
+    Nothing is compiled and no memory is allocated.
+
+    Args:
+        config: a config, or a pytree of jax.Array or jax.ShapeDtypeStruct with NamedShardings.
+        topology: the machine of a config, such as "h200:8" or "h100:8x16"; "": the devices of this process.
+        overrides: keys of the config.
+
+    Raises:
+        ConfigError: the config has mistakes, or training on this machine would refuse it.
+        TopologyError: the machine is unknown.
+    """
+    from jaxtrain.plan import shardings as tables
+
+    if not isinstance(config, RunConfig | str | os.PathLike):
+        return tables.of_tree(config)
+    import jax
+
+    from jaxtrain.plan import topology as machines
+
+    run = load(config, **overrides)
+    if not topology:
+        return tables.describe(run, jax.devices())
+    machine = machines.parse(topology)
+    _check_machine(run, machine)
+    return tables.describe(run, machine)
+
+
+def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
+    """Return memory, communication and step time of a config's train step, compiled for a machine without its GPUs.
+
+    Takes from seconds to minutes. A notebook shows the result as tables; `plan(...).to_pandas("collectives")` is a DataFrame.
+
+    Raises:
+        ConfigError, TopologyError: as `shardings`.
+    """
+    from jaxtrain.plan import topology as machines
+    from jaxtrain.plan.make import make_plan
+
+    run, machine = load(config, **overrides), machines.parse(topology)
+    _check_machine(run, machine)
+    name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
+    return make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides)))
+
+
+def search(config: Config, topology: str, budget: float = 600.0, **overrides: Any) -> "SearchResult":
+    """Return the fastest layouts of a config that fit on a machine: ordered by formula, then compiled in that order.
+
+    Args:
+        budget: seconds, after which running compiles end; 0: no limit.
+
+    Raises:
+        ConfigError, TopologyError: as `shardings`.
+    """
+    from jaxtrain.plan import search as folder
+    from jaxtrain.plan import topology as machines
+    from jaxtrain.plan.search.cache import Cache
+    from jaxtrain.plan.search.search import search as run_search
+
+    run, machine = load(config, **overrides), machines.parse(topology)
+    _check_machine(run, machine)
+    name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
+    return run_search(run, name, machine, budget_s=budget, cache=Cache(folder.FOLDER))
+
+
+def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], **overrides: Any) -> "Result":
+    """Train in this process, as `python -m jaxtrain.main` does, and return how the run ended. A run of the folder resumes.
+
+    Raises:
+        ConfigError: the config has mistakes; nothing was written.
+        Exception: the error that ended the run, such as jaxtrain.divergence.Diverged. Its receipt records the error.
+    """
+    from jaxtrain.train.run import run
+
+    return run(load(config, **overrides) if isinstance(config, RunConfig | str | os.PathLike) else config, workdir)
+
+
+def open_run(folder: str | os.PathLike[str]) -> "Run":
+    """Return the files of a run's folder: config, receipt, metrics, goodput, samples. Nothing is written.
+
+    `open_run("runs/tiny").to_pandas()` has a row for each logged step; `.write_report()` makes the HTML report.
+
+    Raises:
+        RunError: the folder is no run.
+    """
+    from jaxtrain.report.run import read
+
+    return read(os.fspath(folder))
+
+
+def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "") -> dict[str, float]:
+    """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
+
+    Each text is a document of its own. Longer texts than the model's sequences are divided; every token counts once.
+
+    Args:
+        model: a run's folder, a checkpoint, or a Hugging Face folder.
+        base: of a run with adapters, the present folder of its base, if it moved.
+
+    Raises:
+        CheckpointError, HuggingFaceError: the weights cannot be read.
+        ValueError: there is no text with a token to predict.
+    """
+    import math
+
+    import jax
+
+    from jaxtrain.data.tokenizer import load_tokenizer
+    from jaxtrain.generation import load as load_model
+    from jaxtrain.scoring import Scorer
+
+    run, sampler, params, _ = load_model(os.fspath(model), jax.local_devices(), base)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    scorer = Scorer(run, sampler, params)
+    parts = []
+    for text in texts:
+        ids = [*tokenizer.bos, *tokenizer.encode(text)]
+        # The first token of a document without a start token is not predicted.
+        parts += scorer.windows(ids[1:], ids[0]) if len(ids) > 1 else []
+    tokens = sum(part.count for part in parts)
+    if not tokens:
+        raise ValueError("texts: no token to predict. Fix: give at least one text of two tokens or more.")
+    nats = -math.fsum(log_prob for log_prob, _ in scorer.score(parts))
+    scored_bytes = sum(len(text.encode()) for text in texts)
+    return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / scored_bytes, "tokens": float(tokens)}
+
+
+def generate(
+    model: str | os.PathLike[str],
+    prompt: str,
+    *,
+    max_tokens: int = 100,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+    base: str = "",
+) -> str:
+    """Return the prompt and its continuation by a model.
+
+    Args:
+        model: a run's folder, a checkpoint, or a Hugging Face folder.
+        temperature: 0: the most likely token each time.
+        top_p: probability mass to draw from.
+        base: of a run with adapters, the present folder of its base, if it moved.
+
+    Raises:
+        CheckpointError, HuggingFaceError: the weights cannot be read.
+    """
+    import jax
+
+    from jaxtrain.data.tokenizer import load_tokenizer
+    from jaxtrain.generation import continue_text
+    from jaxtrain.generation import load as load_model
+
+    run, sampler, params, _ = load_model(os.fspath(model), jax.local_devices(), base)
+    asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    return continue_text(sampler, params, load_tokenizer(run.data.tokenizer), dataclasses.replace(run.sample, **asked))
+
+
+def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **overrides: Any) -> "ParityResult":
+    """Train the same few steps on several layouts, and compare losses, gradients and weights with the first layout.
+
+    Args:
+        config: a path or a name as of `load`; a small model: agreement does not depend on the size.
+        meshes: such as "one,fsdp2,tensor2"; "": the default layouts of `python -m jaxtrain.parity`.
+        overrides: keys of the config.
+
+    Raises:
+        ConfigError: the config has mistakes, or a layout needs more devices than this process has.
+        ValueError: the first layout could not be run.
+    """
+    import jax
+
+    from jaxtrain.parity import layouts as named
+    from jaxtrain.parity import report
+    from jaxtrain.parity.__main__ import compare_layouts, devices_text
+
+    meshes = meshes or named.default(load(config, **overrides))
+    asked, problems = named.parse(meshes)
+    most, here = max((layout.devices for layout in asked), default=1), jax.device_count()
+    if most > here:
+        remedy = f"Set JAX_NUM_CPU_DEVICES={most} before JAX starts."
+        problems = [Problem("meshes", meshes, f"needs {most} devices, and this process has {here}", remedy)]
+    found = [] if problems else [(layout, *named.load(layout, _argv(config, overrides))) for layout in asked]
+    problems += named.together([(layout.name, wrong) for layout, _, wrong in found])
+    if problems:
+        raise ConfigError(problems)
+    runs = [(layout, run) for layout, run, _ in found]
+    rows, yardstick, types, failed = compare_layouts(runs, steps, rich.console.Console(quiet=True))
+    if failed:
+        raise ValueError(failed)
+    shown = tuple(f"{key}={value}" for key, value in flatten(overrides))
+    return report.Result(os.fspath(config), shown, steps, types, devices_text(runs), tuple(rows), yardstick)
+
+
+def _argv(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> list[str]:
+    """Return a config and its overrides as arguments of a command line."""
+    return [f"--config={_file(os.fspath(name))}", *(f"--config.{key}={value}" for key, value in flatten(overrides))]
+
+
+def _file(name: str) -> str:
+    """Return the path of a config; a name without folder and suffix is a file of configs/."""
+    stem, colon, variant = name.partition(":")
+    own = launch.REPO / "configs" / f"{stem}.py"
+    known = not Path(stem).exists() and "/" not in stem and own.exists()
+    return f"{own}{colon}{variant}" if known else name
+
+
+def _label(name: str) -> str:
+    """Return a config as a command line in the repository's folder has it."""
+    return _file(name).removeprefix(f"{launch.REPO}/")
+
+
+def _check_machine(run: RunConfig, topology: Any) -> None:
+    """Raise ConfigError if training on this machine would refuse the config."""
+    from jaxtrain.plan.search.space import training_check
+
+    if problems := training_check(topology)(run):
+        raise ConfigError(list(problems))
+
+
+__all__ = ["evaluate", "generate", "load", "open_run", "parity", "plan", "search", "shardings", "train"]

@@ -1,0 +1,17 @@
+"""Modules that are also functions of the Python API: `jaxtrain.plan(config, topology)` beside `jaxtrain.plan.make`."""
+
+import importlib
+import types
+from typing import Any
+
+
+class CallableModule(types.ModuleType):
+    """The class of a module with the name of an API function. Calling the module calls the function of jaxtrain/api.py.
+
+    `python -m jaxtrain.plan` needs a module of this name. Its import sets the attribute `jaxtrain.plan`, so the function can
+    have the same name only if the module is the function.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(importlib.import_module("jaxtrain.api"), self.__name__.rpartition(".")[2])
+        return function(*args, **kwargs)

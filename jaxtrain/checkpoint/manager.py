@@ -1,0 +1,336 @@
+"""Saves steps in the background, and deletes old ones."""
+
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtrain.checkpoint import arrays, files
+from jaxtrain.checkpoint.arrays import PEERS_S, describe_error, join_errors, orbax
+from jaxtrain.checkpoint.steps import FORMAT, Steps
+from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Unreachable
+from jaxtrain.distributed import Peers
+
+if TYPE_CHECKING:
+    import jax
+
+LOGGER = logging.getLogger("jaxtrain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A save that is complete and durable."""
+
+    step: int
+    bytes: int  # of all tensors, over all processes
+    blocked_s: float  # seconds the training loop waited, to begin and for an earlier save
+    copied_s: float  # seconds the copies took: the devices run no step meanwhile
+    total_s: float  # seconds from the beginning of the copies until the files were durable and old steps deleted
+    host_gib: float  # peak host memory of this process so far, GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A save that failed. Its files are removed; complete steps are unchanged."""
+
+    step: int
+    error: CheckpointError
+
+
+@dataclasses.dataclass
+class _Times:
+    """Moments of a save, by time.perf_counter()."""
+
+    began: float
+    copying: float  # when copying began
+    returned: float = 0.0  # when `save` returned to the loop
+    copied: float = 0.0  # when all copies were made
+
+
+class Checkpoints(Steps):
+    """The steps in one folder. Opening it writes nothing; every process of a run calls the same methods in the same order.
+
+    directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
+    keep: newest steps kept. keep_every: also keep every step that is a multiple of this; 0: none.
+    peers: the processes of the run, which save and restore together.
+    finite: refuse to save and to restore parameters that are infinite or NaN.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 1,
+        keep_every: int = 0,
+        peers: Peers | None = None,
+        finite: bool = True,
+    ):
+        if keep < 1:
+            raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
+        super().__init__(directory, peers, finite)
+        self._keep = keep
+        self._keep_every = keep_every
+        self._primary = self._peers.process_index == 0
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[Saved] | None = None
+        self._pending_step = -1
+        self._finished: list[Saved | Failed] = []
+        self._newest = -1  # the newest step this object saved: a network file system may list it late
+
+    # Saving
+
+    @property
+    def pending(self) -> int | None:
+        """The step that is being saved; None where no save is running."""
+        return self._pending_step if self._pending is not None and not self._pending.done() else None
+
+    def prepare(self) -> None:
+        """Import Orbax in another thread, before the first save."""
+        threading.Thread(target=orbax, name="orbax").start()
+
+    def save(
+        self,
+        step: int,
+        tensors: "Mapping[str, jax.Array]",
+        meta: Mapping[str, Any],
+        sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
+        ended: Callable[[], None] = lambda: None,
+        began: float | None = None,
+        copying: float | None = None,
+    ) -> float | None:
+        """Begin a save. Return the seconds it blocked, or None if this step is saved already: then nothing is done.
+
+        Waits for an earlier save first. The result is returned by `poll`. A parameter that is infinite or NaN fails the save.
+
+        Args:
+          tensors: copies that belong to the save from here on, where their originals are donated to the next step.
+          meta: JSON for meta.json.
+          sums: waits for the digests by name (digests.sums) of the state itself; without, they are computed of `tensors`.
+          ended: called in another thread when the save has ended.
+          began, copying: time.perf_counter() before the tensors were copied, and when copying began, if that was later.
+        """
+        now = time.perf_counter() if began is None else began
+        times = _Times(now, now if copying is None else copying)
+        self._settle()
+        saved = "saved" if step == self._newest or self._is_complete(step) else ""
+        if self._peers.gather("save", saved, PEERS_S)[0]:
+            return None
+        size = sum(x.nbytes for x in tensors.values())
+        if sums is None:
+            from jaxtrain import digests
+
+            found = digests.of_many(dict(tensors))
+            sums = lambda: found  # noqa: E731
+        record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
+        record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
+        self._pending_step = step
+        if self._peers.count == 1:
+            job = functools.partial(self._write, record, dict(tensors), sums, times)
+        else:
+            # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
+            job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums, times), times)
+        times.returned = time.perf_counter()
+        self._pending = self._worker.submit(job)
+        self._pending.add_done_callback(lambda _: ended())
+        return times.returned - times.began
+
+    def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
+        """Save, wait until it is durable, and close. Raises CheckpointError where that fails."""
+        self.save(step, tensors, meta)
+        for result in self.close():
+            if isinstance(result, Failed):
+                raise result.error
+
+    def poll(self) -> list[Saved | Failed]:
+        """Return the saves that ended since the last call. Costs nothing: call it every step."""
+        if self._pending is not None and self._pending.done():
+            self._settle()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self) -> list[Saved | Failed]:
+        """Wait for a running save, then `poll`."""
+        self._settle()
+        return self.poll()
+
+    def close(self) -> list[Saved | Failed]:
+        """`wait`, then accept no more saves. Without it a program that ends at once may lose its last checkpoint."""
+        try:
+            return self.wait()
+        finally:
+            self._worker.shutdown()
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        try:
+            saved = self._pending.result()
+        except Exception as e:  # Orbax, tensorstore and the file system each raise their own; none may be lost
+            self._pending = None
+            self._finished.append(Failed(self._pending_step, self._failed(e)))
+            return
+        self._pending = None
+        self._newest = saved.step
+        self._finished.append(saved)
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            return self.storage.state(step) == "complete"
+        except Unreachable:  # the save that follows fails for the same reason, and reports it
+            return False
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        """Remove the files of a failed save: on a full disk they would fail the next one too. Return the error to report."""
+        left = ""
+        if self._primary:
+            try:
+                if self.storage.state(self._pending_step) in ("complete", "damaged"):  # the failure came after the arrays
+                    self.storage.delete(self._pending_step)
+                self.storage.sweep()
+            except OSError as e:
+                left = f" Its files could not be removed ({e})."
+        return CheckpointError(
+            f"saving step {self._pending_step} to {self.directory} failed: {describe_error(error)}.{left} Complete steps: "
+            f"{self.listing()}. {self.storage.remedy}"
+        )
+
+    def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Saved:
+        """In the background: the whole save, in a run of one process."""
+        self._prepare(record, tensors, sums, times)
+        folder = self.directory / str(record["step"])
+        with arrays.context(folder, tensors.values()):
+            orbax().save(folder / ARRAYS, tensors, overwrite=True)
+        tensors.clear()  # copies of a whole state
+        return self._commit(record, times)
+
+    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
+        """Return Orbax's running save, or the exception of a process that could not begin."""
+        try:
+            self._prepare(record, tensors, sums, times)
+            error = ""
+        except Exception as e:
+            error = describe_error(e)
+        errors = self._peers.gather("begun", error, PEERS_S)
+        if any(errors):
+            return RuntimeError(join_errors(errors))
+        folder = self.directory / str(record["step"])
+        try:
+            with arrays.context(folder, tensors.values(), processes=self._peers.count):
+                return orbax().save_async(folder / ARRAYS, tensors, overwrite=True)
+        except Exception as e:
+            return e
+
+    def _end(self, record: dict[str, Any], begun: Any, times: _Times) -> Saved:
+        """In the background: the rest of a save, in a run of several processes."""
+        error = begun if isinstance(begun, Exception) else None
+        if error is None:
+            try:
+                begun.result()  # pyright: ignore[reportAttributeAccessIssue]
+            except Exception as e:
+                error = e
+        errors = self._peers.gather("written", describe_error(error) if error else "", PEERS_S)
+        if any(errors):
+            raise RuntimeError(join_errors(errors))
+        return self._commit(record, times)
+
+    def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
+        """Write meta.json, durable before the arrays are written."""
+        import jax
+
+        from jaxtrain import digests
+
+        jax.block_until_ready(tensors)
+        times.copied = time.perf_counter()
+        found = sums()
+        wrong = {name: digests.not_finite(x) for name, x in found.items() if name.startswith("params.")}
+        wrong = {name: count for name, count in wrong.items() if count}
+        if wrong and self._finite:
+            shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
+        if not self._primary:
+            return
+        self.storage.check(record["bytes"], self._keep, self._device)
+        folder = self.storage.make(record["step"])
+        self._device = self.storage.device()
+        shapes = record.pop("shapes")
+        record["tensors"] = {name: [*shapes[name], digests.text(x)] for name, x in found.items()}
+        self.storage.write(folder / META, files.sealed(record))
+
+    def _commit(self, record: dict[str, Any], times: _Times) -> Saved:
+        """Sync the files, write their digests, then delete old steps. A failure of one process raises on all of them."""
+        step = record["step"]
+        folder = self.directory / str(step)
+
+        def synced() -> str:
+            # Orbax leaves its small JSON files to the page cache. A power cut could take them together with older steps, if
+            # those were deleted before.
+            self.storage.sync(step)
+            return json.dumps(files.listed(folder))
+
+        names = json.loads(self._together("synced", synced if self._primary else lambda: "")[0])
+        # Each process reads back its share: a write that did not reach the storage is found at once.
+        shares = self._together(
+            "files", lambda: json.dumps(files.measure(folder, names[self._peers.process_index :: self._peers.count]))
+        )
+
+        def written() -> str:
+            found = {name: value for share in shares for name, value in json.loads(share).items()}
+            self.storage.write(folder / files.NAME, files.encode(found))
+            return ""
+
+        self._together("integrity", written if self._primary else lambda: "")
+        if self._primary:
+            self._delete_old()
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        now = time.perf_counter()
+        blocked, copied, total = times.returned - times.began, times.copied - times.copying, now - times.began
+        return Saved(step, record["bytes"], blocked, copied, total, peak_gib)
+
+    def _together(self, name: str, part: Callable[[], str]) -> list[str]:
+        """Return the result of `part` on every process. Raises RuntimeError on all of them where it fails on one."""
+        try:
+            result = "ok " + part()
+        except Exception as e:
+            result = "no " + describe_error(e)
+        answers = self._peers.gather(name, result, PEERS_S)
+        if any(answer.startswith("no ") for answer in answers):
+            errors = [answer[3:] if answer.startswith("no ") else "" for answer in answers]
+            raise RuntimeError(join_errors(errors) if self._peers.count > 1 else errors[0])
+        return [answer[3:] for answer in answers]
+
+    def _delete_old(self) -> None:
+        steps = self.steps()
+        for old in steps[: -self._keep]:
+            if self._keep_every and old % self._keep_every == 0:
+                continue
+            try:
+                self.storage.delete(old)
+            except OSError as e:  # the new step is complete: its save did not fail
+                LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
+
+    def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
+        """Move every step after this one to DIR/set_aside-TIME/, deleting none. Return a line for the log, '' if there is none.
+
+        Raises CheckpointError if `step_after` itself is not a complete step: then nothing is moved.
+        """
+        self.meta(step_after)
+        later = sorted(step for step in self.states() if step > step_after)
+        self._newest = min(self._newest, step_after)
+        self._peers.gather("aside", "", PEERS_S)  # every process has listed the steps before one moves them
+        if not later:
+            return ""
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        target = self.directory / f"set_aside-{stamp}"
+        if self._primary:
+            self.storage.set_aside(later, target.name)
+        return f"{what.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"

@@ -1,0 +1,293 @@
+"""The storage of checkpoints: a folder on a mounted disk, or a bucket at gs:// or s3://.
+
+One code path serves both: paths of etils.epath, as Orbax takes them, and in buckets the fsspec clients that epath itself opens.
+A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the rest
+of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things differ. A
+disk has a page cache that must be synced, atomic renames, and an end; and a bucket is listed by prefix, not by folder.
+A folder `arrays` on a disk was whole once, or is being copied there: without its mark it is damaged, and never swept.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from jaxtrain import stores
+
+META = "meta.json"
+ARRAYS = "arrays"
+DIGESTS = "integrity.json"
+COMMITTED = f"{ARRAYS}/commit_success.txt"
+DELETED = f"{ARRAYS}.deleted"  # arrays of a step on a disk, while they are deleted
+BLOCK = 16 << 20  # bytes that one request reads of a bucket
+REMEDIES = {  # for a save that failed
+    False: "Free some space, or set checkpoint.dir to another folder and start again.",
+    True: "Check that the bucket can be reached and written to, or set checkpoint.dir to another folder and start again.",
+}
+CREDENTIALS = {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile in ~/.aws, or the role of the machine",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found or read, or does not fit the run. The message names a remedy."""
+
+
+class Damaged(CheckpointError):
+    """A step differs from what was saved, or holds parameters that are not finite. An older step may be good."""
+
+
+class Unreachable(CheckpointError, OSError):
+    """A request to a bucket failed. Its steps may be good: none counts as damaged or missing."""
+
+
+class Storage:
+    """The folder that holds the folders of the steps. Methods raise OSError where they fail; in a bucket, Unreachable."""
+
+    def __init__(self, path: "str | os.PathLike[str]"):
+        """Raises CheckpointError for a path where no checkpoints can be. Writes nothing."""
+        text = os.fspath(path)
+        if problem := stores.refused(text, checkpoints=True):
+            raise CheckpointError(f"{text}: {problem[0]}. {problem[1]}")
+        self.is_bucket = stores.is_bucket(text)
+        self.path = epath.Path(text.rstrip("/") if self.is_bucket else Path(text).expanduser().absolute())
+        self.remedy = REMEDIES[self.is_bucket]
+
+    def states(self) -> dict[int, str]:
+        """Return 'complete', 'unfinished' or 'damaged' for every step folder."""
+        names: dict[int, set[str]] = {}
+        if self.is_bucket:
+            for name in self.files(self.path):
+                step, _, rest = name.partition("/")
+                if is_step(step) and rest:
+                    names.setdefault(int(step), set()).add(rest)
+        # pathlib, because epath takes a path that cannot be read for one that does not exist.
+        elif (root := Path(self.path)).exists():
+            names = {int(f.name): _marks(f) for f in root.iterdir() if is_step(f.name) and f.is_dir()}
+        return {step: _state_of(found) for step, found in names.items()}
+
+    def state(self, step: int) -> str:
+        """Return the state of one step; 'missing' where it has no folder."""
+        folder = self.path / str(step)
+        if not self.is_bucket:
+            return _state_of(_marks(Path(folder))) if Path(folder).exists() else "missing"
+        names = self.files(folder)
+        return _state_of(names) if names else "missing"
+
+    def files(self, folder: epath.Path) -> dict[str, int]:
+        """Return every file below a folder: path within it -> bytes."""
+        if not self.is_bucket:
+            found = (Path(above, name) for above, _, names in os.walk(folder) for name in names)
+            return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}
+        scheme, _, root = os.fspath(folder).rstrip("/").partition("://")
+        root += "/"
+        with _requests(folder) as client:
+            try:
+                listed = client.find(root, detail=True)
+            except FileNotFoundError:  # an empty prefix is no error: there is no bucket to list
+                rule = f"{folder}: there is no such bucket, or these credentials may not list it"
+                fix = f"name one that exists, as {scheme}://BUCKET/PATH, or set {CREDENTIALS[scheme]}"
+                raise Unreachable(f"{rule}. Fix: {fix}, with the right to list objects.") from None
+        return {
+            name.removeprefix(root): about["size"]
+            for name, about in listed.items()
+            if name.startswith(root) and name != root and about["type"] != "directory"
+        }
+
+    def read(self, path: epath.Path) -> bytes:
+        """Return the contents of a small file. Raises FileNotFoundError where there is none."""
+        return b"".join(self.blocks(path))
+
+    def blocks(self, path: epath.Path, size: int = BLOCK) -> Iterator[bytes]:
+        """Yield the contents of a file, at most `size` bytes at a time."""
+        with contextlib.ExitStack() as stack:
+            if self.is_bucket:
+                client = stack.enter_context(_requests(path))
+                file = stack.enter_context(client.open(os.fspath(path), "rb", block_size=BLOCK))
+            else:
+                file = stack.enter_context(open(path, "rb", buffering=0))
+            while block := file.read(size):
+                yield block
+
+    def write(self, path: epath.Path, text: str) -> None:
+        """Replace a small file, atomically and durably."""
+        if self.is_bucket:
+            with _requests(path) as client:
+                client.pipe_file(os.fspath(path), text.encode())
+            return
+        partial = Path(path.with_name(f"{path.name}.partial"))
+        with open(partial, "w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+        _fsync(path.parent)
+
+    def device(self) -> int | None:
+        """Return the number of the file system that holds the folder; None in a bucket."""
+        return None if self.is_bucket else os.stat(self.path).st_dev
+
+    def check(self, size: int, keep: int, device: int | None) -> None:
+        """Remove leftovers before a save of `size` bytes. Raises OSError where the disk is full or is not `device`."""
+        if self.is_bucket:
+            return self.sweep()
+        nearest = next(path for path in map(Path, (self.path, *self.path.parents)) if path.exists())
+        # A disk that was unmounted during the run would be replaced by a folder on the disk below it.
+        if device is not None and nearest.stat().st_dev != device:
+            raise OSError(f"{nearest} is on another file system than the earlier checkpoints: was it unmounted? Mount it again")
+        self.sweep()
+        free = shutil.disk_usage(nearest).free
+        if free < size:
+            raise OSError(
+                f"{free / 2**30:.2f} GiB are free there, a checkpoint needs {size / 2**30:.2f} GiB, and checkpoint.keep is "
+                f"{keep}"
+            )
+        return None
+
+    def make(self, step: int) -> epath.Path:
+        """Return the folder of a step, ready for a save."""
+        folder = self.path / str(step)
+        if not self.is_bucket:
+            folder.mkdir(parents=True, exist_ok=True)
+            Path(folder / DIGESTS).unlink(missing_ok=True)
+            return folder
+        # Orbax would remove old arrays one by one, and would need more rights for it.
+        self._delete_objects(folder, [name for name in self.files(folder) if name.startswith((f"{ARRAYS}/", DIGESTS))])
+        return folder
+
+    def sync(self, step: int) -> None:
+        """Return when every file of a step is durable. Objects in a bucket are so from the start."""
+        if self.is_bucket:
+            return
+        for folder, _, names in os.walk(self.path / str(step)):
+            for name in names:
+                _fsync(Path(folder, name))
+            _fsync(folder)
+        _fsync(self.path)
+
+    def sweep(self) -> None:
+        """Remove what killed saves and deletions left: it can never be restored and would fill the disk."""
+        for step in [step for step, state in self.states().items() if state == "unfinished"]:
+            # Any other file in the folder was put there by the user.
+            if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
+                self._remove(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a step. It first becomes unfinished, so that a killed deletion leaves nothing that looks complete."""
+        folder = self.path / str(step)
+        if self.is_bucket:
+            for mark in (DIGESTS, COMMITTED):
+                self._delete_objects(folder, [mark])
+        else:
+            Path(folder / DIGESTS).unlink(missing_ok=True)
+            _fsync(folder)
+            arrays, deleted = Path(folder / ARRAYS), Path(folder / DELETED)
+            if arrays.exists():
+                if deleted.exists():  # left by an earlier deletion
+                    shutil.rmtree(deleted)
+                arrays.rename(deleted)
+                _fsync(folder)
+        self._remove(step)
+
+    def set_aside(self, steps: Iterable[int], name: str) -> epath.Path:
+        """Move steps to the new folder `name` and return it. In a bucket each is copied before it is deleted."""
+        target = self.path / name
+        if not self.is_bucket:
+            target.mkdir()
+        for step in steps:
+            old, new = self.path / str(step), target / str(step)
+            if not self.is_bucket:
+                old.rename(new)
+                continue
+            with _requests(old) as client:
+                for file in self.files(old):
+                    client.cp_file(os.fspath(old / file), os.fspath(new / file))
+            self.delete(step)
+        return target
+
+    def _remove(self, step: int) -> None:
+        folder = self.path / str(step)
+        if self.is_bucket:
+            self._delete_objects(folder, list(self.files(folder)))
+        else:
+            shutil.rmtree(folder)
+
+    def _delete_objects(self, folder: epath.Path, names: list[str]) -> None:
+        """Delete objects. Raises Unreachable unless all are gone."""
+        if not names:
+            return
+        with _requests(folder) as client:
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                client.rm([os.fspath(folder / name) for name in names])
+            # S3 refuses single objects in an answer of status 200, and s3fs drops those errors. The request for one raises.
+            for name in sorted(self.files(folder).keys() & set(names)):
+                with contextlib.suppress(FileNotFoundError):
+                    client.rm_file(os.fspath(folder / name))
+
+
+def is_step(name: str) -> bool:
+    """Return whether a folder of this name is the folder of a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+@contextlib.contextmanager
+def _requests(path: epath.Path) -> Iterator[Any]:
+    """Yield the client of a bucket. Its errors become Unreachable, but for FileNotFoundError."""
+    scheme = os.fspath(path).partition("://")[0]
+    try:
+        yield open_client(scheme)
+    except (FileNotFoundError, Unreachable):
+        raise
+    except Exception as e:  # errors of five libraries
+        text = " ".join(str(e).split())[:300]
+        raise Unreachable(
+            f"{path}: a request to the bucket failed ({type(e).__name__}: {text}). Some files may be written, copied or "
+            f"deleted already; complete steps are whole. Fix: set {CREDENTIALS[scheme]}, with the right to list, read, write "
+            "and delete objects; then start again."
+        ) from None
+
+
+def open_client(scheme: str) -> Any:
+    """Return the fsspec client that epath uses for gs:// or s3://, without its cache of listings."""
+    import fsspec
+    from fsspec.config import conf
+
+    protocol, options = ("gcs", {"finalize_on_close": True}) if scheme == "gs" else (scheme, {})  # as epath opens them
+    conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a page for each error that it raises too
+    return fsspec.filesystem(protocol, **options)
+
+
+def _marks(folder: Path) -> set[str]:
+    """Return which of the names that decide the state of a step are in its folder on a disk."""
+    return {name for name in (META, COMMITTED, DIGESTS, ARRAYS) if (folder / name).exists()}
+
+
+def _state_of(names: Iterable[str]) -> str:
+    """Return the state of a step from the names of its files."""
+    found = set(names)
+    if COMMITTED in found:
+        return "complete" if META in found else "damaged"
+    # integrity.json is written when a step is complete, and is the first file that a deletion removes. ARRAYS is a folder on a
+    # disk, which Orbax renames into place when it is whole, and a deletion renames before it removes a file.
+    return "damaged" if DIGESTS in found or ARRAYS in found else "unfinished"
+
+
+def _is_of_a_save(name: str) -> bool:
+    """Return whether a save writes a file of this path into the folder of a step."""
+    first = name.partition("/")[0]
+    return first.removesuffix(".partial") in (META, DIGESTS) or first.startswith(ARRAYS)
+
+
+def _fsync(path: "str | os.PathLike[str]") -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

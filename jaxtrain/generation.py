@@ -1,0 +1,166 @@
+"""Text from a trained model, token by token; sample.py is its command.
+
+The model is the one that was trained, with the same attention code and a key/value cache. Weights stay split over the
+devices, the one sequence is on all of them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain import config
+from jaxtrain.config import RunConfig
+from jaxtrain.data.tokenizer import TokenizerError
+from jaxtrain.hf.importing import open_origin
+from jaxtrain.hf.model import alone, read_params
+from jaxtrain.kernels import attention
+from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.attention import Kernel, cached_arrays
+from jaxtrain.models.module import Params
+from jaxtrain.models.transformer import Cache, empty_cache
+from jaxtrain.samples import prompts
+from jaxtrain.sharding import Placement, make_placement
+from jaxtrain.train.definition import for_inference, make_definition
+from jaxtrain.train.kernel import attention_specs
+from jaxtrain.train.program import make_pipeline
+from jaxtrain.train.stages import STAGE, arrangement
+
+
+class Sampler:
+    """A model ready to continue text. Compiles once per prompt length and once for the single-token step."""
+
+    def __init__(self, run: RunConfig, placement: Placement):
+        run = for_inference(run)
+        self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too little to shard
+        # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not do.
+        # No token sees farther back than tokens did in training: rotary angles beyond that were never learnt.
+        specs = tuple(
+            dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
+            for spec in attention_specs(run)
+        )
+        name, _ = attention.choose("auto", [(spec, 1) for spec in specs], attention.Hardware.of(placement.mesh.devices.flat[0]))
+        kernel, stage_layout = Kernel(name, specs), arrangement(run, placement.size(STAGE))
+        self.definition = make_definition(run, self.placement, kernel)
+        self._pipe = make_pipeline(run, self.placement, self.definition, stage_layout) if stage_layout else None
+        self._places = stage_layout.places if stage_layout else 0
+        self.run = run
+        self._dtype = DTYPES[run.compute]
+        specs = self.definition.specs(self.placement), self.cache_specs, P()
+        self.decode = self.placement.shard_map(self._decode, specs, (P(), self.cache_specs))
+        self._extend = jax.jit(self._step, static_argnums=(5, 6), donate_argnums=1)
+
+    @property
+    def cache_specs(self) -> Any:
+        """PartitionSpecs of a cache."""
+        _, heads = cached_arrays(self.run.model, self.placement)
+        kv, of_dense = (self.placement.spec((*first, None, None, heads, None)) for first in (("layers",), ()))
+        made: Any = Cache
+        return made((kv, kv), ((of_dense, of_dense),) * self.run.model.dense_layers, P(), P(), P())
+
+    def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
+        """The logits, f32 (B, V), of what follows each row's last token, and the cache with the tokens in it."""
+        model = self.definition.bind(params)
+        hidden, cache = self._pipe.decode(model, tokens_BT, cache) if self._pipe else model.decode(tokens_BT, cache)
+        return model.logits(hidden[:, -1:])[:, 0], cache
+
+    def _step(self, params, cache, tokens_BT, key, index, temperature: float, top_p: float):
+        logits_BV, cache = self.decode(params, cache, tokens_BT)
+        return choose(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
+
+    def empty_cache(self, rows: int, room: int) -> Cache:
+        """An empty cache on the devices, with room for so many tokens in each row."""
+        empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._places)
+        return jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(self.placement.mesh, spec), self.cache_specs))
+
+    def tokens(
+        self,
+        params: Params,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        room: int = 0,
+    ) -> Iterator[int]:
+        """Token ids that continue the prompt (at least one id), one by one; the caller decides where to stop.
+
+        room: tokens that the cache holds at least; prompts with the same room share the single-token step.
+        """
+        # Lengths are rounded up so that prompts of similar length share one compiled step.
+        room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
+        cache = self.empty_cache(1, room)
+        key = jax.random.key(seed)
+        new = jnp.asarray([list(prompt)], jnp.int32)
+        for i in range(max_tokens):
+            token, cache = self._extend(params, cache, new, key, i, temperature, top_p)
+            yield int(token)
+            new = token.reshape(1, 1)
+
+
+def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
+    """One token id, int32 (). temperature 0 takes the likeliest; otherwise a draw from softmax(logits / temperature), cut
+    to the smallest set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020, arXiv:1904.09751)."""
+    if temperature == 0:
+        return jnp.argmax(logits_V).astype(jnp.int32)
+    order = jnp.argsort(-logits_V)
+    probabilities = jax.nn.softmax(logits_V[order] / temperature)
+    before = jnp.cumsum(probabilities) - probabilities
+    kept = jnp.where(before < top_p, jnp.log(probabilities), -jnp.inf)
+    return order[jax.random.categorical(key, kept)].astype(jnp.int32)
+
+
+def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
+    """The prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
+    prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
+    made: list[int] = []
+    how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
+    for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **how):
+        if token == tokenizer.eot:
+            break
+        made.append(token)
+    return tokenizer.decode([*prompt[len(tokenizer.bos) :], *made])
+
+
+def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
+    """As a document begins; a line's end where there is nothing at all to go on from.
+
+    Raises TokenizerError for an id that the model does not have (the tokenizer is not that of its training), and where there
+    is nothing to go on from at all.
+    """
+    ids = [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
+    if not ids:
+        raise TokenizerError(f"tokenizer {tokenizer.name!r} makes no token of the prompt {prompt!r}: give another prompt")
+    if max(ids) >= vocab_size:
+        raise TokenizerError(
+            f"tokenizer {tokenizer.name!r} gives the id {max(ids)} for the prompt {prompt!r}, and the model has "
+            f"{vocab_size}. Name the tokenizer that it was trained with."
+        )
+    return ids
+
+
+def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> list[str]:
+    """The same for each of the prompts that `ask.prompt` holds."""
+    asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
+    vocab_size = sampler.run.model.vocab_size
+    room = max(len(prompt_ids(tokenizer, one.prompt, vocab_size)) for one in asks) + ask.max_tokens
+    return [continue_text(sampler, params, tokenizer, one, room) for one in asks]
+
+
+def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
+    """Config, sampler, weights and step of a run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder.
+
+    Of a run with adapters, weights are those of their base and the adapters. base: where the base is now, if not where it was.
+
+    Raises CheckpointError, HuggingFaceError, also where the stored config is not one of this version.
+    """
+    source = open_origin(path)
+    run = source.run()
+    spread = alone(run, devices)
+    sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))
+    return run, sampler, read_params(source, run, sampler.definition, sampler.placement, base), source.step

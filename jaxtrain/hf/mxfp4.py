@@ -1,0 +1,25 @@
+"""MXFP4 (OCP Microscaling Formats, version 1.0): blocks of 32 four-bit numbers with a power of two for each block. No jax."""
+
+import ml_dtypes
+import numpy as np
+
+BYTES = 16  # of a block: two numbers a byte, the first in the low half
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the highest of the four bits is the sign
+BIAS = 127  # of the scales, E8M0
+
+
+def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return experts' weights in bfloat16, which holds each number: (E, inputs, outputs).
+
+    blocks, scales: uint8 (E, outputs, inputs / 32, BYTES) and (E, outputs, inputs / 32), as GPT-OSS is published.
+    """
+    numbers = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)
+    byte = np.arange(256)
+    pairs = np.stack([numbers[byte & 15], numbers[byte >> 4]], axis=-1)
+    experts, outputs, count = scales.shape
+    out = np.empty((experts, count * BYTES * 2, outputs), ml_dtypes.bfloat16)
+    for e in range(experts):  # one after the other: in float32 they take twice the memory
+        powers = np.ldexp(np.float32(1), scales[e].astype(np.int32) - BIAS)
+        values = pairs[blocks[e]].reshape(outputs, count, -1) * powers[..., None]
+        out[e] = values.reshape(outputs, -1).T.astype(ml_dtypes.bfloat16)
+    return out

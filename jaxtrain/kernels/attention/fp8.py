@@ -1,0 +1,146 @@
+"""Attention whose forward pass multiplies in e4m3, for Hopper; another kernel does its backward pass.
+
+    q8, k8, v8   queries, keys and values divided by scales and rounded to e4m3; a scale for each row and head (kernels/fp8.py)
+    s  = q8 k8^T scale_q scale_k / sqrt(H)           f32
+    p  = exp(s - largest s of the query)             f32, as is their sum
+    o  = round(256 p) v8 scale_v / (256 sum of p)    256 p in e4m3; tensor cores sum over a tile of keys, f32 adds tiles
+
+The backward pass is that of the configured kernel, in bf16, from the q, k, v of the forward pass before rounding, and from this
+output and log-sum-exp. So its weights exp(s - lse) have the scores of bf16 and a sum that is off 1 by the error of lse.
+
+The kernel is pallas_kernels.py's. On CPU the same numbers are rounded in XLA, with all T x S scores.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.kernels.attention import EMULATED, NOTHING, Hardware, Rows, Spec, pallas, reference
+from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, SHIFT
+from jaxtrain.kernels.fp8 import E4M3, rounded, scale_of
+
+LARGEST = 192  # head_dim; above, two accumulators of a tile do not fit the registers
+
+
+class Prepared(NamedTuple):
+    """The batch as each pass needs it."""
+
+    forward: Any  # pallas.Prepared without tiles of the backward pass; emulated: Rows
+    backward: Any  # of `base.describe_block`
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward8:
+    """An implementation of attention (see the package's docstring) with its forward pass in e4m3.
+
+    base: the module of the implementation that does the backward pass.
+    """
+
+    base: Any
+
+    def unsupported(self, spec: Spec, hardware: Hardware) -> str | None:
+        """Return why it cannot do this, or None."""
+        if spec.dtype != "bf16":
+            return f"with attention.forward=fp8 needs bf16, not {spec.dtype}"
+        if hardware.platform == "gpu":
+            if spec.head_dim > LARGEST:
+                return f"with attention.forward=fp8 needs a head_dim of at most {LARGEST}, not {spec.head_dim}"
+            if reason := pallas.unsupported(spec, hardware):
+                return f"with attention.forward=fp8 {reason}"
+        return self.base.unsupported(spec, hardware)
+
+    def prepare(self, rows: Rows, spec: Spec) -> Prepared:
+        """Return what both passes need of whole rows."""
+        return self.describe_block(rows, spec, diagonal=True)
+
+    def attention(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
+        """Return the output in the dtype of q, (B, T, N, H)."""
+        return _attention(q_BTNH, k_BSKH, v_BSKH, prepared, self, spec)
+
+    def describe_block(self, rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
+        """Return what both passes need of a block."""
+        forward = rows if spec.fp8 == EMULATED else pallas.prepare_forward(rows, spec, FORWARD_FP8)
+        return Prepared(forward, self.base.describe_block(rows, spec, diagonal))
+
+    def block_forward(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Prepared, spec: Spec, diagonal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the output and the log-sum-exp in f32."""
+        return _forward(q_BTNH, k_BSKH, v_BSKH, described.forward, spec, diagonal, jnp.dtype(jnp.float32))
+
+    def block_backward(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        out_BTNH: jax.Array,
+        lse_BNT: jax.Array,
+        do_BTNH: jax.Array,
+        described: Prepared,
+        spec: Spec,
+        diagonal: bool,
+    ) -> tuple[jax.Array, ...]:
+        """Return the gradients of q, k and v by the base."""
+        operands = q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, do_BTNH
+        return self.base.block_backward(*operands, described.backward, spec, diagonal)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, own: Forward8, spec: Spec) -> jax.Array:
+    return _forward(q, k, v, prepared.forward, spec, True, q.dtype)[0]
+
+
+def _attention_fwd(q, k, v, prepared, own, spec):
+    out, lse = _forward(q, k, v, prepared.forward, spec, True, q.dtype)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, prepared, out, lse)
+
+
+def _attention_bwd(own, spec, residuals, do):
+    q, k, v, prepared, out, lse = residuals
+    gradients = own.block_backward(q, k, v, out, lse, do, prepared, spec, True)
+    return *(g.astype(q.dtype) for g in gradients), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _scaled(x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return x in e4m3, and its scales (B, N), powers of two."""
+    scale_BN = scale_of(jnp.max(jnp.abs(x_BTNH), axis=(1, 3)), E4M3)
+    return rounded(x_BTNH, scale_BN[:, None, :, None], E4M3), scale_BN
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spec, causal: bool, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output in `dtype` and the log-sum-exp in f32, (B, N, T)."""
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(_scaled, (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    scales_BN2 = jnp.stack([q_scale * jnp.repeat(k_scale, group, 1), jnp.repeat(v_scale, group, 1)], axis=-1)
+    if spec.fp8 == EMULATED:
+        return _emulated(q8, k8, v8, scales_BN2, prepared, spec, dtype)
+    return pallas.forward_fp8(q8, k8, v8, scales_BN2, prepared, spec, causal, dtype)
+
+
+def _emulated(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Return output and log-sum-exp as the kernel does, but for the order of sums."""
+    (B, T, N, H), K = q8.shape, k8.shape[2]
+    factor, of_values = (scales_BN2[..., i].reshape(B, K, N // K, 1) for i in range(2))
+    q, k, v = (x.astype(jnp.float32) for x in (q8.reshape(B, T, K, N // K, H), k8, v8))
+    exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    scores = exact("BTKGH,BSKH->BKGTS", q, k) * (factor[..., None] * H**-0.5)
+    scores = spec.softcap * jnp.tanh(scores / spec.softcap) if spec.softcap else scores
+    mask = reference.visible(rows, spec)[:, None, None]
+    top = jnp.where(mask, scores, NOTHING).max(-1, keepdims=True)
+    p = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
+    total = p.sum(-1)
+    p8 = (p * 2.0**SHIFT).astype(E4M3).astype(jnp.float32)
+    sees, total = total > 0, jnp.where(total > 0, total, 1.0)
+    out = exact("BKGTS,BSKH->BKGTH", p8, v) * (of_values * 2.0**-SHIFT / total)[..., None]
+    lse = jnp.where(sees, top[..., 0] + jnp.log(total), NOTHING)
+    return jnp.moveaxis(out, 3, 1).reshape(B, T, N, H).astype(dtype), lse.reshape(B, N, T)

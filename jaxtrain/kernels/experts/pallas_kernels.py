@@ -1,0 +1,277 @@
+"""Kernels of grouped matmuls, in Pallas Mosaic GPU for Hopper; pallas.py calls them. hopper.py has the parts of a program.
+
+A program stays on its multiprocessor and makes one tile of the result after the other. While the warpgroups that compute store
+a tile, the one that loads already fills the slots for the next. Each of the two that compute has 64 rows of the tile, in
+registers, and both read the same columns of the right side from shared memory.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
+
+TIMES, OUTER = "times", "outer"  # the kernels
+PROGRAMS = "program"  # the axis of programs
+SWIZZLE = 128  # bytes that shared memory holds side by side, in the order in which WGMMA reads them
+ALIGNED = 8  # rows of a block of that order: tiles in global memory start at a multiple
+NEIGHBOURS = 16  # tiles of the first direction that programs pass through before they go on in the second
+STORES = 2  # stores of a warpgroup that are under way at a time
+
+
+class Tile(NamedTuple):
+    """A tile of the result, how much is contracted in a step, and how many steps are in shared memory at a time."""
+
+    rows: int
+    columns: int
+    contracted: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Static properties of a kernel."""
+
+    tile: Tile
+    programs: int
+    rows: int  # of the result; of `outer`, of one expert's
+    columns: int
+    contracted: int
+    experts: int
+    transposed: bool  # weights are (experts, columns, contracted)
+    interpret: bool
+    promoted: bool = False  # each step's sum is added to a sum of its own, in f32
+
+
+def smem(shape: tuple[int, ...], dtype: Any, block: int = ALIGNED) -> Any:
+    """Return shared memory for matrices (..., rows, columns) in the order of WGMMA, in blocks of that many rows."""
+    order: Any = (plgpu.TilingTransform((block, chunk(dtype))), plgpu.SwizzleTransform(SWIZZLE))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=order)
+
+
+def chunk(dtype: Any) -> int:
+    """Return how many numbers shared memory holds side by side."""
+    return SWIZZLE // jnp.dtype(dtype).itemsize
+
+
+def staging(static: Static, dtype: Any) -> Any:
+    """Return shared memory for results that are stored, a few columns at a time. Its blocks have one row: any may be stored."""
+    return smem((COMPUTING, STORES, ROWS, chunk(dtype)), dtype, block=1)
+
+
+def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
+    """Return which of `across` x `along` tiles is the index-th: NEIGHBOURS across, then the same ones further along.
+
+    So tiles that are made at the same time share what they load, and find it in the cache.
+    """
+    band = NEIGHBOURS * along
+    first = index // band * NEIGHBOURS
+    height = jnp.minimum(across - first, NEIGHBOURS)
+    within = index % band
+    return first + within % height, within // height
+
+
+def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> None:
+    """Run `body(tile, steps so far)`, which returns its own steps, for each tile of this program."""
+    program = jax.lax.axis_index(PROGRAMS)
+    count = (total - program + static.programs - 1) // static.programs
+    jax.lax.fori_loop(0, count, lambda i, done: done + body(program + i * static.programs, done), jnp.int32(0))
+
+
+def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any, Any], None]) -> jax.Array:
+    """Return the sum over the steps of `add(sum, step)`, in f32. A slot is released when the next step is under way.
+
+    WGMMA keeps fewer bits than f32 has while it adds products of 8-bit numbers. So where that is not enough, its sums are those
+    of a step, and are added up outside.
+    """
+    shape = (ROWS, static.tile.columns)
+
+    def one(step: Any, total: jax.Array) -> jax.Array:
+        def into(sum_ref: Any) -> jax.Array:
+            add(sum_ref, step)
+            return sum_ref[...]
+
+        made = pl.run_scoped(into, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        ring.release(done + step, static.interpret)
+        return total + made
+
+    if static.promoted:
+        return jax.lax.fori_loop(0, steps, one, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
+
+    def into(total: Any) -> jax.Array:
+        @pl.loop(0, steps)
+        def _(step):
+            add(total, step)
+            plgpu.wgmma_wait(1)
+            pl.when(step > 0)(lambda: ring.release(done + step - 1, static.interpret))
+
+        plgpu.wgmma_wait(0)
+        pl.when(steps > 0)(lambda: ring.release(done + steps - 1, static.interpret))
+        return total[...]
+
+    return pl.run_scoped(into, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, own: tuple[Any, Any], stage: Any) -> None:
+    """Store a warpgroup's rows `own` (from, up to) of 64, at (top, left) of a matrix `out`; columns beyond it are left out.
+
+    A copy has a fixed number of rows. So a part of the rows is stored in copies of 32, 16, ... rows, by its binary digits.
+    """
+    width = chunk(out.dtype)
+    start, count = own[0], own[1] - own[0]
+    for piece in range(static.tile.columns // width):
+        columns = pl.ds(left + piece * width, width)
+        here = stage.at[piece % STORES]
+        plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
+        here[...] = values[:, piece * width : (piece + 1) * width].astype(out.dtype)
+        plgpu.commit_smem()
+
+        def copy(first: Any, rows: int, here: Any = here, columns: Any = columns) -> None:
+            to = out.at[pl.ds(top + first, rows), columns]
+            plgpu.copy_smem_to_gmem(here.at[pl.ds(first, rows)], to, commit_group=False)
+
+        rows = ROWS
+        while rows:
+            # The digits above this one have been stored.
+            pl.when(count & rows != 0)(lambda rows=rows, copy=copy: copy(start + (count & -(2 * rows)), rows))
+            rows //= 2
+        plgpu.commit_smem_to_gmem_group()
+
+
+def times_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tuple[Any, ...]:
+    """Return shared memory and barriers of `times`."""
+    tile = static.tile
+    rows = smem((tile.stages, tile.rows, tile.contracted), dtype)
+    right = (tile.columns, tile.contracted) if static.transposed else (tile.contracted, tile.columns)
+    return slots(rows, smem((tile.stages, *right), right_dtype)), staging(static, out)
+
+
+def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, stage, *, static: Static):
+    """Multiply each tile of rows by the weight of its expert, and sums by the scale."""
+    tile = static.tile
+    along = pl.cdiv(static.columns, tile.columns)
+    total = used[0] * along
+
+    def place(index: Any) -> tuple[Any, ...]:
+        """Return the tile's expert, first row, own rows (from, up to), first column, and steps."""
+        visit, column = _neighbours(index, used[0], along)
+        expert, first, start, stop = (visits[visit, i] for i in range(4))
+        first = pl.multiple_of(first, ALIGNED)
+        steps = jnp.where(expert < static.experts, jnp.int32(pl.cdiv(static.contracted, tile.contracted)), jnp.int32(0))
+        return expert, first, start, stop, column * tile.columns, steps
+
+    def compute(which: jax.Array) -> None:
+        def one(index: Any, done: Any) -> Any:
+            _, first, start, stop, left, steps = place(index)
+
+            def add(sum_ref: Any, step: Any) -> None:
+                rows, w = ring.take(done + step)
+                rows = rows.at[pl.ds(which * ROWS, ROWS)]
+                plgpu.wgmma(sum_ref, rows, w.transpose((1, 0)) if static.transposed else w)
+
+            made = _sum(static, ring, done, steps, add) * scale[0]
+            top = first + which * ROWS
+            own = jnp.clip(start - top, 0, ROWS), jnp.clip(stop - top, 0, ROWS)
+            pl.when(own[1] > own[0])(lambda: _store(static, made, out_ref, top, left, own, stage.at[which]))
+            return steps
+
+        _each_tile(static, total, one)
+        plgpu.wait_smem_to_gmem(0)
+
+    def load() -> None:
+        def one(index: Any, done: Any) -> Any:
+            expert, first, _, _, left, steps = place(index)
+
+            @pl.loop(0, steps)
+            def _(step):
+                over, columns = pl.ds(step * tile.contracted, tile.contracted), pl.ds(left, tile.columns)
+                w = w_ref.at[expert, columns, over] if static.transposed else w_ref.at[expert, over, columns]
+                ring.fill(done + step, (rows_ref.at[pl.ds(first, tile.rows), over], w))
+
+            return steps
+
+        _each_tile(static, total, one)
+
+    warpgroups(compute, load, (ring,))
+
+
+def outer_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tuple[Any, ...]:
+    """Return shared memory and barriers of `outer`."""
+    tile = static.tile
+    left = smem((tile.stages, tile.contracted, tile.rows), dtype)
+    right = smem((tile.stages, tile.contracted, tile.columns), right_dtype)
+    return slots(left, right), staging(static, out), plgpu.Barrier(num_arrivals=COMPUTING)
+
+
+def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, static: Static):
+    """Sum each tile of each expert over the expert's rows."""
+    tile = static.tile
+    across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)
+
+    def place(index: Any) -> tuple[Any, ...]:
+        """Return the tile's expert, its rows (from, up to), first row and column of the tile, first row loaded, and steps."""
+        expert, within = index // (across * along), index % (across * along)
+        i, j = _neighbours(within, across, along)
+        start, stop = bounds[expert, 0], bounds[expert, 1]
+        first = pl.multiple_of(start // ALIGNED * ALIGNED, ALIGNED)
+        steps = jnp.where(stop > start, (stop - first + tile.contracted - 1) // tile.contracted, 0)
+        return expert, start, stop, i * tile.rows, j * tile.columns, first, steps
+
+    def clear(ref: Any, first: Any, start: Any, stop: Any) -> None:
+        """Set rows of others to zero: they may hold anything, NaN too."""
+        shape = ref.shape
+        row = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+        ref[...] = jnp.where((row >= start) & (row < stop), values, jnp.zeros_like(values))
+
+    def compute(which: jax.Array) -> None:
+        width = chunk(a_ref.dtype)
+
+        def one(index: Any, done: Any) -> Any:
+            expert, start, stop, top, left, begin, steps = place(index)
+
+            def add(sum_ref: Any, step: Any) -> None:
+                a, b = ring.take(done + step)
+                mine = a.at[:, pl.ds(which * ROWS, ROWS)]
+                first = begin + step * tile.contracted
+
+                @pl.when((first < start) | (first + tile.contracted > stop))
+                def _():
+                    clear(mine, first, start, stop)
+                    half = tile.columns // COMPUTING
+                    for piece in range(half // width):
+                        clear(b.at[:, pl.ds(which * half + piece * width, width)], first, start, stop)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(cleared)
+                    plgpu.barrier_wait(cleared)
+
+                plgpu.wgmma(sum_ref, mine.transpose((1, 0)), b)
+
+            made = _sum(static, ring, done, steps, add)
+            mine = top + which * ROWS
+            own = jnp.int32(0), jnp.clip(static.rows - mine, 0, ROWS)
+            pl.when(own[1] > 0)(lambda: _store(static, made, out_ref.at[expert], mine, left, own, stage.at[which]))
+            return steps
+
+        _each_tile(static, static.experts * across * along, one)
+        plgpu.wait_smem_to_gmem(0)
+
+    def load() -> None:
+        def one(index: Any, done: Any) -> Any:
+            _, _, _, top, left, first, steps = place(index)
+
+            @pl.loop(0, steps)
+            def _(step):
+                rows = pl.ds(first + step * tile.contracted, tile.contracted)
+                ring.fill(done + step, (a_ref.at[rows, pl.ds(top, tile.rows)], b_ref.at[rows, pl.ds(left, tile.columns)]))
+
+            return steps
+
+        _each_tile(static, static.experts * across * along, one)
+
+    warpgroups(compute, load, (ring,))

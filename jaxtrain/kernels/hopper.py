@@ -1,0 +1,82 @@
+"""Parts that kernels in Pallas Mosaic GPU for Hopper share: warpgroups with roles, and slots of shared memory between them.
+
+A program is three warpgroups. The last one loads: it copies tiles from global into shared memory (TMA), some steps ahead. The
+first two compute: WGMMA multiplies, with its right side in shared memory. Barriers pass the slots of shared memory between the
+warpgroups: `ready` counts the copies that fill a slot, `free` the warpgroups that are done with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # of a warpgroup's matmul
+COMPUTING = 2  # warpgroups that compute; the one after them loads
+GROUPS = "warpgroup"  # the axis of warpgroups
+# Registers of a thread: 65,536 for 3 x 128 threads, in eights.
+MUCH, LITTLE = 240, 24
+
+
+class Slots(NamedTuple):
+    """Shared memory that tiles pass through."""
+
+    refs: tuple[Any, ...]  # (stages, ...)
+    ready: Any
+    free: Any
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """Return the slot of a step."""
+        return jax.lax.rem(step, jnp.int32(self.ready.shape[0]))
+
+    def fill(self, step: jax.Array, sources: tuple[Any, ...]) -> None:
+        """Copy a tile of each array into the step's slot, once it is free."""
+        at = self.slot(step)
+        plgpu.barrier_wait(self.free.at[at])
+        for source, ref in zip(sources, self.refs, strict=True):
+            plgpu.copy_gmem_to_smem(source, ref.at[at], self.ready.at[at])
+
+    def take(self, step: jax.Array) -> tuple[Any, ...]:
+        """Wait until the step's slot is filled, and return its arrays."""
+        at = self.slot(step)
+        plgpu.barrier_wait(self.ready.at[at])
+        return tuple(ref.at[at] for ref in self.refs)
+
+    def release(self, step: jax.Array, interpret: bool) -> None:
+        """Let the step's slot be filled again."""
+        if interpret:  # its detector of races wants a fence between loads and a later copy, which the barrier is
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(self.free.at[self.slot(step)])
+
+    def each(self, what: Callable[[Any], None]) -> None:
+        """Release all slots before the first step, or wait for all after the last."""
+        for at in range(self.ready.shape[0]):
+            what(self.free.at[at])
+
+
+def slots(*refs: Any) -> Slots:
+    """Return the barriers and shared memory of a pipeline of these arrays."""
+    stages = refs[0].shape[0]
+    free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages)
+    return Slots(refs, plgpu.Barrier(num_arrivals=len(refs), num_barriers=stages), free)
+
+
+def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], pipelines: tuple[Slots, ...]) -> None:
+    """Run `compute(which)` in the warpgroups that compute, and `load()` in the one that loads."""
+    which = jax.lax.axis_index(GROUPS)
+
+    @pl.when(which < COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(MUCH, action="increase")
+        for pipeline in pipelines:
+            pipeline.each(plgpu.barrier_arrive)
+        compute(which)
+
+    @pl.when(which == COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(LITTLE, action="decrease")
+        load()
+        for pipeline in pipelines:
+            pipeline.each(plgpu.barrier_wait)

@@ -1,0 +1,151 @@
+"""DeepSeek-V3 and R1, and Kimi K2, which has their layers: latent attention, a few dense layers, then many narrow experts."""
+
+from typing import Any
+
+from jaxtrain.config import Model
+from jaxtrain.models.hugging_face import (
+    COMMON,
+    ROPE,
+    Format,
+    HfTensor,
+    HuggingFaceError,
+    Part,
+    Settings,
+    experts,
+    read_experts_per_token,
+)
+from jaxtrain.models.structure import Structure, presets
+
+STRUCTURE = Structure()
+AT = "model.layers.{i}.self_attn."
+ATTENTION = {
+    "wq": HfTensor(AT + "q_proj.weight", "D N H", "(N H) D", interleaved="H"),
+    "wq_down": HfTensor(AT + "q_a_proj.weight", "D Q", "Q D"),
+    "q_norm.scale": HfTensor(AT + "q_a_layernorm.weight", "Q", "Q"),
+    "wq_up": HfTensor(AT + "q_b_proj.weight", "Q N H", "(N H) Q", interleaved="H"),
+    "wkv_down": HfTensor(AT + "kv_a_proj_with_mqa.weight", "D C", "C D", interleaved="C"),
+    "kv_norm.scale": HfTensor(AT + "kv_a_layernorm.weight", "L", "L"),
+    "wkv_up": HfTensor(AT + "kv_b_proj.weight", "L N U", "(N U) L"),
+    "wo": HfTensor(AT + "o_proj.weight", "D N W", "D (N W)"),
+}
+MLP = "model.layers.{i}.mlp."
+BIAS = HfTensor(MLP + "gate.e_score_correction_bias", "E", "E", exact=True)
+SHARED = {
+    "gate": HfTensor(MLP + "shared_experts.gate_proj.weight", "D S", "S D"),
+    "up": HfTensor(MLP + "shared_experts.up_proj.weight", "D S", "S D"),
+    "down": HfTensor(MLP + "shared_experts.down_proj.weight", "D S", "D S"),
+}
+DENSE = {
+    "gate": HfTensor(MLP + "gate_proj.weight", "D G", "G D"),
+    "up": HfTensor(MLP + "up_proj.weight", "D G", "G D"),
+    "down": HfTensor(MLP + "down_proj.weight", "D G", "D G"),
+}
+LAYER = {name: tensor for name, tensor in COMMON.items() if "_norm.scale" in name and "{i}" in name}
+LAYER |= {f"layers.{{i}}.attention.{name}": tensor for name, tensor in ATTENTION.items()}
+TENSORS = {
+    **{name: tensor for name, tensor in COMMON.items() if "{i}" not in name},
+    **{f"dense_{name}": tensor for name, tensor in LAYER.items()},
+    **{f"dense_layers.{{i}}.mlp.{name}": tensor for name, tensor in DENSE.items()},
+    **LAYER,
+    **experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    "layers.{i}.mlp.router_bias": BIAS,
+    **{f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.items()},
+}
+
+
+def count(s: Settings, key: str) -> int:
+    """Return a whole number that may be 0 or null."""
+    value = s.nullable(key) or 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise HuggingFaceError(f"{s.path}: {key} = {value!r}: must be a whole number, or null.")
+    return value
+
+
+def read_attention(s: Settings, _: int) -> dict[str, Any]:
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    found = {name: s.whole(name) for name in names} | {"q_lora_rank": count(s, "q_lora_rank")}
+    width = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    s.only("qk_head_dim", width, "it is qk_nope_head_dim + qk_rope_head_dim")
+    return found | {"head_dim": width}
+
+
+def write_attention(m: Model) -> dict[str, Any]:
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    found = {name: getattr(m, name) for name in names}
+    # transformers calls the rotated part the head's width.
+    return found | {"q_lora_rank": m.q_lora_rank or None, "head_dim": m.qk_rope_head_dim}
+
+
+def read_experts(s: Settings, _: int) -> dict[str, Any]:
+    renormalize = s.flag("norm_topk_prob")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"):
+        s.take(key, None)  # of training, and of layers past the last one
+    dense, width = count(s, "first_k_dense_replace"), s.whole("moe_intermediate_size")
+    quantized = s.mapping("quantization_config")
+    if quantized and quantized.get("quant_method") != "fp8":
+        rule = "weights in FP8 with the scales of their blocks are read, and no others"
+        raise HuggingFaceError(f"{s.path}: quantization_config = {quantized!r}: {rule}.")
+    number, groups, kept = s.whole("n_routed_experts"), s.whole("n_group"), s.whole("topk_group")
+    if number % groups or kept > groups:
+        rule = f"must divide the {number} experts into groups, and choose among no more than those"
+        raise HuggingFaceError(f"{s.path}: n_group = {groups}, topk_group = {kept}: {rule}.")
+    return read_experts_per_token(s, number) | {
+        "d_ff": width,
+        "shared_d_ff": width * s.whole("n_shared_experts"),
+        "dense_layers": dense,
+        "dense_d_ff": s.given["intermediate_size"] if dense else 0,
+        "renormalize": renormalize,
+        "routed_scaling": s.number("routed_scaling_factor"),
+        "router_groups": groups,
+        "groups_per_token": kept,
+    }
+
+
+def write_experts(m: Model) -> dict[str, Any]:
+    return {
+        "intermediate_size": m.dense_d_ff or m.experts_per_token * m.d_ff,
+        "moe_intermediate_size": m.d_ff,
+        "n_routed_experts": m.num_experts,
+        "n_shared_experts": m.shared_d_ff // m.d_ff,
+        "num_experts_per_tok": m.experts_per_token,
+        "first_k_dense_replace": m.dense_layers,
+        "norm_topk_prob": m.renormalize,
+        "routed_scaling_factor": m.routed_scaling,
+        "n_group": m.router_groups,
+        "topk_group": m.groups_per_token,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+FORMAT = Format(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    TENSORS,
+    (ROPE, Part(read_attention, write_attention), Part(read_experts, write_experts)),
+    model={"router": "sigmoid", "router_bias": True},
+    fixed={
+        "rope_interleave": (True, "rotary pairs are read as neighbours"),
+        "moe_layer_freq": (1, "all layers after first_k_dense_replace are built with experts"),
+        "scoring_func": ("sigmoid", "scores are built as sigmoids"),
+        "topk_method": ("noaux_tc", "experts are chosen by score and bias, in groups"),
+    },
+    written={"attention_bias": False},
+    tied=False,
+    beyond="of multi-token prediction, which is not built",
+)
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536}
+V3 = {"dense_layers": 3, "num_experts": 256, "routed_scaling": 2.5, "router_groups": 8, "groups_per_token": 4}
+V3 |= {"rope_factor": 40.0}
+K2 = {"dense_layers": 1, "num_experts": 384, "routed_scaling": 2.827, "rope_base": 50_000.0}
+K2 |= {"rope_factor": 32.0, "rope_beta_fast": 1.0}
+# fmt: off
+PRESETS = presets(
+    {
+        # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
+        "deepseek_v3": (61, 7168, 128, 128, 192, 2048, 129280, V3),
+        "kimi_k2":     (61, 7168,  64,  64, 192, 2048, 163840, K2),
+    },
+    **LATENT, dense_d_ff=18432, shared_d_ff=2048, experts_per_token=8, router="sigmoid", router_bias=True,
+    norm_eps=1e-06, rope_base=10_000.0, rope_scaling="yarn", rope_original_len=4096, rope_mscale=1.0, rope_mscale_all_dim=1.0,
+)
+# fmt: on

@@ -1,0 +1,261 @@
+"""The reference model's log-probabilities of pairs, for loss.name=dpo: computed once by the run's own program, and kept.
+
+The reference is the model that training begins with: with full weights the initial ones, with adapters their base. Its
+log-probability of each document's completion is all that the loss needs of it, so no second set of weights is ever in memory.
+
+    WORKDIR/reference/0123456789abcdef.npz    of one token file, by the hash of its contents
+      log_probs    float32 (documents,), NaN for a document that is not done or in no row
+      about        JSON: format, version, the hash in full; digest of weights, model and precision of the reference
+
+The file is written while the pass goes on, so that a run that is killed meanwhile continues there. If weights, model or
+precision differ from the file, it is made anew while the reference is at hand. Once training has changed the weights, `check`
+refuses a run without its files before anything is compiled, and the precision of the files stays.
+"""
+
+import collections
+import io
+import json
+import time
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain import lora
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config import Problem, RunConfig, to_dict
+from jaxtrain.data.windows import PairRows
+from jaxtrain.metrics import write_atomic
+from jaxtrain.models.lora import B, is_adapter
+from jaxtrain.models.module import Params, names
+from jaxtrain.train import state
+from jaxtrain.train.batch_feed import BatchFeed
+from jaxtrain.train.evaluate import mask_rows
+from jaxtrain.train.initial_state import Restored
+from jaxtrain.train.program import Program
+from jaxtrain.train.services import Services
+
+FORMAT, VERSION = "jaxtrain reference log-probabilities", 1
+FOLDER = "reference"
+META = "reference"  # the digest of the reference's weights, in a checkpoint's meta.json
+SAVE_S = 30.0  # between two writes of a file that is being made, and two lines about it
+AGREE_S = 600.0
+ANEW = "Start a new run in another --workdir (--config.init.from starts it from the model that is to be the reference)."
+
+
+class NumberedRows:
+    """Rows of one source by their numbers, as a source of batches: batch i has the next `size` of them."""
+
+    def __init__(self, batches: Any, source: PairRows, number_R: np.ndarray, size: int):
+        # The last batch is filled with its first row, which `References` masks.
+        self._batches, self._source, self._size = batches, source, size
+        self.number_R = np.concatenate([number_R, np.repeat(number_R[:1], -len(number_R) % size)])
+
+    def batch(self, step: int, rows: Any = None) -> dict[str, np.ndarray]:
+        """Return batch `step`, or these rows of it."""
+        number_R = self.number_R[step * self._size : (step + 1) * self._size]
+        return self._batches.numbered_rows(self._source, number_R if rows is None else number_R[rows])
+
+
+class References:
+    """Makes the references of a run's data known: from their files, or by a pass over the pairs."""
+
+    def __init__(self, run: RunConfig, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
+        """Args: saved: meta.json of the checkpoint that the run resumes from; {} without."""
+        self._run, self._program, self._services = run, program, services
+        self._params: Params | None = None  # the reference's; None where training has changed them
+        weights = state.weights(restored.state)
+        if program.adapters:
+            self._params = without_adapters(weights)
+            self.digest = restored.base["digest"]
+        elif not restored.start.resumed:
+            self._params = weights
+            self.digest = lora.digest(weights, restored.state.layers)
+        else:
+            self.digest = saved[META]
+        self._compiled: Any = None
+
+    def learn(self, workdir: Path, data: Iterable[Any]) -> bool:
+        """Make the references of all batches known to them. Return False if the run was asked to stop meanwhile."""
+        for batches in data:
+            for source in batches.sources:
+                if isinstance(source, PairRows) and source.name not in batches.references:
+                    found = self._of_file(workdir, batches, source)
+                    if found is None:
+                        return False
+                    batches.references[source.name] = found
+        return True
+
+    def _of_file(self, workdir: Path, batches: Any, source: PairRows) -> np.ndarray | None:
+        """Return the reference log-probability of each document; None if the run was asked to stop."""
+        header = source.file.header
+        path, about = file_of(workdir, self._run, self.digest, header)
+        peers, log_probs = self._services.peers, np.full(header["documents"], np.nan, np.float32)
+        if peers.process_index == 0:
+            log_probs, fault = read(path, about, header["documents"], self._params is None)
+            if fault:
+                self._services.console.warn(f"{path}: {fault}. It is made anew.")
+        if peers.count > 1:  # others need not see the files of process 0
+            log_probs = np.array(multihost_utils.broadcast_one_to_all(log_probs))
+        row_R = rows_without(source, log_probs)
+        return self._compute(path, about, batches, source, row_R, log_probs) if len(row_R) else log_probs
+
+    def _compute(
+        self, path: Path, about: dict[str, Any], batches: Any, source: PairRows, row_R: np.ndarray, log_probs: np.ndarray
+    ) -> np.ndarray | None:
+        if self._params is None:
+            raise CheckpointError(f"{path}: was deleted or changed while the run started. {ANEW}")
+        services, program, run = self._services, self._program, self._run
+        abstract = program.eval_batch
+        size = abstract["tokens"].shape[1]
+        rows, count = NumberedRows(batches, source, row_R, size), -(-len(row_R) // size)
+        services.console.say(
+            f"reference log-probabilities of {source.name}: {len(row_R):,} of {source.windows:,} sequences to compute"
+        )
+        waiting: collections.deque[tuple[int, Any]] = collections.deque()  # results on the devices
+        saved = shown = time.monotonic()
+
+        def read(i: int, found: Any) -> None:
+            result_BM = np.asarray(jax.device_get(found))[0]
+            numbers = rows.number_R[i * size : (i + 1) * size][: len(row_R) - i * size]
+            for row, result_M in zip(numbers.tolist(), result_BM, strict=False):
+                documents = source.documents_of(row)
+                log_probs[documents] = result_M[: len(documents)]
+
+        def save() -> None:
+            if services.peers.process_index:
+                return
+            try:
+                write_atomic(path, encoded(log_probs, about))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be written ({error.strerror or error}). Free space there, and start the run again: "
+                    "the pass continues."
+                ) from error
+
+        def unwanted() -> bool:
+            services.watchdog.beat()
+            return services.peers.count == 1 and services.stop_requested
+
+        with services.phase("step", "eval"):
+            if self._compiled is None:
+                self._compiled = program.log_probs.lower(program.state.params, abstract).compile()
+            feed = BatchFeed(rows, 0, abstract, program.context, run.data.prefetch, count)
+            try:
+                for i in range(count):
+                    host = None if unwanted() else feed.next(unwanted)
+                    if host is None:
+                        save()
+                        return None
+                    number = i * size + np.asarray(range(size) if feed.rows is None else feed.rows)
+                    waiting.append((i, self._compiled(self._params, feed.place(mask_rows(host, number >= len(row_R))))))
+                    if len(waiting) > 1:
+                        read(*waiting.popleft())
+                        if i == 1 or time.monotonic() - saved > SAVE_S:
+                            saved = time.monotonic()
+                            save()
+                    if time.monotonic() - shown > SAVE_S:
+                        shown = time.monotonic()
+                        services.console.say(f"reference log-probabilities: {(i + 1) * size:,} of {len(row_R):,} sequences")
+            finally:
+                feed.close()
+            while waiting:
+                read(*waiting.popleft())
+        done = np.concatenate([source.documents_of(row) for row in row_R.tolist()])
+        if not np.isfinite(log_probs[done]).all():
+            bad = np.count_nonzero(~np.isfinite(log_probs[done]))
+            raise CheckpointError(
+                f"{source.name}: the reference model gives {bad} completions no finite log-probability. Name another model in "
+                "init.from."
+            )
+        save()
+        return log_probs
+
+
+def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return the file with the references of a token file, and the facts that it has to state.
+
+    Args:
+      digest: of the reference's weights.
+      header: of the token file.
+    """
+    settings = to_dict(run)
+    fp8 = settings["fp8"] if run.precision == "fp8" else {}
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "content_sha256": header["content_sha256"],
+        "weights": digest,
+        "model": {k: v for k, v in settings["model"].items() if k != "init_std"},
+        "precision": {"activations": run.precision, "weights": settings["dtypes"]["params"], "fp8": fp8},
+    }
+    return workdir / FOLDER / f"{header['content_sha256'][:16]}.npz", about
+
+
+def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) -> tuple[np.ndarray, str]:
+    """Return the reference log-probability of each document, NaN where the file has none, and why the file cannot be used.
+
+    Args:
+      trained: the weights have been trained since, so the precision of the reference stays as it was.
+    """
+    empty = np.full(documents, np.nan, np.float32)
+    if not path.exists():
+        return empty, ""
+    try:
+        with np.load(path) as found:
+            log_probs, stored = found["log_probs"], json.loads(str(found["about"]))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        return empty, f"is damaged ({type(error).__name__}: {error})"
+    other = [name for name, value in about.items() if stored.get(name) != value and not (trained and name == "precision")]
+    if other or log_probs.shape != empty.shape:
+        return empty, f"is of another reference: it differs in {', '.join(other) or 'documents'}"
+    return log_probs, ""
+
+
+def rows_without(source: PairRows, log_probs: np.ndarray) -> np.ndarray:
+    """Return the numbers of the rows with a document whose reference log-probability is not known."""
+    return np.asarray([row for row in range(source.windows) if np.isnan(log_probs[source.documents_of(row)]).any()])
+
+
+def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], data: Iterable[Any]) -> list[Problem]:
+    """Return the problems of a run that has trained all weights: nothing can compute its references again. Reads files.
+
+    Args:
+      step: of the checkpoint that the run resumes from.
+      saved: meta.json of that checkpoint.
+    """
+    if META not in saved:
+        rule = f"the checkpoint of step {step} is of a run with another loss, so it names no reference model"
+        return [Problem("loss.name", run.loss.name, rule, ANEW)]
+    problems = []
+    for source in (source for batches in data for source in batches.sources if isinstance(source, PairRows)):
+        header = source.file.header
+        path, about = file_of(workdir, run, saved[META], header)
+        log_probs, fault = read(path, about, header["documents"], trained=True)
+        if not fault and len(rows_without(source, log_probs)):
+            fault = f"lacks reference log-probabilities of {source.name}"
+        if fault:
+            rule = f"{path} {fault}, and the weights have been trained since"
+            problems.append(Problem("loss.name", run.loss.name, rule, f"Put the file back, or the data as they were. {ANEW}"))
+    return problems
+
+
+def without_adapters(params: Params) -> Params:
+    """Return the parameters with the second half of each adapter at zero: those of the base."""
+
+    def member(name: str, x: jax.Array) -> jax.Array:
+        return jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x) if is_adapter(name) and name.endswith(B) else x
+
+    return jax.tree.map(member, names(params), params)
+
+
+def encoded(log_probs: np.ndarray, about: Mapping[str, Any]) -> bytes:
+    """Return a file of references."""
+    file = io.BytesIO()
+    np.savez(file, log_probs=log_probs, about=np.asarray(json.dumps(about)))
+    return file.getvalue()

@@ -1,0 +1,101 @@
+"""Exported folders in the programs that serve, evaluate and convert them: by their own loaders, on a CPU."""
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import hugging_face
+import numpy as np
+import pytest
+from hugging_face import FAMILIES, exported, imported
+
+from jaxtrain import lm_eval
+from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.hf.folder import open_folder
+from jaxtrain.hf.importing import open_origin
+from jaxtrain.hf.model import logits_of
+from jaxtrain.models import family
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "reference"
+TEXT = "def f(x):"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of every family, exported as a run on bytes would be."""
+    hugging_face.reference()
+    out = {}
+    for name in FAMILIES:
+        place = tmp_path_factory.mktemp(name)
+        _, ours, _ = imported(place, name, vocab=264)
+        out[name] = place / "served"
+        exported(ours, out[name], tokenizer="byte")
+    return out
+
+
+def answers(script: str, *args: Any) -> list[Any]:
+    """The lines of JSON that a script prints in the Python with transformers."""
+    lines = hugging_face.ask(SCRIPTS / script, *args).splitlines()
+    return [json.loads(line) for line in lines if line.startswith(("{", "["))]
+
+
+def test_servers_open_every_family(served):
+    """By AutoConfig, AutoTokenizer and AutoModelForCausalLM, which vLLM reads a model with: all tensors used, the same ids, the
+    chat template, and greedy text as jaxtrain's logits have it."""
+    tokenizer = ByteTokenizer()
+    for (name, folder), found in zip(served.items(), answers("auto_classes.py", TEXT, *served.values()), strict=True):
+        architecture = family(open_folder(folder).model.family).FORMAT.architecture
+        assert found["architectures"] == [architecture] and found["class"] == architecture, name
+        assert (found["dtype"], found["unexpected"]) == ("torch.float32", []), name
+        assert (found["ids"], found["decoded"], found["eos"]) == (tokenizer.encode(TEXT), TEXT, tokenizer.eot), name
+        assert found["chat"] == f"### user\n{TEXT}\n\n### assistant\n", name
+        ids_BT = np.array([found["ids"] + found["made"]], np.int32)
+        logits_TV = logits_of(open_origin(str(folder)))(ids_BT, np.ones_like(ids_BT))[0]
+        assert logits_TV.argmax(-1)[len(found["ids"]) - 1 : -1].tolist() == found["made"], name
+
+
+def test_the_harness_scores_alike_from_the_run_and_from_its_export(served, tmp_path):
+    """lm-evaluation-harness: its model of transformers on the export, and jaxtrain's model on the run."""
+    from lm_eval.api.instance import Instance
+
+    pairs = [[TEXT, " return x"], ["a b c", " d"], ["", "hello"]]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    folder = served["qwen3"]
+    (theirs,) = answers("lm_eval_scores.py", sysconfig.get_path("purelib"), folder, tmp_path / "pairs.json")
+    run = folder.parent / "ours"
+    model = lm_eval.harness_model()(workdir=str(run), tokenizer=str(folder))
+    ours = model.loglikelihood([Instance("loglikelihood", {}, (a, b), 0) for a, b in pairs])
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+    np.testing.assert_allclose([score for score, _ in ours], [score for score, _ in theirs], rtol=1e-4)
+
+
+# Gemma 2 needs a tokenizer.model of SentencePiece, which a run on bytes has not. Of the others llama.cpp divides tensors: gate
+# and up of all GPT-OSS experts, and the keys and values of a latent.
+OTHERWISE = ("gemma2", "gpt_oss", "deepseek_v3")
+
+
+def test_llama_cpp_converts_families_with_equal_tensors(served, tmp_path):
+    """By its own converter: every tensor has the same numbers, and the metadata the same sizes.
+
+    In the architecture `llama` queries and keys are interleaved, so their numbers are in another order.
+    """
+    source = Path(hugging_face.reference()).parents[1] / "llama"
+    if not source.exists():
+        pytest.skip(f"no llama.cpp in {source}: tests/reference/setup.sh fetches it")
+    folders = {name: folder for name, folder in served.items() if name not in OTHERWISE}
+    for (name, folder), found in zip(folders.items(), answers("to_gguf.py", source, *folders.values()), strict=True):
+        model, meta = open_folder(folder).model, found["meta"]
+        kind = meta["general.architecture"]
+        interleaved = 2 * model.num_layers if kind == "llama" else 0
+        assert not found["different"] and len(found["permuted"]) == interleaved, (name, found)
+        assert len(found["equal"]) + interleaved == len(open_folder(folder).tensors), name
+        assert all("q_proj" in x or "k_proj" in x for x in found["permuted"]), name
+        sizes = {
+            "block_count": model.num_layers,
+            "embedding_length": model.d_model,
+            "attention.head_count": model.num_heads,
+            "attention.head_count_kv": model.num_kv_heads,
+            "rope.freq_base": model.rope_base,
+        }
+        assert {key: meta[f"{kind}.{key}"] for key in sizes} == sizes, name

@@ -1,0 +1,118 @@
+"""Runs that save at gs:// and s3://, in emulators of the stores: killed in a save, resumed, and without credentials."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import buckets
+import numpy as np
+import pytest
+import runs
+from buckets import Bucket
+from faults import Faults
+from saved import abstract, assert_same, mesh, placed, save_steps, values
+
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.__main__ import main as command
+
+server, bucket = buckets.server, buckets.bucket
+TESTS = Path(__file__).parents[1]
+CHILD = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from saved import mesh, placed, values
+from jaxtrain.checkpoint import Checkpoints
+found = Checkpoints(sys.argv[1])
+input("ready")
+found.save(2, placed(values(2), mesh(8, 1)), {})
+found.wait()
+"""
+POINTS = {  # the request of a save at which its process is killed -> states then
+    "meta.json": {1: "complete"},
+    "arrays/state/ocdbt.process_0/d/": {1: "complete", 2: "unfinished"},
+    "arrays/commit_success.txt": {1: "complete", 2: "unfinished"},
+    "integrity.json": {1: "complete", 2: "complete"},
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_sigkill_in_the_middle_of_a_save(bucket: Bucket, point: str):
+    at = f"{bucket.url}/run"
+    found = save_steps(at, 1)
+    command_line = [sys.executable, "-c", CHILD, at, str(TESTS), str(TESTS.parent)]
+    with subprocess.Popen(command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout and process.stdout.read(5) == "ready"
+        bucket.fail("write", f"run/2/{point}", status=503, kill=process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(300) == -signal.SIGKILL
+    bucket.heal()
+    assert found.states() == POINTS[point]
+    newest = max(step for step, state in POINTS[point].items() if state == "complete")
+    assert found.latest() == newest
+    assert_same(found.restore(newest, abstract(placed(values(newest), mesh(2, 4)))), values(newest))
+    found.save_now(3, placed(values(3), mesh(8, 1)), {})
+    assert found.steps() == [*range(1, newest + 1), 3]
+    assert newest == 2 or not bucket.names("run/2/"), "the next save removes leftovers"
+
+
+def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Saved, killed in a save, resumed, gone back, taken as the beginning of another run; the same numbers as on a disk."""
+    config = tmp_path / "small.py"
+    config.write_text(runs.SMALL)
+    options = {"checkpoint__dir": f"{bucket.url}/run", "checkpoint__keep": 2, "eval__every_steps": 0}
+    line = runs.arguments(config, tmp_path / "run", {"paths__cache": tmp_path / "compiled", "train__steps": 10, **options})
+    killed = subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *line], cwd=TESTS.parent)
+    bucket.fail("write", "run/10/arrays/commit_success.txt", status=503, kill=killed.pid)
+    assert killed.wait(300) == -signal.SIGKILL
+    bucket.heal()
+    assert Checkpoints(f"{bucket.url}/run").states() == {5: "complete", 10: "unfinished"}
+    assert not (tmp_path / "run/checkpoints").exists()
+    assert runs.train(config, tmp_path / "run", train__steps=10, **options) == 0
+    assert f"resuming from step 5 in {bucket.url}/run" in capsys.readouterr().out
+    assert runs.train(config, tmp_path / "disk", train__steps=10, eval__every_steps=0) == 0
+    there, here = runs.tensors_in(f"{bucket.url}/run", 10), runs.tensors(tmp_path / "disk", 10)  # pyright: ignore
+    assert there.keys() == here.keys() and all(np.array_equal(there[name], here[name]) for name in here)
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "disk")
+    assert command(["verify", str(tmp_path / "run")]) == 0 and command(["list", f"{bucket.url}/run"]) == 0
+    bucket.put("run/10/meta.json", b"{}")
+    assert runs.train(config, tmp_path / "run", train__steps=10, **options) == 0
+    assert Checkpoints(f"{bucket.url}/run").steps() == [5, 10]
+    assert f"moved to {bucket.scheme}://" in capsys.readouterr().out
+    other = {"init__from": f"{bucket.url}/run", "train__steps": 5, "eval__every_steps": 0}
+    assert runs.train(config, tmp_path / "other", **other) == 0
+    gone = options | {"checkpoint__dir": f"{bucket.scheme}://bucket-nowhere/run"}
+    assert runs.train(config, tmp_path / "run", train__steps=12, **gone) == 2
+    assert "there is no such bucket" in capsys.readouterr().err
+
+
+def test_missing_credentials_are_one_error(bucket: Bucket, tmp_path: Path):
+    """The run does not start, and its error is one line that names the settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_ACCESS", "AWS_SECRET", "FSSPEC_", "GOOGLE_"))}
+    if bucket.scheme == "gs":
+        del kept["STORAGE_EMULATOR_HOST"]  # gcsfs asks for no credentials of an emulator
+        kept["GOOGLE_APPLICATION_CREDENTIALS"] = str(tmp_path / "gone.json")
+    config = tmp_path / "small.py"
+    config.write_text(runs.SMALL)
+    line = runs.arguments(config, tmp_path / "run", {"checkpoint__dir": f"{bucket.url}/run"})
+    environment = {**kept, "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    options = {"env": environment, "cwd": TESTS.parent, "capture_output": True, "text": True, "timeout": 300}
+    ended = subprocess.run([sys.executable, "-m", "jaxtrain.main", *line], **options)
+    names = {"gs": "GOOGLE_APPLICATION_CREDENTIALS", "s3": "AWS_ACCESS_KEY_ID"}
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr and f"Fix: set {names[bucket.scheme]}" in ended.stderr, ended.stderr
+
+
+def test_two_processes_save_together(bucket: Bucket, tmp_path: Path):
+    """Two processes write one checkpoint; one process resumes from it, and verifies what both wrote."""
+    faults = Faults(tmp_path, checkpoint__dir=f"{bucket.url}/run", checkpoint__keep=2, mesh__fsdp=-1, mesh__data=1)
+    for child in faults.processes(tmp_path / "run", 2, 2, train__steps=10):
+        code, said = child.end()
+        assert code == 0, said
+    found = Checkpoints(f"{bucket.url}/run")
+    assert found.steps() == [5, 10] and command(["verify", f"{bucket.url}/run"]) == 0
+    assert {name.split("/")[4] for name in bucket.names("run/10/arrays/state/ocdbt")} == {"ocdbt.process_0", "ocdbt.process_1"}
+    assert faults.in_process(tmp_path / "run", train__steps=12) == 0
+    assert found.steps() == [10, 12]

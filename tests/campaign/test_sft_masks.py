@@ -1,0 +1,159 @@
+"""Tokens and loss masks of conversations beside TRL and transformers, for the chat templates of the TRL package."""
+
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hugging_face
+import numpy as np
+import pytest
+
+from jaxtrain.data import prepare
+from jaxtrain.data.__main__ import main
+from jaxtrain.data.rows import Piece, conversation
+from jaxtrain.data.template import ChatTemplate, RowError, load_template
+from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+
+SCRIPT = Path(hugging_face.HERE) / "sft_masks.py"
+Made = list[tuple[list[int], list[bool]]]
+STOPS = {"glm4moe": "<|user|>"}  # has no token that ends an answer: the header of the next message ends a generation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folders of all templates, as sft_masks.py writes them."""
+    out = tmp_path_factory.mktemp("masks")
+    hugging_face.ask(SCRIPT, out / "templates")
+    return out / "templates"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def theirs(folder: Path, rows: str) -> Made:
+    return [(row["ids"], row["counts"]) for row in lines(folder / f"{rows}.theirs.jsonl")]
+
+
+def end_of_text(folder: Path) -> str:
+    return json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+
+
+def prepared(folder: Path, rows: str, to: Path) -> Made:
+    """Return tokens and loss flags of each document of a token file that `data prepare --chat` makes of rows."""
+    command = ["prepare", "--chat", f"--tokenizer={folder}", f"--chat-template={folder}/training.jinja"]
+    command += [f"--eot={end_of_text(folder)}", f"--input={folder}/{rows}.jsonl", f"--output={to}", "--force", "--processes=1"]
+    assert main(command) == 0
+    file = TokenFile.open(to)
+    made = [
+        (file.tokens[a:b].tolist(), file.loss_flags(a, b).tolist()) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())
+    ]
+    # A token file ends each document with the end-of-text token. SFTTrainer does not, unless the template writes it.
+    return [
+        (ids[:-1], flags[:-1]) if len(ids) == len(other) + 1 else (ids, flags)
+        for (ids, flags), (other, _) in zip(made, theirs(folder, rows), strict=True)
+    ]
+
+
+def written(tok: Tokenizer, made: ChatTemplate, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """Return tokens and loss flags of a row."""
+    _, parts = made.parts(conversation(row), "assistant")
+    ((ids, flags, _),) = prepare.encode(tok, [Piece("", 0, parts=tuple(parts))])
+    assert flags is not None
+    return ids.tolist(), flags.tolist()
+
+
+def load(folder: Path, template: str) -> tuple[Tokenizer, ChatTemplate]:
+    tok = load_tokenizer(str(folder), end_of_text(folder))
+    return tok, load_template(str(folder), tok, folder / template, "2026-01-01")
+
+
+def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[bool], other: list[bool]) -> tuple[bool, str]:
+    """Return whether flags differ, and the text where they do, without white space and parts of the generation prompt."""
+    text = "".join(tok.decode(np.asarray([i])) for i, here, there in zip(ids, flags, other, strict=True) if here != there)
+    for piece in pieces(tok, header):
+        text = text.replace(piece, "")
+    return flags != other, text.strip()
+
+
+def test_marked_turns_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `data prepare --chat`: several turns, system messages, thoughts, calls of tools and their results. With one template,
+    all tokens and all flags are those of transformers and of SFTTrainer.
+
+    Where an answer begins with white space, a token of theirs may reach over the border of the turn. Here it never does, as
+    in a generation.
+    """
+    counted, apart = Counter(), Counter()
+    for each in sorted(folder.iterdir()):
+        kinds = [line["kind"] for line in lines(each / "messages.kinds.jsonl")]
+        for kind, their, our in zip(
+            kinds, theirs(each, "messages"), prepared(each, "messages", tmp_path / "a.tok"), strict=True
+        ):
+            counted.update(conversations=1, tokens=len(their[0]), in_the_loss=sum(their[1]))
+            apart[kind] += our != their
+    with capsys.disabled():
+        print(f"\n{len([*folder.iterdir()])} templates, {dict(counted)}, not equal: {dict(+apart)}")
+    assert counted["conversations"] > 1000 and set(+apart) <= {"white space"}
+    assert apart["white space"] < counted["conversations"] / 20
+
+
+def test_completions_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of a prompt, with earlier answers in it, and a completion: the completion counts, and the answers before do not. TRL
+    also counts the end of line after it. Its marks have the generation prompt in some templates, and its completions do not."""
+    counted = Counter()
+    for each in sorted(folder.iterdir()):
+        tok, made = load(each, "training.jinja")
+        header = generation_prompt(made)
+        rows, got = lines(each / "completion.jsonl"), prepared(each, "completion", tmp_path / "a.tok")
+        for row, (ids, flags), (other, counts) in zip(rows, got, theirs(each, "completion"), strict=True):
+            assert ids == other, each.name
+            differs, text = beyond_the_answer(tok, header, ids, flags, counts)
+            assert not text, (each.name, row)
+            counted.update(completions=1, tokens=len(ids), equal=not differs)
+    with capsys.disabled():
+        print(f"\n{dict(counted)}")
+    assert counted["completions"] > 300
+
+
+def test_turns_without_marks_are_those_of_trls_marked_templates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the model's own template, which has no marks. TRL has templates with marks for these models. Where both write the
+    same text, its marks also have the end of line after a turn, and in some the generation prompt that begins it."""
+    counted, refused = Counter(), Counter()
+    for each in sorted(folder.iterdir()):
+        tok, made = load(each, "original.jinja")
+        if made.marks_turns:
+            continue
+        header = generation_prompt(made)
+        for row, (other, counts) in zip(lines(each / "messages.jsonl"), theirs(each, "messages"), strict=True):
+            try:
+                ids, flags = written(tok, made, row)
+            except RowError as error:
+                refused[each.name] += 1
+                assert any(said in str(error) for said in ("generation %}", "cannot write", "does not write"))
+                continue
+            counted.update(conversations=1, same_text=ids == other)
+            if ids == other:
+                differs, text = beyond_the_answer(tok, header, ids, flags, counts)
+                assert text.replace(STOPS.get(each.name, " "), "") == "", (each.name, row)
+                counted.update(equal=not differs)
+                counted.update(tokens=len(ids))
+    with capsys.disabled():
+        print(f"\n{dict(counted)}, refused: {dict(refused)}")
+    assert counted["same_text"] > 600
+
+
+def generation_prompt(made: ChatTemplate) -> str:
+    """Return what a template writes to begin an answer."""
+    asked = conversation({"messages": [{"role": "user", "content": "a"}]})
+    before, after = made.render(asked), made.render(asked, prompt=True)
+    return after.removeprefix(before)
+
+
+def pieces(tok: Tokenizer, text: str) -> list[str]:
+    """Return the control tokens of a text, and the words between them."""
+    control = "|".join(re.escape(token.text) for token in tok.control_tokens())
+    return [word for piece in re.split(f"({control})", text) for word in piece.split()]

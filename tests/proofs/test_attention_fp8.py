@@ -1,0 +1,350 @@
+"""Attention with its forward pass in e4m3: the kernel against its definition, what a thread holds, gradients, whole steps.
+
+Bounds follow from the types, element by element. `e` is the roundoff of float32, `u` that of bfloat16. Rounding to e4m3 changes
+a number by at most 2^-4 of it, or by half of the smallest number, 2^-10, times its scale.
+"""
+
+import dataclasses
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matrix
+import numpy as np
+import pytest
+from fp8_helpers import emulated
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races, reset_gpu_interpret_mode_state
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+from kernel_bounds import EXACT as e
+from kernel_bounds import ROUNDOFF
+
+from jaxtrain import launch
+from jaxtrain.kernels import fp8
+from jaxtrain.kernels.attention import EMULATED, KERNEL, NOTHING, Hardware, Rows, Spec, implementation, pallas, pallas_kernels
+from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, Tile, paired, swapped
+from jaxtrain.kernels.context import ring
+from jaxtrain.parity import compare as compare_runs
+from jaxtrain.parity.layouts import in_float32
+from jaxtrain.plan import rates
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.make import read_plan
+from jaxtrain.plan.topology import parse
+
+B, N, K = 2, 4, 2
+GROUP, u = N // K, ROUNDOFF["bf16"]
+CASES = {
+    "plain": Spec(16, "bf16", False, 1, fp8=KERNEL),
+    "packed": Spec(24, "bf16", True, 4, fp8=KERNEL),
+    "window and soft cap": Spec(64, "bf16", True, 4, window=33, softcap=1.5, fp8=KERNEL),
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_gpu_interpret_mode_state()
+    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
+
+
+def rows_of(spec: Spec, T: int) -> Rows:
+    """Two documents, and padding after them in the second row; one document where they are not packed."""
+    segments, positions = np.ones((B, T), np.int32), np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    if spec.packed:
+        for row, (first, real) in enumerate(((T // 3, T), (T // 2 + 3, T - 9))):
+            segments[row] = np.where(np.arange(T) < first, 1, np.where(np.arange(T) < real, 2, 0))
+            positions[row] = np.where(np.arange(T) < first, np.arange(T), np.arange(T) - first) * (segments[row] > 0)
+    return Rows(segments, positions, segments, positions)
+
+
+def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
+    """q, k, v and the gradient of the output; heads of very different sizes, each with a scale of its own."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.standard_normal((B, T, heads, H)) * 4.0 ** np.arange(heads)[:, None] for heads in (1, K, K, N)]
+    drawn[0] = rng.standard_normal((B, T, N, H)) * 4.0 ** -(np.arange(N)[:, None] // GROUP)
+    return [np.asarray(x.astype(np.float32), jnp.bfloat16) for x in drawn]
+
+
+def forward(spec: Spec, arrays, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Output and log-sum-exp, f32."""
+
+    @jax.jit
+    def run(q, k, v, rows):
+        module = implementation("reference", spec)
+        return module.block_forward(q, k, v, module.prepare(rows, spec), spec, True)
+
+    out, lse = run(*arrays[:3], rows)
+    return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+
+def mask_of(rows: Rows, spec: Spec, row: int) -> np.ndarray:
+    distance = rows.q_positions[row][:, None] - rows.kv_positions[row][None]
+    seen = (rows.q_segments[row][:, None] == rows.kv_segments[row][None]) & (rows.kv_segments[row][None] > 0) & (distance >= 0)
+    return seen & (distance < spec.window) if spec.window else seen
+
+
+def off(x: np.ndarray) -> np.ndarray:
+    """How far rounding to e4m3 may move each number of a head."""
+    scale = float(fp8.scale_of(jnp.float32(np.abs(x).max()), fp8.E4M3))
+    return np.maximum(2.0**-4 * np.abs(x), scale * 2.0**-10)
+
+
+def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool) -> list[float]:
+    """The worst ratios of error to bound, of the output and of the log-sum-exp.
+
+    of_rounded: of the definition of rounded q, k and v, from which the kernel is off by its sums and the rounding of weights
+    alone; else of the exact ones. With scores off by at most d, weights P = softmax are off by at most
+
+        F = P max(exp(d) / sum of P exp(-d) - 1, 1 - exp(-d) / sum of P exp(d)) + (S + 16) e P
+
+    and rounding them, the largest at most 256, adds R = max(2^-4 (P + F), 2^-18 of the largest of all weights).
+    """
+    worst = [0.0, 0.0]
+    for row, head in np.ndindex(B, N):
+        q, k, v = (np.asarray(x[row, :, n], np.float64) for x, n in zip(arrays[:3], (head, *[head // GROUP] * 2), strict=True))
+        moved = [off(x) for x in (q, k, v)]
+        if of_rounded:
+            q, k, v = (emulated(x, fp8.E4M3) for x in (q, k, v))
+            moved = [np.zeros_like(x) for x in (q, k, v)]
+        size, (dq, dk, dv) = spec.head_dim**-0.5, moved
+        scores = q @ k.T * size
+        d = size * (dq @ (abs(k) + dk).T + abs(q) @ dk.T)
+        d += e * ((spec.head_dim + 8) * size * abs(q) @ abs(k).T + 8 * abs(scores))
+        if spec.softcap:
+            scores, d = spec.softcap * np.tanh(scores / spec.softcap), d + 16 * e * spec.softcap
+        mask = mask_of(rows, spec, row)
+        real = mask.any(1)
+        scores, d, mask = scores[real], d[real], mask[real]
+        top = np.where(mask, scores, -np.inf).max(1, keepdims=True)
+        weights = np.where(mask, np.exp(np.where(mask, scores - top, 0)), 0)
+        P = weights / weights.sum(1, keepdims=True)
+        more, less = (np.where(mask, np.exp(s * d), 0) for s in (1, -1))
+        F = P * np.maximum(more / (P * less).sum(1, keepdims=True) - 1, 1 - less / (P * more).sum(1, keepdims=True))
+        F += (len(k) + 16) * e * P
+        R = np.where(mask, np.maximum(2.0**-4 * (P + F), 2.0**-18 * (P + F).max(1, keepdims=True)), 0)
+        limit = (F + R) @ (abs(v) + dv) + P @ dv + (len(k) + 16) * e * (P @ abs(v))
+        out, lse = got[0][row, real, head], got[1][row, head, real]
+        wanted = top[:, 0] + np.log(weights.sum(1))
+        limit_lse = np.where(mask, d, 0).max(1) + (len(k) + 16) * e * (1 + abs(wanted))
+        worst[0] = max(worst[0], (abs(out - P @ v) / limit).max())
+        worst[1] = max(worst[1], (abs(lse - wanted) / limit_lse).max())
+        assert (got[1][row, head, ~real] == np.float32(NOTHING)).all()
+    return worst
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """So that a short row has many."""
+    monkeypatch.setattr(pallas, "LONGEST", 32)
+    monkeypatch.setattr(pallas, "tiles", lambda head_dim: {FORWARD_FP8: Tile(32, 32, 2)})
+    monkeypatch.setattr(pallas_kernels, "ROWS", 16)
+
+
+@pytest.mark.parametrize("how", [KERNEL, EMULATED])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_is_its_definition(name, how, small_tiles):
+    """Tightly that of the rounded numbers, and within the formats' errors that of the exact ones."""
+    spec = dataclasses.replace(CASES[name], fp8=how)
+    arrays, rows = values(75, spec.head_dim), rows_of(spec, 75)
+    got = forward(spec, arrays, rows)
+    assert max(compare(spec, arrays, rows, got, of_rounded=True)) <= 1
+    exact = compare(spec, arrays, rows, got, of_rounded=False)
+    assert max(exact) <= 1 and min(exact) > 1e-3
+
+
+def test_with_its_own_tiles(monkeypatch):
+    """Several slots of shared memory, each filled again; the interpreter finds no race of a copy with what is loaded."""
+    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
+    spec = Spec(128, "bf16", True, 4, fp8=KERNEL)
+    arrays, rows = values(300, 128), rows_of(spec, 300)
+    assert max(compare(spec, arrays, rows, forward(spec, arrays, rows), of_rounded=True)) <= 1
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("wrong", ["keys in their own order", "no scale of values", "a scale of another head"])
+def test_a_wrong_kernel_is_noticed(wrong, monkeypatch, small_tiles):
+    spec = CASES["packed"]
+    arrays, rows = values(75, spec.head_dim), rows_of(spec, 75)
+    if wrong == "keys in their own order":
+        monkeypatch.setattr(pallas, "swapped", lambda keys, axis: keys)
+    else:
+        change = {
+            "no scale of values": lambda s: s.at[..., 1].set(1.0),
+            "a scale of another head": lambda s: s[:, ::-1],
+        }[wrong]
+        true = pallas.forward_fp8
+        monkeypatch.setattr(pallas, "forward_fp8", lambda q, k, v, scales, *rest: true(q, k, v, change(scales), *rest))
+    assert max(compare(spec, arrays, rows, forward(spec, arrays, rows), of_rounded=True)) > 1
+
+
+def test_weights_stay_in_their_registers():
+    """By the tables of the PTX ISA: of 32 columns of a product (fragment D), what thread t of 4 holds is, register by register,
+    what it must hold as the left side of .m64nNk32 (fragment A), with columns as `swapped`."""
+    columns = 64
+    order = np.asarray(swapped(jnp.arange(columns), 0))
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+    for group, t in np.ndindex(8, 4):
+        held = np.empty(shape, object)
+        for i, block in enumerate(np.moveaxis(held, 1, 0)):  # of 8 columns; two registers, of rows `group` and 8 after it
+            assert block.size == 2
+            for row, at in enumerate(np.ndindex(block.shape)):
+                block[at] = tuple((group + 8 * row, 8 * i + 2 * t + j) for j in range(2))
+        made = paired(held, lambda pair: pair[0] + pair[1])
+        assert made.shape == mgpu.WGMMA_LAYOUT_8BIT.registers_shape((64, columns))
+        for i, registers in enumerate(np.split(made, columns // 32, axis=1)):  # the four of one instruction
+            for r, register in enumerate(registers.flat):
+                wanted = [(group + 8 * (r % 2), order[32 * i + 16 * (r // 2) + 4 * t + j]) for j in range(4)]
+                assert list(register) == wanted
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_stays_so(where, bad, small_tiles):
+    """A conversion that saturates would make 448 of infinity. All of its head becomes NaN."""
+    spec = CASES["plain"]
+    arrays = values(40, spec.head_dim)
+    at = "qkv".index(where)
+    arrays[at][0, 3, 0, 1] = bad
+    out, _ = forward(spec, arrays, rows_of(spec, 40))
+    heads = 1 if where == "q" else GROUP
+    assert np.isnan(out[0, :, :heads]).all() and np.isfinite(out[0, :, heads:]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("base", ["reference", "chunked"])
+def test_gradients_are_those_of_the_saved_output(base):
+    """P = exp(s - lse) with the scores of q and k as they were, delta = sum(do o), dS = P (dP - delta), dv = P^T do, dq = dS k,
+    dk = dS^T q. P and dS are rounded once, and the results; a score is off by at most d."""
+    spec = dataclasses.replace(CASES["packed"], fp8=EMULATED)
+    T, size = 40, spec.head_dim**-0.5
+    arrays, rows = values(T, spec.head_dim), rows_of(spec, T)
+    arrays[3] = np.where((rows.q_segments > 0)[:, :, None, None], arrays[3], 0)
+    module = implementation(base, spec)
+    prepared = module.prepare(jax.tree.map(jnp.asarray, rows), spec)
+    out, back = jax.vjp(lambda q, k, v: module.attention(q, k, v, prepared, spec), *map(jnp.asarray, arrays[:3]))
+    got = [np.asarray(g, np.float64) for g in back(jnp.asarray(arrays[3]))]
+    _, lse = forward(spec, arrays, rows)
+    for row, head in np.ndindex(B, K):
+        heads = slice(head * GROUP, (head + 1) * GROUP)
+        q, do, o = (np.asarray(x[row, :, heads], np.float64) for x in (arrays[0], arrays[3], out))
+        k, v = (np.asarray(x[row, :, head], np.float64) for x in arrays[1:3])
+        scores = np.einsum("tgh,sh->gts", q, k) * size
+        d = e * (spec.head_dim + 16) * (np.einsum("tgh,sh->gts", abs(q), abs(k)) * size + abs(lse[row, heads])[..., None])
+        P = np.where(mask_of(rows, spec, row)[None], np.exp(np.minimum(scores - lse[row, heads][..., None], 80)), 0)
+        dP, delta = np.einsum("tgh,sh->gts", do, v), np.einsum("tgh,tgh->gt", do, o)[..., None]
+        dS = P * (dP - delta)
+        many = (T * GROUP + spec.head_dim) * e
+        error = (2 * u + d) * abs(dS) + P * many * (np.einsum("tgh,sh->gts", abs(do), abs(v)) + abs(delta))
+        results = (
+            (np.einsum("gts,sh->tgh", dS, k) * size, (np.einsum("gts,sh->tgh", error, abs(k)) * size)),
+            (np.einsum("gts,tgh->sh", dS, q) * size, np.einsum("gts,tgh->sh", error, abs(q)) * size),
+            (np.einsum("gts,tgh->sh", P, do), np.einsum("gts,tgh->sh", (2 * u + d + many) * P, abs(do))),
+        )
+        for g, (wanted, limit), where in zip(got, results, (heads, head, head), strict=True):
+            assert (abs(g[row, :, where] - wanted) <= limit + 2 * u * abs(wanted) + 1e-30).all()
+
+
+def test_blocks_merge_into_the_whole(small_tiles):
+    """Both halves of a row against themselves, and the second against the first, merged by their log-sum-exps. Each block has
+    scales of its own."""
+    spec, T = CASES["packed"], 80
+    arrays, rows = values(T, spec.head_dim), rows_of(spec, T)
+    module = implementation("reference", spec)
+
+    @jax.jit
+    def both(q, k, v, rows):
+        early, late = ([x[:, : T // 2] for x in (q, k, v, *rows)], [x[:, T // 2 :] for x in (q, k, v, *rows)])
+
+        def block(queries, keys, diagonal):
+            described = module.describe_block(Rows(queries[3], queries[4], keys[5], keys[6]), spec, diagonal)
+            return module.block_forward(queries[0], keys[1], keys[2], described, spec, diagonal)
+
+        first, own, behind = block(early, early, True), block(late, late, True), block(late, early, False)
+        out, lse = ring.merge(own, behind)
+        return jnp.concatenate([first[0], out], 1), jnp.concatenate([first[1], lse], 2)
+
+    got = [np.asarray(x, np.float64) for x in both(*arrays[:3], rows)]
+    got[1] = np.where(got[1] < NOTHING / 2, np.float32(NOTHING), got[1])  # of two that see nothing, to rounding
+    assert max(compare(spec, arrays, rows, got, of_rounded=False)) <= 1
+
+
+# ---- Whole steps, emulated
+
+FP8 = {"precision": "bf16", "attention.forward": "fp8"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    helpers.few(
+        (
+            "2 queries a key: seq4",
+            "2 queries a key: fsdp2xtensor2xseq2/parallel.context=ulysses",
+            "2 queries a key: tensor8",
+            "window: seq4",
+        ),
+        "2 queries a key: seq4",
+    ),
+)
+def test_layouts_take_the_steps_of_one_device(name):
+    """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
+    model, layout = matrix.MATRIX[name]
+    one, run = (
+        dataclasses.replace(c, attention=dataclasses.replace(c.attention, forward="fp8"))
+        for c in (matrix.config(model, x, "bf16") for x in ("one", layout))
+    )
+    reference, exact = matrix.one_device(one), matrix.one_device(in_float32(one))
+    bounds = compare_runs.bounds(reference, exact, len(helpers.devices_of(run)), run.train.global_batch * run.data.seq_len)
+    comparison = compare_runs.compare(helpers.first_steps(run), reference, bounds)
+    assert not comparison.wrong, comparison.wrong
+
+
+def test_losses_follow_those_in_bfloat16():
+    """Over 20 steps, in which the loss falls."""
+    small = {"model.num_layers": 2}
+    eight, sixteen = (helpers.train(helpers.tiny(small | FP8 | x), 20).loss for x in ({}, {"attention.forward": "compute"}))
+    assert eight[-1] < 0.95 * eight[0]
+    assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
+
+
+@pytest.mark.parametrize(
+    ("sm", "head_dim", "dtype", "able"),
+    [
+        ((9, 0), 128, "bf16", True),
+        ((9, 0), 256, "bf16", False),
+        ((9, 0), 128, "f32", False),
+        ((8, 9), 128, "bf16", False),
+        ((10, 0), 128, "bf16", False),
+    ],
+)
+def test_gpus_and_types_that_cannot_are_refused(sm, head_dim, dtype, able):
+    spec = Spec(head_dim, dtype, True, 8, fp8=KERNEL)
+    assert (implementation("cudnn", spec).unsupported(spec, Hardware("gpu", sm)) is None) == able
+
+
+# ---- What the compiler makes of it
+
+
+@pytest.mark.more
+def test_the_plan_of_a_ring(monkeypatch):
+    """The forward pass calls the kernel in e4m3 and the backward pass cuDNN, at their rates, and FLOPs are those of bf16."""
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
+    monkeypatch.setattr(pallas, "INTERPRET", None)
+    machine = parse("h200:2")
+    sizes = ("num_layers=2", "d_model=256", "d_ff=256", "num_heads=2", "num_kv_heads=1", "vocab_size=2048")
+    others = ("mesh.seq=2", "data.seq_len=65536", "remat.policy=none", "remat.tensors=", *(f"model.{x}" for x in sizes))
+    argv = ["--config=configs/llama3_8b.py:1m", *(f"--config.{x}" for x in others)]
+    plans = {}
+    for forward in ("compute", "fp8"):
+        run = launch.load([*argv, f"--config.attention.forward={forward}"]).run
+        compiled = compile_step(run, machine)
+        plans[forward] = read_plan(compiled, run, machine)
+        assert ("forward_fp8_all" in compiled.text) == (forward == "fp8")
+        assert "fmhaSoftmaxBackward" in compiled.text
+    wide, eight = plans["compute"], plans["fp8"]
+    assert eight.flops.attention_per_step == pytest.approx(wide.flops.attention_per_step, rel=1e-6)
+    assert eight.time.attention_ms < wide.time.attention_ms
+
+
+def test_rate_of_the_plan():
+    """As FlashAttention-3's FP8 over its 16 bits, between the lengths of its figure."""
+    assert rates.fp8_attention(2048) == rates.fp8_attention(4096) == pytest.approx(716 / 579)
+    assert 716 / 579 < rates.fp8_attention(6000) < 815 / 602
+    assert rates.fp8_attention(2**20) == pytest.approx(881 / 616)

@@ -1,0 +1,95 @@
+"""Shipped configs beside their limits: the page, the stored figures beside the golden plans, and the formula."""
+
+import dataclasses
+import json
+
+import golden_plans
+import pytest
+
+from benchmarks import limits, published, studies
+from jaxtrain import flops
+from jaxtrain.plan.search.bound import least_remat
+
+ROWS = limits.rows(limits.stored())
+BY_NAME = {row.case.name: row for row in ROWS}
+
+
+def test_page_is_what_the_stored_plans_give():
+    page = "\n".join(limits.page(limits.stored())) + "\n"
+    assert studies.generated(limits.PAGE) == page, f"run {limits.COMMAND}"
+
+
+def test_stored_plans_are_of_these_configs():
+    stale = [row.case.name for row in ROWS if row.planned["asked"] != published.digest(row.case.request)]
+    assert not stale, f"the layouts of these have changed, run {limits.COMMAND}"
+
+
+# The plan counts the attention of every GPT-OSS layer as that of a full one, and DeepSeek-V3 has no golden plan with an
+# earlier layout to compare with.
+WITHOUT_ROW = {"gpt_oss_20b", "deepseek_v3"}
+WITH_ROW = [name for name in golden_plans.SHIPPED if name not in WITHOUT_ROW]
+
+
+def test_every_golden_plan_has_its_row():
+    assert {(case.config, case.topology) for case in limits.CASES} >= {golden_plans.SHIPPED[name] for name in WITH_ROW}
+    assert len({case.name for case in limits.CASES}) == len(limits.CASES)
+
+
+@pytest.mark.parametrize("name", WITH_ROW)
+def test_stored_figures_are_those_of_the_golden_plan(name):
+    golden, stored = golden_plans.load(golden_plans.path(name)), BY_NAME[name].planned
+    margins, fix = golden["margins"], f"run {limits.COMMAND}"
+    assert stored["step_s"] == pytest.approx(golden["step_ms"] / 1e3, rel=margins["step"]), fix
+    assert stored["peak_gib"] == pytest.approx(golden["peak_gib"], rel=margins["peak"]), fix
+    assert stored["exposed_s"] / stored["step_s"] == pytest.approx(golden["exposed_share"], abs=margins["exposed_share"]), fix
+    assert sum(stored["work"].values()) == pytest.approx(golden["tflop"], rel=margins["tflop"]), fix
+    again = sum(tflop for op, tflop in golden["work_tflop"].items() if op.startswith("recompute"))
+    assert sum(stored["again"].values()) == pytest.approx(again, rel=margins["tflop"], abs=0.01), fix
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
+def test_gaps_add_up_and_the_limit_is_below_the_plan(row):
+    p = row.planned
+    assert row.limit_s + sum(row.gaps.values()) == pytest.approx(p["step_s"], rel=1e-4)
+    assert row.limit_s < p["step_s"]
+    # XLA simplifies up to a percent of the formula's FLOPs away.
+    assert all(gap > -0.01 * p["step_s"] for gap in row.gaps.values())
+    assert row.tokens_s(p["step_s"]) == pytest.approx(p["tokens_s"], rel=1e-4)
+
+
+def test_the_limit_of_8b_by_hand():
+    """Llama 3 8B, 262,144 tokens a GPU: 6 x 7.5 G matmul weights a token, 32 layers of 2 x 4096 x 8192 causal attention."""
+    layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    matmuls = 6 * (32 * layer + 4096 * 128256) * 262_144
+    attention = 32 * 2 * 4096 * 8192 * 262_144
+    seconds = matmuls / 794.5e12 + attention / 602e12 + 2.5 * attention / 561e12
+    assert BY_NAME["llama3_8b"].parts["model"] == pytest.approx(seconds, rel=1e-6)
+    assert BY_NAME["llama3_8b"].parts["remat"] == 0.0
+
+
+def test_fp8_counts_layers_at_the_rate_of_fp8():
+    eight, wide = (limits.model_work(BY_NAME[name].case.run_config, 8) for name in ("llama3_8b_fp8", "llama3_8b"))
+    head = 6 * 4096 * 128256 * 262_144 / 1e12
+    assert eight["bf16"] == pytest.approx(head) and eight["bf16"] + eight["fp8"] == pytest.approx(wide["bf16"])
+
+
+def test_memory_demands_remat_only_where_less_does_not_fit():
+    case = BY_NAME["llama3_70b"].case
+    run, machine = case.run_config, case.machine
+    least = least_remat(run, machine)
+    found = flops.recompute(run.model, least, run.data.seq_len).causal
+    assert 0 < found <= flops.recompute(run.model, run.remat, run.data.seq_len).causal
+    roomy = dataclasses.replace(machine, memory_bytes=2 * machine.memory_bytes)
+    assert flops.recompute(run.model, least_remat(run, roomy), run.data.seq_len).causal < found
+
+
+def test_before_and_peers_are_known():
+    names = {run.name for run in published.RUNS}
+    assert all(set(case.peers) <= names for case in limits.CASES)
+    for case in limits.CASES:
+        keys = set(case.before)
+        assert not keys or ({"commit", "layout"} & keys and {"peak_gib", "allocated_gib"} & keys), case.name
+
+
+def test_stored_numbers_are_finite():
+    json.dumps(limits.stored(), allow_nan=False)
