@@ -308,7 +308,7 @@ class Peers:
 
         Args:
           failed: the reason why this process cannot go on; `leave` should follow. If a collective failed, the end of another
-            process is the likely cause: `close` first waits 17 s, so that `watch` can report the dead one instead.
+            process is the likely cause: `close` first waits 30 s, so that `watch` can report the dead one instead.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
             if not self._closed:
@@ -316,7 +316,8 @@ class Peers:
 
     def _close(self, failed: str) -> None:
         if failed and COLLECTIVE.search(failed) and self._on_lost is not None:
-            time.sleep(HEARTBEAT_S + 2 * POLL_S)
+            # The service needs HEARTBEAT_S to notice a dead process, and the news of it a few POLL_S to arrive.
+            time.sleep(2 * HEARTBEAT_S)
         self._closed = True
         atexit.unregister(self._end_without_close)
         if failed:

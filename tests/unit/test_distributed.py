@@ -1,10 +1,12 @@
 """The processes of a run: their description by launchers, and their messages, with threads in place of processes."""
 
 import concurrent.futures
+import functools
 import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -364,6 +366,21 @@ class Losses:
         return all(self.queues[i].empty() for i in indices)
 
 
+def test_a_failed_collective_is_blamed_on_the_process_that_ended(connect: Connect, monkeypatch: pytest.MonkeyPatch):
+    """The service notices a dead process after HEARTBEAT_S, and process 0 reads the news of it a little later."""
+    monkeypatch.setattr("jaxtrain.distributed.peers.HEARTBEAT_S", 1.0)
+    monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.05)
+    store = Store()
+    peers = connect(store, 2)
+    losses = Losses(peers)
+    closing = threading.Thread(target=peers[0].close, args=("JaxRuntimeError: Gloo AllGather failed: Connection reset by peer",))
+    closing.start()
+    time.sleep(1.3)
+    peers[0]._report("process 1 is dead")
+    assert losses.of(0) == "process 1 is dead"
+    closing.join(60)
+
+
 def test_a_failure_is_reported_to_the_others_with_its_reason(connect: Connect):
     store = Store()
     peers = connect(store, 3)
@@ -416,12 +433,29 @@ def test_the_end_of_the_service_is_reported(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
+    """The others leave once process 0 waits for them; if it does not wait, they leave after it."""
+    is_waiting = threading.Event()
+
+    class Alone(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            is_waiting.set()
+            return super().wait(timeout)
+
     monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.01)
     store = Store()
     peers = connect(store, 3)
     store.live = {0, 1, 2}
     store.barrier = threading.Barrier(3)
     losses, left = Losses(peers), []
+    peers[0]._alone = Alone()
+
+    def set_once_process_0_waits(key: str, value: str, one: Peers) -> None:
+        if key.startswith("left/"):
+            is_waiting.wait(5)
+        Peers._set(one, key, value)
+
+    for one in peers[1:]:
+        monkeypatch.setattr(one, "_set", functools.partial(set_once_process_0_waits, one=one))
 
     def end(one: Peers) -> None:
         one.close()
