@@ -23,10 +23,18 @@ from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.remat import Kind
 from jaxtrain.sharding import Placement, index
 
+KIND_SWITCH = "attention_kind"  # the scope of a choice by the kind of a layer: plans weigh its branches by `kind_shares`
+
 
 def kv_copies(model: Model, placement: Placement) -> int:
     """How many ranks hold each key/value head: several where there are more ranks than heads to divide over them."""
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
+
+
+def kind_shares(model: Model) -> tuple[float, ...]:
+    """Return the share of each kind among the layers of the stack, by `Kernel.specs`."""
+    kinds = layer_kinds(model)
+    return tuple(kinds.count(kind) / len(kinds) for kind in range(max(kinds) + 1))
 
 
 def layer_kinds(model: Model) -> tuple[int, ...]:
@@ -68,7 +76,8 @@ class Kernel:
 
         if isinstance(kind, int):
             return run(kind, q, k, v, prepared, sinks_N)
-        return jax.lax.switch(kind, [functools.partial(run, i) for i in range(len(self.specs))], q, k, v, prepared, sinks_N)
+        with jax.named_scope(KIND_SWITCH):
+            return jax.lax.switch(kind, [functools.partial(run, i) for i in range(len(self.specs))], q, k, v, prepared, sinks_N)
 
 
 class Shared(NamedTuple):

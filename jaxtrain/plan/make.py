@@ -6,6 +6,7 @@ from collections import Counter
 
 from jaxtrain import flops, installed
 from jaxtrain.config import RunConfig
+from jaxtrain.models.attention import kind_shares
 from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
 from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
@@ -56,7 +57,7 @@ def read_plan(
     program = compiled.program
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
-    module = dataclasses.replace(compiled.module, further_rounds=rounds - 1)
+    module = dataclasses.replace(compiled.module, further_rounds=rounds - 1, kind_shares=kind_shares(run.model))
     mesh = dict(program.placement.mesh.shape)
 
     workspace = assignment.read_workspace(module, compiled.chosen.options)

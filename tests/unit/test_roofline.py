@@ -364,6 +364,26 @@ def test_slowest_branch():
     assert found.step_ms == pytest.approx(0.2)
 
 
+def test_branches_of_kinds_of_layers_count_by_their_shares():
+    """Where half of a loop's layers see a window, half of its attention is cheap."""
+    before = f"""
+%window (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
+  ROOT %p.1 = {BIG} parameter(0)
+}}
+
+%full (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
+  %p.2 = {BIG} parameter(0)
+  ROOT %n = {BIG} negate(%p.2)
+}}
+"""
+    scope = 'metadata={op_name="jit(train_step)/jvp(layers)/while/body/attention/attention_kind/cond"}'
+    choice = f"conditional(%i, %x, %x), branch_computations={{%window, %full}}, {scope}"
+    module = read(f"\n  %i = s32[] constant(0)\n  ROOT %c = {BIG} {choice}", before)
+    found = roofline.predict(dataclasses.replace(module, kind_shares=(0.75, 0.25)), RATES, {})
+    assert (found.step_ms, found.memory_ms) == pytest.approx((0.05, 0.05))
+    assert roofline.predict(module, RATES, {}).step_ms == pytest.approx(0.2), "without shares the slowest branch"
+
+
 def test_copies_to_the_host_run_beside_compute():
     host = f"f32[{ELEMENTS}]{{0:S(5)}}"
     start = f"\n  %cs = ({host}, {BIG}, u32[]) copy-start(%x)"

@@ -141,6 +141,7 @@ class Module:
     num_partitions: int
     is_scheduled: bool
     further_rounds: int = 0  # of experts' exchange, after the first, each time it runs: experts' loads are data
+    kind_shares: tuple[float, ...] = ()  # of each kind of layer among those of a loop, which runs the branch of its kind
 
     @functools.cached_property
     def owners(self) -> dict[str, Computation]:

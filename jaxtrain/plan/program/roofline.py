@@ -6,7 +6,8 @@ stream, asynchronous copies inside the device on a third, and those to the host 
 its stream is free, and its done waits for it.
 
 The model leaves out: collectives and GEMMs do not slow each other down; all GEMMs of a type run at one rate, whatever their
-shapes; a packed sequence's attention counts as one document; of a conditional the slowest branch counts.
+shapes; a packed sequence's attention counts as one document. Of a conditional the slowest branch counts. Attention of layers
+of several kinds in one loop is another case: each branch counts by the share of its kind among the layers.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from jaxtrain.config import Model, RunConfig
 from jaxtrain.context import Context, pairs
 from jaxtrain.kernels.context import window
 from jaxtrain.kernels.context.split import Split
+from jaxtrain.models.attention import KIND_SWITCH
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
@@ -124,7 +126,7 @@ class _Schedule:
         }
         most = max(shares, key=lambda k: shares[k])
         kernels = [
-            result.Kernel(kind, name, source, int(n), s * 1e3, made / 1e12, moved / 1e9)
+            result.Kernel(kind, name, source, round(n), s * 1e3, made / 1e12, moved / 1e9)
             for (kind, name, source), (n, s, made, moved) in self.kernels.items()
         ]
         return Roofline(
@@ -151,8 +153,8 @@ class _Schedule:
         same = {name: getattr(found, name) for name in names}
         return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
-    def walk(self, where: Computation, clock: Clock, times: int) -> None:
-        """Run a computation once. A step runs it `times` times."""
+    def walk(self, where: Computation, clock: Clock, times: float) -> None:
+        """Run a computation once. A step runs it `times` times; of the branches of kinds of layers, the mean number."""
         pending: dict[str, tuple[str, str, float]] = {}  # start -> stream, name that it is counted under, end
         for i in where.instructions:
             if i.opcode == "while":
@@ -175,7 +177,7 @@ class _Schedule:
         if pending:
             raise HloError(f"{next(iter(pending))}: started in the computation {where.name} and not ended there")
 
-    def execute(self, where: Computation, i: Instruction, clock: Clock, times: int, pending: dict) -> None:
+    def execute(self, where: Computation, i: Instruction, clock: Clock, times: float, pending: dict) -> None:
         """Run a kernel on the compute stream, or start one on another stream."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.known:
@@ -204,7 +206,7 @@ class _Schedule:
         if not asynchronous or '"is_sync":true' in i.attributes.get("backend_config", "").replace(" ", ""):
             self.wait(stream, i.name, end, clock, times)
 
-    def wait(self, stream: str, name: str, end: float, clock: Clock, times: int) -> None:
+    def wait(self, stream: str, name: str, end: float, clock: Clock, times: float) -> None:
         waited = max(end - clock[COMPUTE], 0.0)
         clock[COMPUTE] += waited
         self.report(name, "memory" if stream == COPY else EXPOSED + stream, clock[COMPUTE] - waited, clock[COMPUTE])
@@ -217,7 +219,7 @@ class _Schedule:
         if self.record and end > start:
             self.record(name, kind, start, end)
 
-    def loop(self, i: Instruction, clock: Clock, times: int) -> None:
+    def loop(self, i: Instruction, clock: Clock, times: float) -> None:
         """Run iterations one by one while a stream is still busy with work from outside; all others are alike."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
@@ -228,8 +230,18 @@ class _Schedule:
             clock[COMPUTE] = before + (clock[COMPUTE] - before) * alike
             left -= alike
 
-    def branches(self, i: Instruction, clock: Clock, times: int) -> None:
-        """Run the slowest branch."""
+    def branches(self, i: Instruction, clock: Clock, times: float) -> None:
+        """Run the slowest branch, or those of kinds of layers by their shares. A recorded timeline has the slowest one alone."""
+        shares = self.module.kind_shares
+        if KIND_SWITCH in i.op_name and len(shares) == len(i.called) and not self.record:
+            ends_of_streams = dict.fromkeys(clock, 0.0)
+            for name, share in zip(i.called, shares, strict=True):
+                trial = dict(clock)
+                self.walk(self.module.computations[name], trial, times * share)
+                for stream, end in trial.items():
+                    ends_of_streams[stream] += share * end
+            clock.update(ends_of_streams)
+            return
         ends = []
         for name in i.called:
             trial, other = dict(clock), _Schedule(self.module, self.rates, self.wires, None, self.filled)
@@ -237,7 +249,7 @@ class _Schedule:
             ends.append((trial[COMPUTE], name))
         self.walk(self.module.computations[max(ends)[1]], clock, times)
 
-    def count(self, i: Instruction, done: Work, seconds: float, times: int) -> None:
+    def count(self, i: Instruction, done: Work, seconds: float, times: float) -> None:
         op_name, source = i.op_name, i.source
         if "/" not in op_name and i.called:  # made by the compiler: named after its GEMM, else its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
@@ -256,7 +268,7 @@ class _Schedule:
 # Parts of a path of scopes that JAX adds by itself.
 LOST = re.compile(
     r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
-    r"pallas_call|mpmd_map)"
+    rf"pallas_call|mpmd_map|{KIND_SWITCH})"
 )
 _WRAPPED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
 STACK = "layers"  # the scope around all layers
