@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.steps = 50_000  # 105 B tokens
 
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 39 GiB on each of 8 GPUs. Gradients are added to their
-    # sum layer by layer, since a microbatch's beside it would be 10 GiB more. The step peaks at 106 GiB by plan.
+    # sum layer by layer, since a microbatch's beside it would be 10 GiB more. The step peaks at 105 GiB by plan.
     config.train.accumulate = "layer"
     config.remat.policy = "auto"
 

@@ -30,8 +30,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.seq_len = 4096
 
     # 512 x 4096 = 2.1 M tokens a step; Llama 2 used 4 M, which one node would take twice as long for.
-    # Two sequences a GPU at a time are 8192 tokens, enough rows to keep every GEMM busy. Four: 0.8% faster by plan, 69 GiB
-    # instead of 42.
+    # Two sequences a GPU at a time are 8192 tokens, enough rows to keep every matmul busy. The step peaks at 42 GiB by plan.
     config.train.global_batch = max(512, variant.gpus)
     config.train.grad_accum = max(1, 256 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens

@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 
     # On one node fsdp=8: gathers of a layer's 1.2 GB hide behind four sequences. With `exchange` each GPU holds 16 experts of
     # every layer whole, and a token goes to 8: a GPU sends 1.2 GB there and as much back for a layer, which hides behind
-    # little, and a step takes 34% longer by plan, in 121 GiB.
+    # little, and a step takes 34% longer by plan.
     if variant.exchange:
         config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 57 GiB on each of 8 GPUs. Gradients are added to their
