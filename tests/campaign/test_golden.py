@@ -13,10 +13,11 @@ import pytest
 from golden_plans import SHIPPED, compare, load, path
 
 from benchmarks import published
-from jaxtrain import installed
+from jaxtrain import installed, launch
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.program import traffic
+from jaxtrain.plan.report import terminal
 from jaxtrain.plan.search import parallel
 from jaxtrain.train.program import build
 
@@ -48,6 +49,15 @@ def test_shipped_configs_execute_what_the_formula_says(name):
     plan = planned(name).plan
     assert plan
     assert plan.flops.hardware_per_step == pytest.approx(plan.flops.expected_per_step, rel=0.01)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
+def test_pages_show_the_plan_of_llama3_8b_as_it_is(page):
+    """Line for line, as far as the page shows it."""
+    plan = planned("llama3_8b").plan
+    assert plan
+    (shown,) = re.findall(r"^```text\n(fits: .*?)```$", (launch.REPO / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert shown.split()[:40] == terminal.text(plan).split()[:40]
 
 
 def test_llama3_70b_fits_one_node():
