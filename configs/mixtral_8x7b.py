@@ -10,7 +10,7 @@ To see its plan on this or any other machine, or to search for a better mesh:
     ./run.sh plan --config=configs/mixtral_8x7b.py --topology=h200:8
     ./run.sh plan --config=configs/mixtral_8x7b.py --topology=h200:8 --search --budget=600
 
-With one expert a GPU its products can be in FP8 (docs/experts.md): --config.precision=fp8
+With one expert a GPU its products can be in FP8 (docs/parallelism.md): --config.precision=fp8
 
 16 to 256 GPUs keep the batch and change the accumulation: --config=configs/mixtral_8x7b.py:gpus=16
 """

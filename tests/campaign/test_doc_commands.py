@@ -90,5 +90,5 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
 
 def test_outputs_are_found():
     """A block whose output went unread would never fail."""
-    page = REPO / "docs" / "mfu.md"
+    page = REPO / "docs" / "concepts.md"
     assert len(outputs(page)) == page.read_text().count("\nprints\n") > 0
