@@ -18,21 +18,19 @@ from jaxtrain.command_line import Command
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "commands.md"
-# As a user starts the commands, whoever makes the page; argparse wraps a usage at COLUMNS.
-ENVIRON = {commands.PREFIX: "./run.sh", "COLUMNS": "100"}
 OPTION = re.compile(r"(?<![\w`-])(--[a-z][\w.-]*(?:=[^\s;)]+)?(?<![.,:]))")  # in a sentence
 HEAD = """# Commands
 
-`./run.sh COMMAND` runs a command in the environment that it prepares; `python -m jaxtrain.COMMAND` is the same inside it. Each has `--help`.
-[config.md](config.md) lists the keys of a config.
-`python -m benchmarks.command_reference --write` makes this page from the commands' own parsers.
+`./run.sh COMMAND` runs a command in the environment that it prepares; inside it `python -m jaxtrain.COMMAND` is the same.
+Each has `--help`. [config.md](config.md) lists the keys of a config. `python -m benchmarks.command_reference --write` makes
+this page from the parsers of the commands.
 
 """
 
 
 def page() -> str:
     """Return the page of the present commands."""
-    with mock.patch.dict(os.environ, ENVIRON):
+    with mock.patch.dict(os.environ, {commands.PREFIX: "./run.sh"}):
         table = commands.table()
         rows = [(f"[{name}](#{name})", f"{purpose}") for name, purpose in table.items()]
         parts = [_table(("command", "purpose"), rows), *(part for name in table for part in _section(name)), *_of_run_sh()]
@@ -64,9 +62,8 @@ def _parsed(parser: argparse.ArgumentParser, above: str) -> Iterator[str]:
     under = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     actions = [a for a in parser._actions if a not in under and not isinstance(a, argparse._HelpAction)]
     if actions:
-        yield _table(
-            ("option", "meaning"), [(f"`{_usage(a)}`", _needed(a) + _meaning(a.help or "", a.default)) for a in actions]
-        )
+        meanings = [_needed(action) + _meaning(action.help or "", action.default) for action in actions]
+        yield _table(("option", "meaning"), [(f"`{_usage(a)}`", text) for a, text in zip(actions, meanings, strict=True)])
     epilog = (parser.epilog or "").strip()
     for paragraph in epilog.split("\n\n") if epilog and epilog != above else ():
         title, _, lines = paragraph.partition("\n")

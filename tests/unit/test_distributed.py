@@ -373,9 +373,7 @@ def test_a_failed_collective_is_blamed_on_the_process_that_ended(connect: Connec
     store = Store()
     peers = connect(store, 2)
     losses = Losses(peers)
-    closing = threading.Thread(
-        target=peers[0].close, args=("JaxRuntimeError: Gloo AllGather failed: Connection reset by peer",)
-    )
+    closing = threading.Thread(target=peers[0].close, args=("JaxRuntimeError: Gloo AllGather failed: Connection reset by peer",))
     closing.start()
     time.sleep(1.3)
     peers[0]._report("process 1 is dead")
