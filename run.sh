@@ -49,6 +49,7 @@ usage: ./run.sh                         train configs/tiny.py
        ./run.sh lint                    run ruff, pyright and shellcheck
        ./run.sh setup                   only prepare the environment
        ./run.sh notebooks               open notebooks/ in JupyterLab, installed beside the rest
+       ./run.sh docs [--serve]          build the pages of docs/ as a web site in build/docs, and serve it to this machine
 
 commands:
 TEXT
@@ -94,14 +95,15 @@ gpu_here() {
   [[ $(timeout 30 nvidia-smi -L 2>/dev/null) == *GPU\ * ]]
 }
 
-choose() { # sets packages (plan, cuda12, cuda13), why, dev, notebooks and cudnn (their name or -), jax (0.11, 0.12);
-  # $1: the tools that a command needs: dev, notebooks or -
-  local had_packages='' had_dev='' had_cudnn='' had_jax='' had_notebooks='' _
-  if [[ -f $stamp ]]; then read -r _ had_packages had_dev had_cudnn had_jax had_notebooks _ <"$stamp" || true; fi
-  dev=- notebooks=-
+choose() { # sets packages (plan, cuda12, cuda13), why, dev, notebooks, docs and cudnn (their name or -), jax (0.11, 0.12);
+  # $1: the tools that a command needs: dev, notebooks, docs or -
+  local had_packages='' had_dev='' had_cudnn='' had_jax='' had_notebooks='' had_docs='' _
+  if [[ -f $stamp ]]; then read -r _ had_packages had_dev had_cudnn had_jax had_notebooks had_docs _ <"$stamp" || true; fi
+  dev=- notebooks=- docs=-
   # Installed tools stay, or `test` and `train` in turn would reinstall each time.
   if [[ $1 == dev || $had_dev == dev ]]; then dev=dev; fi
   if [[ $1 == notebooks || $had_notebooks == notebooks ]]; then notebooks=notebooks; fi
+  if [[ $1 == docs || $had_docs == docs ]]; then docs=docs; fi
   case ${JAXTRAIN_CUDA-} in
     12 | 13)
       [[ $OSTYPE == linux* ]] || fail 2 "JAXTRAIN_CUDA=$JAXTRAIN_CUDA: CUDA packages exist for Linux only, and this is $OSTYPE; unset it"
@@ -145,10 +147,11 @@ locked() { # the requirement files in force, one a line
   if [[ $cudnn == cudnn && $packages == plan ]]; then echo "$root/requirements/plan-cudnn.txt"; fi
   if [[ $dev == dev ]]; then echo "$root/requirements/dev.txt"; fi
   if [[ $notebooks == notebooks ]]; then echo "$root/requirements/notebooks.txt"; fi
+  if [[ $docs == docs ]]; then echo "$root/requirements/docs.txt"; fi
 }
 
 state() { # all that an installation depends on, to be compared as a whole; the first word is the version of this script's ways
-  echo "4 $packages $dev $cudnn $jax $notebooks python $(<"$root/.python-version")"
+  echo "4 $packages $dev $cudnn $jax $notebooks $docs python $(<"$root/.python-version")"
   local file
   locked | while IFS= read -r file; do cat "$file"; done
 }
@@ -230,7 +233,7 @@ install() ( # a subshell: what it exports and where it changes to ends with it
   state >"$stamp"
 )
 
-prepare() { # prepare dev|notebooks|-
+prepare() { # prepare dev|notebooks|docs|-
   choose "$1"
   if current; then return; fi
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
@@ -299,6 +302,16 @@ case ${1-} in
     prepare notebooks
     cd "$root/notebooks"
     start -m jupyterlab "$@"
+    ;;
+  docs)
+    shift
+    if [[ $# -gt 0 && $* != --serve ]]; then fail 2 "docs $*: it takes --serve alone. Fix: ./run.sh docs --serve"; fi
+    prepare docs
+    cd "$root"
+    [[ -n ${JAXTRAIN_DRY_RUN-} ]] || rm -rf build/docs # a page that was deleted would stay
+    (start -m sphinx --fail-on-warning --keep-going --quiet --jobs=auto docs build/docs)
+    [[ -n ${JAXTRAIN_DRY_RUN-} ]] || echo "$root/build/docs/index.html"
+    if [[ $# -gt 0 ]]; then start -u -m http.server --bind=127.0.0.1 --directory=build/docs 0; fi # 0: a free port, which it prints
     ;;
   *)
     is_command "$1" || unknown "$1"

@@ -152,21 +152,31 @@ class Command:
         """Return how a user starts it."""
         return f"python -m {self.name if self.name.startswith('benchmarks.') else f'jaxtrain.{self.name}'}"
 
-    def help(self) -> str:
-        """Return the text of --help."""
-        rows = [(o.usage, o.doc) for o in self.options]
-        words = [self.module]
-        if self.arguments:
-            words.append(self.arguments[0])
-            rows = [self.arguments, *rows]
+    @property
+    def usage(self) -> str:
+        """Return how a command line is built."""
+        words = [self.module, *self.arguments[:1]]
         if self.config:
             words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")
-            rows = [*CONFIG, *rows]
-        rows.append(("--help", "this text"))
-        shown = [textwrap.fill(self.purpose, HELP_WIDTH), f"  {' '.join([*words, '[options]'])}"]
-        shown.append("\n".join(_row(usage, doc) for usage, doc in rows))
+        return " ".join([*words, "[options]"])
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Return argument and options, each with its description."""
+        rows = [(self.arguments[0], self.arguments[1])] if self.arguments else []
+        return [*(CONFIG if self.config else ()), *rows, *((o.usage, o.doc) for o in self.options)]
+
+    @property
+    def command_lines(self) -> list[str]:
+        """Return the examples as a user types them."""
+        return [f"{self.module} {example}".rstrip() for example in self.examples]
+
+    def help(self) -> str:
+        """Return the text of --help."""
+        shown = [textwrap.fill(self.purpose, HELP_WIDTH), f"  {self.usage}"]
+        shown.append("\n".join(_row(usage, doc) for usage, doc in [*self.rows, ("--help", "this text")]))
         if self.examples:
-            shown.append("\n".join(f"  {self.module} {example}".rstrip() for example in self.examples))
+            shown.append("\n".join(f"  {line}" for line in self.command_lines))
         if self.notes:
             shown += [textwrap.fill(paragraph, HELP_WIDTH) for paragraph in self.notes.split("\n\n")]
         return spelled("\n\n".join(shown)) + "\n"

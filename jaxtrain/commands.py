@@ -6,7 +6,7 @@ import sys
 
 PREFIX = "JAXTRAIN_COMMAND_PREFIX"  # set by run.sh, to the way it was called
 TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands.txt")
-OF_RUN_SH = ("test", "lint", "setup", "notebooks", "help")
+OF_RUN_SH = ("test", "lint", "setup", "notebooks", "docs", "help")
 OTHER_WORDS = {"train": "main", "evaluate": "lm_eval", "generate": "sample", "benchmark": "bench", "check": "preflight"}
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements/{plan,cuda12,cuda13,plan-cudnn,dev,notebooks,uv}.txt anew from pyproject.toml and constraints.in, and
+# Writes requirements/{plan,cuda12,cuda13,plan-cudnn,dev,notebooks,docs,uv}.txt anew from pyproject.toml and constraints.in, and
 # {plan,cuda12,cuda13}-jax0.12.txt: the same with the jax of constraints-jax0.12.in. Needs uv and a Python 3.12.
 # Versions already locked stay unless you pass --upgrade or --upgrade-package NAME.
 set -euo pipefail
@@ -40,4 +40,5 @@ done
 extra_of plan-cudnn | lock plan-cudnn.txt - --constraints requirements/cuda12.txt "$@"
 extra_of dev | lock dev.txt - --constraints requirements/plan.txt "$@"
 extra_of notebooks | lock notebooks.txt - --constraints requirements/plan.txt --constraints requirements/dev.txt "$@"
+extra_of docs | lock docs.txt - --constraints requirements/plan.txt --constraints requirements/dev.txt --constraints requirements/notebooks.txt "$@"
 echo 'uv>=0.8' | lock uv.txt - "$@"

@@ -189,6 +189,7 @@ LONG = (
     "test_tiny",
     "test_doc_commands",
     "test_notebooks",
+    "test_docs_site",
     "test_killed",
     "test_golden",
     "test_plan_memory",

@@ -113,9 +113,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"input of a part, which an interrupted run makes again if it was not finished (default {SHARD_MB})",
     )
     v = commands.add_parser("verify", help="read token files whole and check them", description="Exit code 0: all are intact.")
-    v.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    v.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a token file")
     s = commands.add_parser("show", help="figures and the first documents of a token file")
-    s.add_argument("file", type=Path, metavar="FILE")
+    s.add_argument("file", type=Path, metavar="FILE", help="a token file")
     s.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show the start of (default 2)")
     s.add_argument(
         "--seq-len", type=int, default=0, metavar="T", help="also how full the rows of training are with this data.seq_len"

@@ -90,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("checkpoint", metavar="CKPT", help=run)
     p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write")
     p.add_argument("--dtype", **dtypes, help="auto: that of the matrices, as stored; bf16 rounds float32 weights")
-    p.add_argument("--shard-size", type=size, default="5GB", metavar="SIZE", help="of a safetensors file, at most (5GB)")
+    p.add_argument(
+        "--shard-size", type=size, default="5GB", metavar="SIZE", help="of a safetensors file, at most (default 5GB)"
+    )
     p.add_argument("--tokenizer", default="", metavar="DIR", help="the tokenizer's folder, if it was moved")
     p.add_argument("--base", **base)
     p.add_argument("--force", action="store_true", help="replace an existing folder")
@@ -114,11 +116,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("folder", metavar="DIR", help="computed by transformers: a Hugging Face folder")
     p.add_argument("--base", **base)
     p.add_argument("--tokens", type=path, metavar="T.npy", help="ids [B, T]; default: 2 x 64 random ones")
-    p.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="exit code 1 above this difference (1e-3)")
+    p.add_argument(
+        "--tolerance", type=float, default=1e-3, metavar="X", help="exit code 1 above this difference (default 1e-3)"
+    )
     text = f"an interpreter that has transformers and torch (or set {PYTHON})"
     p.add_argument("--python", default="", metavar="PYTHON", help=text)
 
-    p = commands.add_parser("logits", help="f32 logits of given tokens")
+    p = commands.add_parser("logits", help="logits of given tokens, in float32")
     p.set_defaults(act=run_logits)
     p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help=any_model)
     p.add_argument("--base", **base)
@@ -126,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     text = "documents from 1, shaped as the tokens; 0: padding. Default: one a row"
     p.add_argument("--segments", type=path, metavar="S.npy", help=text)
     p.add_argument("--out", type=path, required=True, metavar="L.npy", help="f32 [B, T, V]")
-    p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the arithmetic (f32)")
+    p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the arithmetic (default f32)")
 
     p = commands.add_parser("presets", help="the published sizes that a config file can start from")
     p.set_defaults(act=run_presets)

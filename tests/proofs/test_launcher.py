@@ -94,12 +94,30 @@ def test_notebooks_open_in_their_folder_and_stay_installed(machine: Machine):
     assert machine.installed() == [DEFAULT, "dev", "notebooks"]
 
 
+def test_the_site_is_built_anew_and_its_tools_stay_installed(machine: Machine):
+    """A page that was deleted would stay in an old build, and a warning about an unchanged page would not be repeated."""
+    old = machine.repo / "build/docs/old.html"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    done = machine.run("docs", "--serve")
+    sphinx, _, _, _, page, server, *_ = done.stdout.splitlines()
+    assert sphinx.startswith("python <-m> <sphinx> <--fail-on-warning> ") and sphinx.endswith(" <docs> <build/docs>")
+    assert page == f"{machine.repo}/build/docs/index.html" and not old.exists()
+    assert server == "python <-u> <-m> <http.server> <--bind=127.0.0.1> <--directory=build/docs> <0>"
+    assert machine.installed() == [DEFAULT, "docs"]
+    machine.run("data")
+    assert machine.calls() == []
+    done = machine.run("docs", FAKE_EXIT="2")
+    assert done.returncode == 2 and "index.html" not in done.stdout, "a failed build names no page"
+
+
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
         ("trian", {}, r"^error: command = 'trian': is unknown\. Fix: \S*/run\.sh main\.$"),
         ("lnit", {}, r"^error: command = 'lnit': is unknown\. Fix: \S*/run\.sh lint\.$"),
         ("config", {}, r"^error: command = 'config': is unknown\. Fix: one of main, preflight, "),  # a module, and no command
+        ("docs --open", {}, r"^run\.sh: docs --open: it takes --serve alone\. Fix: ./run\.sh docs --serve$"),
         ("../x", {}, r"^error: command = '\.\./x': is unknown\."),
         ("setup", {"JAXTRAIN_CUDA": "11"}, "JAXTRAIN_CUDA=11: must be 12 or 13; unset it"),
         ("setup", {"JAXTRAIN_CUDNN": "yes"}, "JAXTRAIN_CUDNN=yes: must be 0 or 1; unset it"),
@@ -107,7 +125,7 @@ def test_notebooks_open_in_their_folder_and_stay_installed(machine: Machine):
     ],
 )
 def test_refusals_name_the_mistake_and_install_nothing(machine: Machine, arguments: str, env: dict[str, str], said: str):
-    done = machine.run(arguments, **env)
+    done = machine.run(*arguments.split(), **env)
     done.stderr = done.stderr.replace("\\ ", "_")  # spaces in the folder's name
     assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
     assert machine.calls() == [] and not (machine.repo / ".venv").exists()

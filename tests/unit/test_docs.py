@@ -4,12 +4,14 @@ Commands in ```bash blocks are run by tests/campaign/test_doc_commands.py. Those
 open with, need GPUs or the network: their configs are checked against a described node of eight GPUs.
 """
 
+import argparse
 import ast
 import dataclasses
 import functools
 import itertools
 import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 from benchmarks import (
     attention_tiles,
     collective_volumes,
+    command_reference,
     data_rates,
     expert_tiles,
     file_tree,
@@ -56,6 +59,7 @@ PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 OF_BENCHMARKS = (
     attention_tiles,
     collective_volumes,
+    command_reference,
     data_rates,
     expert_tiles,
     file_tree,
@@ -140,7 +144,7 @@ def parsed(words: list[str]) -> list[Any]:
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
     else:  # those that have no parser of their own are run by the campaign
-        return [] if name in ("hf download", "setup", "lint", "notebooks", "sample") else [f"what is {name}?"]
+        return [] if name in ("hf download", "setup", "lint", "notebooks", "docs", "sample") else [f"what is {name}?"]
     return []
 
 
@@ -234,6 +238,59 @@ def test_rows_without_a_setting_say_why():
 
 def test_the_list_of_modules_is_up_to_date():
     assert file_tree.PAGE.read_text() == file_tree.page(), "run: python -m benchmarks.file_tree --write"
+
+
+def test_the_list_of_commands_is_up_to_date(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the terminal's width, and however the page is made."""
+    monkeypatch.setenv("COLUMNS", "40")
+    assert command_reference.PAGE.read_text() == command_reference.page(), "run: python -m benchmarks.command_reference --write"
+
+
+def test_the_list_of_commands_has_every_option_and_default():
+    """Options are counted in --help, which the page is not made from."""
+    pages = command_reference.PAGE.read_text().split("\n## ")
+    sections = {text.split("\n")[0]: text for text in pages}
+    for name, module in (("plan", plan), ("parity", parity), ("main", main)):
+        usages = re.findall(r"^  (--\S+)", module.COMMAND.help(), re.MULTILINE)
+        rows = re.findall(r"^\| `(--\S+)` \|", sections[name], re.MULTILINE)
+        assert [row.replace("\\|", "|") for row in rows] == [usage for usage in usages if usage != "--help"]
+    assert "auto prefers the library; default `auto` |" in sections["plan"]
+    assert "| `--dtype=auto\\|f32\\|bf16` |" in sections["hf"] and "| `--out=CKPT` | required: " in sections["hf"]
+    for parser in (data.parser(), checkpoint.parser(), hugging_face.parser()):
+        helped = set(re.findall(r"--[a-z][\w-]*", "".join(p.format_help() for p in with_subcommands(parser))))
+        name = parser.prog.split()[-1].removeprefix("jaxtrain.")
+        assert helped - {"--help"} <= set(re.findall(r"--[a-z][\w-]*", sections[name]))
+
+
+def with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Return a parser and those of its subcommands."""
+    under = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [parser, *(child for action in under for child in action.choices.values())]
+
+
+def test_the_site_lists_every_page_once():
+    text = (REPO / "docs" / "index.md").read_text()
+    (*trees, evidence) = re.findall(r"^```{toctree}\n(?::[^\n]*\n)+\n(.*?)```$", text, re.MULTILINE | re.DOTALL)
+    pages = [path.stem for path in (*(REPO / "docs").glob("*.md"), *(REPO / "docs").glob("*.rst"))]
+    assert sorted(["index", *"".join(trees).split()]) == sorted(pages)
+    assert evidence == "evidence/*\n"
+
+
+def test_a_page_of_evidence_is_called_an_estimate_unless_it_is_measured():
+    conf = runpy.run_path(str(REPO / "docs" / "conf.py"))
+    shown = {}
+    for path in PAGES:
+        name = str(path.relative_to(REPO / "docs").with_suffix("")) if path.is_relative_to(REPO / "docs") else path.stem
+        source = [path.read_text()]
+        conf["add_banner"](None, name, source)
+        shown[name] = source[0].count(conf["BANNER"])
+        assert source[0].replace(conf["BANNER"], "") == path.read_text()
+        assert source[0].splitlines()[0] == path.read_text().splitlines()[0]
+    evidence = {name for name in shown if name.startswith("evidence/")}
+    measured = {f"evidence/{name}" for name in conf["MEASURED"]}
+    assert measured < evidence
+    assert {name for name, count in shown.items() if count == 1} == evidence - measured
+    assert set(shown.values()) == {0, 1}
 
 
 def test_a_module_is_described_by_its_first_sentence(tmp_path: Path):

@@ -1,5 +1,6 @@
 """The locked requirements: every package is pinned with hashes, the sets agree, and they satisfy pyproject.toml."""
 
+import itertools
 import os
 import re
 import tomllib
@@ -32,7 +33,7 @@ def pinned(requirement: Requirement) -> Version:
     return Version(specifier.version)
 
 
-@pytest.mark.parametrize("name", ("plan", "cuda12", "cuda13", *SECOND, "plan-cudnn", "dev", "notebooks", "uv"))
+@pytest.mark.parametrize("name", ("plan", "cuda12", "cuda13", *SECOND, "plan-cudnn", "dev", "notebooks", "docs", "uv"))
 def test_every_requirement_is_pinned_with_hashes_and_names_no_address(name: str):
     text = (REPO / f"requirements/{name}.txt").read_text()
     assert not re.search(r"://|^-| @ ", text, re.M)
@@ -45,8 +46,8 @@ def test_every_requirement_is_pinned_with_hashes_and_names_no_address(name: str)
 def test_pins_satisfy_pyproject():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for name in ("plan", "cuda12", "cuda13", *SECOND, "plan-cudnn", "dev", "notebooks"):
-        alone = name in ("plan-cudnn", "dev", "notebooks")
+    for name in ("plan", "cuda12", "cuda13", *SECOND, "plan-cudnn", "dev", "notebooks", "docs"):
+        alone = name in ("plan-cudnn", "dev", "notebooks", "docs")
         wanted = extras[name.removesuffix("-jax0.12")] + ([] if alone else project["dependencies"])
         held = {re.sub(r"[-_.]+", "-", key).lower(): pin for key, (pin, _) in pins(name).items()}
         for text in wanted:
@@ -59,11 +60,12 @@ def test_pins_satisfy_pyproject():
 
 def test_sets_agree_and_hold_what_they_are_for():
     plan, cuda12, cuda13 = pins("plan"), pins("cuda12"), pins("cuda13")
-    for other in (cuda12, cuda13, pins("dev"), pins("notebooks")):
+    for other in (cuda12, cuda13, pins("dev"), pins("notebooks"), pins("docs")):
         for name in plan.keys() & other.keys():
             assert pinned(plan[name][0]) == pinned(other[name][0]), name
-    dev, notebooks = pins("dev"), pins("notebooks")  # installed together, if both commands were used
-    assert all(pinned(dev[name][0]) == pinned(notebooks[name][0]) for name in dev.keys() & notebooks.keys())
+    tools = pins("dev"), pins("notebooks"), pins("docs")  # installed together, if their commands were used
+    for one, other in itertools.combinations(tools, 2):
+        assert all(pinned(one[name][0]) == pinned(other[name][0]) for name in one.keys() & other.keys())
     for line in (REPO / "requirements/constraints.in").read_text().splitlines():
         if not line.startswith("#"):
             exact = Requirement(line.split("#")[0])

@@ -413,4 +413,11 @@ BUGS = (
         "(step - span.first) / (span.last - span.first)",
         "unit/test_goodput.py",
     ),
+    Bug(
+        "launch: the next command removes the tools of the site",
+        "run.sh",
+        "if [[ $1 == docs || $had_docs == docs ]]; then",
+        "if [[ $1 == docs ]]; then",
+        "proofs/test_launcher.py -k site",
+    ),
 )

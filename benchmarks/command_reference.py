@@ -1,0 +1,147 @@
+"""Writes docs/commands.md: every command with its usage and its options, from the parsers themselves.
+
+python -m benchmarks.command_reference          print the page
+python -m benchmarks.command_reference --write  write docs/commands.md
+"""
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from jaxtrain import commands
+from jaxtrain.command_line import Command
+
+REPO = Path(__file__).resolve().parents[1]
+PAGE = REPO / "docs" / "commands.md"
+OPTION = re.compile(r"(?<![\w`-])(--[a-z][\w.-]*(?:=[^\s;)]+)?(?<![.,:]))")  # in a sentence
+HEAD = """# Commands
+
+`./run.sh COMMAND` runs a command in the environment that it prepares; inside it `python -m jaxtrain.COMMAND` is the same.
+Each has `--help`. [config.md](config.md) lists the keys of a config. `python -m benchmarks.command_reference --write` makes
+this page from the parsers of the commands.
+
+"""
+
+
+def page() -> str:
+    """Return the page of the present commands."""
+    with mock.patch.dict(os.environ, {commands.PREFIX: "./run.sh"}):
+        table = commands.table()
+        rows = [(f"[{name}](#{name})", f"{purpose}") for name, purpose in table.items()]
+        parts = [_table(("command", "purpose"), rows), *(part for name in table for part in _section(name)), *_of_run_sh()]
+    return HEAD + "\n\n".join(parts) + "\n"
+
+
+def _section(name: str) -> Iterator[str]:
+    """Yield the paragraphs of one command."""
+    is_folder = (REPO / "jaxtrain" / name).is_dir()
+    module = importlib.import_module(f"jaxtrain.{name}.__main__" if is_folder else f"jaxtrain.{name}")
+    yield f"## {name}"
+    if isinstance(command := getattr(module, "COMMAND", None), Command):
+        yield _text(command.purpose)
+        yield _block("console", commands.spelled(command.usage))
+        if command.rows:
+            defaults = {o.usage: o.default for o in command.options}
+            yield _table(("option", "meaning"), [(f"`{u}`", _meaning(d, defaults.get(u))) for u, d in command.rows])
+        yield from _examples([commands.spelled(line) for line in command.command_lines])
+        yield from map(_text, filter(None, command.notes.split("\n\n")))
+    else:
+        yield from _parsed(module.parser(), "")
+
+
+def _parsed(parser: argparse.ArgumentParser, above: str) -> Iterator[str]:
+    """Yield the paragraphs of an argparse parser and of its subcommands. above: an epilog that stands there already."""
+    yield _text(parser.description or "")
+    usage = " ".join(parser.format_usage().removeprefix("usage:").split())
+    yield _block("console", usage.replace(" [-h]", ""))
+    under = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    actions = [a for a in parser._actions if a not in under and not isinstance(a, argparse._HelpAction)]
+    if actions:
+        meanings = [_needed(action) + _meaning(action.help or "", action.default) for action in actions]
+        yield _table(("option", "meaning"), [(f"`{_usage(a)}`", text) for a, text in zip(actions, meanings, strict=True)])
+    epilog = (parser.epilog or "").strip()
+    for paragraph in epilog.split("\n\n") if epilog and epilog != above else ():
+        title, _, lines = paragraph.partition("\n")
+        yield from _examples([line.strip() for line in lines.splitlines()]) if title == "examples:" else [_text(paragraph)]
+    for action in under:
+        helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        for name, child in action.choices.items():
+            yield f"### {parser.prog.split()[-1]} {name}"
+            text = child.description or helps[name]
+            child.description = text[:1].upper() + text[1:].removesuffix(".") + "."
+            yield from _parsed(child, epilog)
+
+
+def _usage(action: argparse.Action) -> str:
+    """Return an option or argument as a user types it."""
+    value = action.metavar or "|".join(action.choices or ()) or action.dest.upper()
+    if not action.option_strings:
+        return f"{value}..." if action.nargs == "+" else str(value)
+    return action.option_strings[-1] + ("" if action.nargs == 0 else f"={value}")
+
+
+def _needed(action: argparse.Action) -> str:
+    return "required: " if action.required and action.option_strings else ""
+
+
+def _meaning(text: str, default: object) -> str:
+    """Return the description of an option, with its default where the description leaves that out."""
+    said = "default" in text.lower() or str(default) in re.split(r"[()]", text)
+    known = default not in (None, "", [], False, argparse.SUPPRESS)
+    return _text(text) + (f"; default `{default}`" if known and not said else "")
+
+
+def _text(text: str) -> str:
+    """Return plain text as Markdown, in one line: options are code, and nothing else in it is markup."""
+    parts = OPTION.split(" ".join(text.split()))
+    escaped = [re.sub(r"([\\*<|`\[\]])", r"\\\1", part) for part in parts]
+    escaped[1::2] = [f"`{option}`" for option in parts[1::2]]
+    return "".join(escaped)
+
+
+def _examples(lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield _block("text", "\n".join(lines))
+
+
+def _block(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
+    """Return a table. The first column is Markdown with bars of its own, the second is Markdown already."""
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {first.replace('|', '\\|')} | {second} |" for first, second in rows)])
+
+
+def _of_run_sh() -> Iterator[str]:
+    """Yield the paragraphs of run.sh itself: its --help, without the table of commands."""
+    before, after = re.findall(r"^  cat <<'TEXT'\n(.*?)^TEXT$", (REPO / "run.sh").read_text(), re.MULTILINE | re.DOTALL)
+    yield "## run.sh"
+    yield "Tests, notebooks, this site, several nodes, and the variables that run.sh reads:"
+    yield _block("console", before.removesuffix("commands:\n") + after.strip())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's options."""
+    out = argparse.ArgumentParser(prog="python -m benchmarks.command_reference", description=(__doc__ or "").splitlines()[0])
+    out.add_argument("--write", action="store_true", help="write docs/commands.md")
+    return out
+
+
+def main() -> int:
+    """Run the command."""
+    if parser().parse_args().write:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
