@@ -231,7 +231,7 @@ class _Schedule:
             left -= alike
 
     def branches(self, i: Instruction, clock: Clock, times: float) -> None:
-        """Run the slowest branch, or those of kinds of layers by their shares. A recorded timeline has the slowest one alone."""
+        """Run the slowest branch, or those of kinds of layers by their shares. A timeline shows the slowest one alone."""
         shares = self.module.kind_shares
         if KIND_SWITCH in i.op_name and len(shares) == len(i.called) and not self.record:
             ends_of_streams = dict.fromkeys(clock, 0.0)
