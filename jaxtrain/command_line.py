@@ -115,7 +115,7 @@ PROCESS_OPTIONS = (
     Option("process-id", "number of this process, from 0", "I"),
     Option(
         "local-devices",
-        "GPUs of this process, as 0,1; default all of its node. Slurm, torchrun and MPI set these four; docs/reliability.md "
+        "GPUs of this process, as 0,1; default all of its node. Slurm, torchrun and MPI set these four; docs/cluster.md "
         "lists all launchers",
         "LIST",
     ),

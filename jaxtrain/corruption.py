@@ -87,7 +87,7 @@ class Verifier:
             who = f"on all devices, as sums over devices spread it; each by itself: {probe()}"
         raise Corrupted(
             f"step {done} gave other bits when it was taken again, {who} ({len(names)} tensors, among them {names[0]}). "
-            "Nothing is saved from here. Take the device out of service, or see docs/reliability.md for what else can cause it."
+            "Nothing is saved from here. Take the device out of service (docs/checkpoints.md)."
         )
 
     def _replicas(self, found: np.ndarray, done: int) -> None:

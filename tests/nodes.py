@@ -1,7 +1,7 @@
 """Recorded nodes for the tests of preflight: one is judged as it is, or with some answers of its own.
 
 recorded/faults/NAME holds one file or a few over a healthy node. The recordings are composed from the formats that nvidia-smi
-and the kernel print, and were not taken from nodes (docs/preflight.md).
+and the kernel print, and were not taken from nodes (docs/cluster.md).
 """
 
 import json

@@ -3,7 +3,7 @@ killed run has one too.
 
 The file holds the newest attempt at its top level and a summary of every other attempt under `attempts`. An attempt that finds
 all steps done joins `attempts` at its end: the top level stays that of the attempt that trained. If an attempt has no
-`exit_code`, it was killed or still runs. docs/receipts.md lists the fields.
+`exit_code`, it was killed or still runs. docs/observing.md lists the fields.
 """
 
 import hashlib
