@@ -5,6 +5,7 @@ The steps are compiled by XLA:GPU for described GPUs: the configs as they ship f
 """
 
 import functools
+import json
 import re
 
 import golden_plans
@@ -12,7 +13,7 @@ import plans
 import pytest
 from golden_plans import SHIPPED, compare, load, path
 
-from benchmarks import published
+from benchmarks import pictures, published
 from jaxtrain import installed, launch
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
@@ -142,6 +143,17 @@ def test_without_tuning_the_program_is_the_same(monkeypatch):
     sizes = [s.executable.memory_analysis() for s in (fast, tuned)]
     assert sizes[0].peak_memory_in_bytes == sizes[1].peak_memory_in_bytes
     assert sizes[0].temp_size_in_bytes == sizes[1].temp_size_in_bytes
+
+
+def test_the_picture_of_a_layer_is_what_is_compiled_today():
+    """docs/pictures/fsdp.svg: the same events in the same order, and times within 2% of the pass."""
+    stored, compiled = json.loads(pictures.LANES.read_text()), pictures.compile_schedule()
+    assert stored["lanes"].keys() == compiled["lanes"].keys(), "run: python -m benchmarks.pictures --write --compile"
+    for name, lane in compiled["lanes"].items():
+        before = stored["lanes"][name]
+        assert [event[2:] for event in before] == [event[2:] for event in lane], f"{name}: write the picture anew"
+        assert [event[:2] for event in before] == [pytest.approx(event[:2], abs=0.02 * lane[-1][1]) for event in lane], name
+    assert compiled["exposed_ms"] == pytest.approx(stored["exposed_ms"], abs=0.05)
 
 
 UNDER_ONE = ("model.num_layers=8", "remat.policy=full", "remat.tensors=", "remat.every=2", "mesh.fsdp=1", "mesh.tensor=8")

@@ -234,4 +234,26 @@ BUGS = (
         "    if not process:\n        shared",
         "unit/test_preflight.py -k measured_once",
     ),
+    # The pages
+    Bug(
+        "pictures: keys of a ring come from the GPU behind",
+        "benchmarks/pictures.py",
+        "held[(gpu - distance) % context.ring]",
+        "held[(gpu + distance) % context.ring]",
+        "unit/test_pictures.py -k gpu_before",
+    ),
+    Bug(
+        "pictures: a pipeline goes backward from the first stage",
+        "benchmarks/pictures.py",
+        "s.stages - 1 - stage if backward else stage",
+        "stage",
+        "unit/test_pictures.py -k each_direction",
+    ),
+    Bug(
+        "migration: a flag of another row is taken",
+        "benchmarks/migration.py",
+        "fits = setting in keys and",
+        "fits = setting in keys or",
+        "unit/test_migration.py -k answered",
+    ),
 )

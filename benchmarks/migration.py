@@ -1,0 +1,90 @@
+"""Writes the table of docs/migration.md: the flags that people set first in four trainers, each with the key here.
+
+python -m benchmarks.migration          print the table
+python -m benchmarks.migration --write  write it into docs/migration.md, between its markers
+
+The names of flags come from the tables of docs/coming_from.md, their keys from jaxtrain/synonyms.py.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from jaxtrain.synonyms import INDEX, OTHER_UNIT
+
+REPO = Path(__file__).resolve().parents[1]
+SOURCE, PAGE = REPO / "docs" / "coming_from.md", REPO / "docs" / "migration.md"
+BEGIN, END = "<!-- python -m benchmarks.migration --write -->\n", "<!-- end of the table -->\n"
+TRAINERS = ("MaxText", "torchtitan", "Megatron-LM", "Hugging Face")
+DERIVED = "derived"  # the batch of one GPU has no key here
+SETTINGS = (
+    *("mesh.fsdp", "mesh.tensor", "mesh.seq", "mesh.stage", "mesh.expert"),
+    *("train.global_batch", DERIVED, "train.grad_accum", "data.seq_len", "train.steps"),
+    *("optimizer.lr", "optimizer.warmup_steps", "precision", "remat.policy", "data.source"),
+    *("data.tokenizer", "init.from", "--workdir", "checkpoint.every_steps", "log.every_steps"),
+)
+# Of several flags with one meaning, the one that people set.
+USUAL = {
+    *("gradient_accumulation_steps", "--recompute-granularity", "--dump_folder", "grain_train_files"),
+    *("per_device_train_batch_size", "--tokenizer-model"),
+}
+
+
+def rows(trainer: str) -> list[tuple[str, str]]:
+    """Return (their names, our settings) of each row of a trainer's table."""
+    (table,) = re.findall(rf"^\| {trainer} \| jaxtrain \| note \|\n\|---.*\n((?:\|.*\n)+)", SOURCE.read_text(), re.MULTILINE)
+    return [(line.split("|")[1], line.split("|")[2]) for line in table.splitlines()]
+
+
+def flag(trainer: str, setting: str) -> str:
+    """Return the flag of a trainer for a setting: of several a usual one, or that with the fewest meanings; "" without one.
+
+    A dagger stays behind it. A star marks a fraction of the steps.
+    """
+    found: list[tuple[bool, int, str]] = []
+    for theirs, ours in rows(trainer):
+        for name, dagger in re.findall(r"`(-*\w[^ =`]*)[^`]*`( †)?", theirs):
+            keys = {s.partition("=")[0] for s in INDEX.get(name.lstrip("-").replace("-", "_"), ())}
+            if setting == DERIVED:
+                fits = ours.strip() == DERIVED and "batch" in name
+            else:
+                fits = setting in keys and f"`{setting}" in ours
+            star = r"\*" if setting.endswith("steps") and OTHER_UNIT.search(name) else ""
+            found += [(name not in USUAL, len(keys), f"`{name}`{star}{dagger}")] * fits
+    return min(found, key=lambda one: one[:2])[2] if found else ""
+
+
+def table() -> str:
+    """Return the table."""
+    lines = [f"| jaxtrain | {' | '.join(TRAINERS)} |", "|---" * (1 + len(TRAINERS)) + "|"]
+    for setting in SETTINGS:
+        cells = [setting if setting == DERIVED else f"`{setting}`", *(flag(trainer, setting) for trainer in TRAINERS)]
+        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the page with the present table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's options."""
+    out = argparse.ArgumentParser(prog="python -m benchmarks.migration", description=(__doc__ or "").splitlines()[0])
+    out.add_argument("--write", action="store_true", help="write docs/migration.md")
+    return out
+
+
+def main() -> int:
+    """Run the command."""
+    if parser().parse_args().write:
+        PAGE.write_text(page())
+    else:
+        print(table(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
