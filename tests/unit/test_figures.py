@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import flops
+from benchmarks import first_hour
+from jaxtrain import flops, hardware
 from jaxtrain.api import load
+from jaxtrain.checkpoint import arrays
+from jaxtrain.kernels.attention import cudnn
+from jaxtrain.monitor import alerts
+from jaxtrain.preflight import boards
 
 REPO = Path(__file__).resolve().parents[2]
 GIB = 2**30
+H200 = hardware.lookup("NVIDIA H200")
+assert H200 is not None
 UNITS = "GiB|GB/s|TFLOP/s|tokens/s/GPU|tokens/s|ms|% MFU"
 FIGURE = re.compile(rf"(?<![\d.,])(\d[\d,]*(?:\.\d+)?) ?({UNITS})(?![\w/])")
 GENERATED = {"config.md", "modules.md", "presets.md", "coming_from.md", "commands.md"}
@@ -59,6 +66,21 @@ def recorded(page: str) -> str:
 
 # "page: figure" -> the value that it rounds, or the text of a page that has it.
 SOURCES: dict[str, Callable[[], float] | str] = {
+    "attention.md: 2.5 GiB": lambda: cudnn.WORKSPACE / GIB,
+    "attention.md: 8.28 GiB": recorded("attention_kernels.md"),
+    "benchmarks.md: 100 GiB": lambda: first_hour.NEED_GIB,
+    "checkpoints.md: 4 GiB": lambda: arrays.WRITE_BYTES / GIB,
+    "cluster.md: 480 GB/s": lambda: boards.BOARDS["H200 SXM"].all_reduce or 0,
+    "concepts.md: 1,979 TFLOP/s": lambda: 2 * H200.bf16,
+    "concepts.md: 900 GB/s": lambda: H200.nvlink_gb_s,
+    "concepts.md: 450 GB/s": lambda: H200.nvlink_gb_s / 2,
+    "concepts.md: 25 GB/s": lambda: H200.nvlink_gb_s / 2 / boards.BOARDS["H200 SXM"].links,
+    "first_gpu_run.md: 6 GiB": lambda: hardware.RESERVE_GIB,
+    "memory.md: 131 GiB": a_parameter("llama3_70b", 16, 8),
+    "memory.md: 526 GiB": a_parameter("llama3_70b", 8, 1),
+    "observing.md: 1 GiB": lambda: alerts.OUTSIDE_GIB,
+    "optimizers.md: 112 ms": recorded("muon.md"),
+    "plan.md: 6 GiB": lambda: hardware.RESERVE_GIB,
     "gpt_oss_20b.py: 39 GiB": a_parameter("gpt_oss_20b", 16, 8),
     "gpt_oss_20b.py: 10 GiB": a_parameter("gpt_oss_20b", 4, 8),
     "gpt_oss_20b.py: 105 GiB": peak("gpt_oss_20b"),
