@@ -16,7 +16,7 @@ STEPS = ("", "sweep")  # modes that time train steps
 
 
 def unknown_names(known: Sequence[str]) -> Callable[[str], str]:
-    """Return the check of a list of names separated by commas."""
+    """Return a check for unknown names in a comma-separated list."""
 
     def check(text: str) -> str:
         wrong = [name for name in text.split(",") if name not in known]
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of a command line that one option alone does not show, before anything is started."""
+    """Return the problems of combinations of options, before anything is started."""
     options, found = parsed.options, []
     if options["trace"] and not options["out"]:
         found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))

@@ -29,13 +29,13 @@ def existing(folder: Path) -> Path:
 
 
 def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
-    """Return write_gb_s and read_gb_s of a file system: a file is written until the disk has it, and read back from there.
+    """Write a file to a file system, read it back from the disk, and return write_gb_s and read_gb_s.
 
-    The file has no name, so that nothing is left of it. In a folder that is read-only, its largest file is read, and
+    The file has no name, so a crash leaves nothing behind. In a folder that is read-only, its largest file is read, and
     `write_gb_s` is None. The server of a network file system may still have the file in its memory.
 
     Args:
-        seconds: for both together; the bytes until then count.
+        seconds: limit for both together. The rates are of the bytes until then.
 
     Raises:
         Unmeasured: there is too little free space, or nothing to read.
@@ -58,7 +58,7 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
 
 
 def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Return (bytes, seconds) until the disk has them. The bytes are random: no file system can compress them."""
+    """Write random bytes, which no file system can compress. Return (bytes, seconds until they are on the disk)."""
     block = memoryview(os.urandom(min(WRITE_BYTES, size)))
     start, written = time.perf_counter(), 0
     while written < size and (not written or time.perf_counter() - start < seconds):

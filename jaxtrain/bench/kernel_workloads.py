@@ -193,7 +193,7 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield the grouped matmuls of experts as `moe.impl=auto` computes them here, with loads as in LOADS.
 
-    Beside each of PRODUCTS stands the dense matmul of the same FLOPs, in which all rows meet one weight.
+    Each of PRODUCTS comes with the dense matmul of the same FLOPs: all rows times one weight.
     """
     n = numerics_of(one_device())
     impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)

@@ -54,7 +54,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str, Any]:
-    """Return the row of a kernel. One that fails has the reason."""
+    """Return the table row of a kernel: its times, or the reason why it failed."""
     from jaxtrain.bench import microbenchmarks
 
     out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}

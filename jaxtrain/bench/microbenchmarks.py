@@ -317,7 +317,8 @@ def attention_loop(
 def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, sizes: Sizes) -> list[Reading]:
     """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
-    FLOPs are those inside the causal mask. The backward pass is the difference between both passes and the forward pass. cuDNN
+    FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes less that of the forward
+    pass. cuDNN
     runs its backward pass in parts: one part is timed, as a plan counts slicing and joining as memory traffic.
     """
     B, T, N, K, H = sizes.attention
@@ -375,14 +376,14 @@ def host(
 
 
 def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, sizes: Sizes) -> Reading:
-    """Time one collective of bfloat16 over these devices, of this or more processes.
+    """Time one collective of bfloat16 over these devices, in one or several processes.
 
     Work is what a ring sends from each device, so that the rate is the bus bandwidth of nccl-tests: the array's bytes over the
     time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
 
     Args:
         kind: of COLLECTIVES; "" for the loop alone.
-        elements: of the whole array.
+        elements: of the global array.
     """
     D = len(devices)
     elements -= elements % D

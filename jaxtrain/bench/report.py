@@ -164,7 +164,7 @@ def markdown(table: Table) -> list[str]:
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return a whole page: the facts of `about`, then `lines`."""
+    """Return the page: the facts of `about`, then `lines`."""
     git = facts["git"] or {}
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     head = [

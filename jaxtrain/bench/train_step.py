@@ -48,7 +48,7 @@ def devices_for(count: int) -> hardware.Devices:
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
-    """Return what refuses a case: the config on these devices, its data, variables that contradict the memory budget."""
+    """Return the problems of a case: the config on these devices, its data, variables that contradict the memory budget."""
     devices, found = devices_for(count), list(loaded.problems)
     if not loaded.file_read:
         return found
@@ -107,8 +107,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
       the run and its layout, `step_s` (median, quartiles, extremes, in seconds), its rates, `memory`, the plan of this
-      executable or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). A plan or trace that
-      fails leaves the times.
+      executable or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). The times are returned
+      even if the plan or the trace fails.
     """
     began = time.perf_counter()
     loaded = launch.load(request["argv"])
@@ -278,7 +278,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
 
 
 def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
-    """Return the dense peak in TFLOP/s that MFU is taken of, as in training; None for an unknown device.
+    """Return the dense peak in TFLOP/s that MFU refers to, as in training; None for an unknown device.
 
     It is `log.peak_tflops`, else that of the dtype of activations, which is bfloat16 for fp8 too.
     """
@@ -314,9 +314,9 @@ FORM = "key=value,value;key=value,..., as remat.policy=full,none;mesh.fsdp=4,8"
 
 
 def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
-    """Return every combination of --sweep as overrides "key=value", and what is wrong with the text.
+    """Return every combination of --sweep as overrides "key=value", and the problems of the text.
 
-    A value may hold commas where NAME= follows each of them, as in remat.tensors.
+    A value may contain commas if NAME= follows each of them, as in remat.tensors.
     """
     axes: dict[str, list[str]] = {}
     found = []
@@ -333,7 +333,7 @@ def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
 
 
 def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, list[str]], list[Problem]]:
-    """Return case -> command line, for a config `base` or every combination of a sweep, and what is wrong with the sweep."""
+    """Return case -> command line, for a config `base` or every combination of a sweep, and the problems of the sweep."""
     if not sweep:
         return {name: [*base]}, []
     found, wrong = combinations(sweep)
