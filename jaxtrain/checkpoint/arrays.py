@@ -91,7 +91,7 @@ def _open_s3_in_tensorstore() -> None:
 def differences(
     stored: "Mapping[str, jax.ShapeDtypeStruct]", wanted: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool, cast: bool
 ) -> list[str]:
-    """Return a line for each tensor missing, left over, or of another shape or dtype. Flags: those of `Steps.restore`."""
+    """Return a line for each tensor that is missing, superfluous, or of another shape or dtype. Flags: see `Steps.restore`."""
     import jax.numpy as jnp
 
     out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]

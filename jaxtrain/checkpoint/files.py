@@ -66,7 +66,7 @@ def sealed(record: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str | bytes) -> dict[str, Any]:
-    """Return the record of a text made by `sealed`. Raises ValueError where it is none, or was changed."""
+    """Return the record of a text made by `sealed`. Raises ValueError if it is no such text, or was changed."""
     record = json.loads(text)
     if not isinstance(record, dict) or "seal" not in record:
         raise ValueError("no JSON object with a seal")

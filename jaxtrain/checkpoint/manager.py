@@ -112,9 +112,9 @@ class Checkpoints(Steps):
         Waits for an earlier save first. The result is returned by `poll`. A parameter that is infinite or NaN fails the save.
 
         Args:
-          tensors: copies that belong to the save from here on, where their originals are donated to the next step.
+          tensors: copies that the save owns from here on. Their originals may be donated to the next step.
           meta: JSON for meta.json.
-          sums: waits for the digests by name (digests.sums) of the state itself; without, they are computed of `tensors`.
+          sums: returns the digests of the state by name (digests.sums). None: they are computed from `tensors`.
           ended: called in another thread when the save has ended.
           began, copying: time.perf_counter() before the tensors were copied, and when copying began, if that was later.
         """
@@ -163,7 +163,9 @@ class Checkpoints(Steps):
         return self.poll()
 
     def close(self) -> list[Saved | Failed]:
-        """`wait`, then accept no more saves. Without it a program that ends at once may lose its last checkpoint."""
+        """Wait for a running save, then accept no more.
+
+        Without it, a program that ends at once may lose its last checkpoint."""
         try:
             return self.wait()
         finally:
@@ -204,7 +206,7 @@ class Checkpoints(Steps):
         )
 
     def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Saved:
-        """In the background: the whole save, in a run of one process."""
+        """Run the whole save in the background, in a run of one process."""
         self._prepare(record, tensors, sums, times)
         folder = self.directory / str(record["step"])
         with arrays.context(folder, tensors.values()):
@@ -230,7 +232,7 @@ class Checkpoints(Steps):
             return e
 
     def _end(self, record: dict[str, Any], begun: Any, times: _Times) -> Saved:
-        """In the background: the rest of a save, in a run of several processes."""
+        """Finish a save in the background, in a run of several processes."""
         error = begun if isinstance(begun, Exception) else None
         if error is None:
             try:

@@ -43,8 +43,8 @@ class Steps:
         """Return the newest step whose meta.json can be read; None where no save was ever completed.
 
         damaged: steps to ignore, with reasons; those that cannot be read are added. Without it the newest step must be
-        readable. Raises CheckpointError where there are steps and none is left: to start at step 0 over existing checkpoints
-        must be the user's decision.
+        readable. Raises CheckpointError if steps exist and none is usable: only the user may decide to start at step 0 over
+        existing checkpoints.
         """
         steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
         for step in steps:
@@ -126,7 +126,7 @@ class Steps:
         Args:
           subset: `abstract` may name some of the tensors; the others are not read.
           cast: a float may become another float type (rounded to nearest); otherwise a different dtype is an error.
-          meta: of the step, where the caller restores it in parts; None: it is read.
+          meta: of the step, if the caller has read it; None: it is read here.
 
         Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged where the
         arrays read are not those that were saved.

@@ -2,9 +2,9 @@
 
 One code path serves both: paths of etils.epath, as Orbax takes them, and in buckets the fsspec clients that epath itself opens.
 A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the rest
-of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things differ. A
-disk has a page cache that must be synced, atomic renames, and an end; and a bucket is listed by prefix, not by folder.
-A folder `arrays` on a disk was whole once, or is being copied there: without its mark it is damaged, and never swept.
+of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things differ: a
+disk has a page cache to sync, atomic renames and limited space, and a bucket is listed by prefix instead of by folder. A folder
+`arrays` on a disk was complete once, or is being copied there. Without its mark it counts as damaged and is never removed.
 """
 
 import contextlib
@@ -162,7 +162,7 @@ class Storage:
         return folder
 
     def sync(self, step: int) -> None:
-        """Return when every file of a step is durable. Objects in a bucket are so from the start."""
+        """Wait until every file of a step is durable. Objects in a bucket are durable at once."""
         if self.is_bucket:
             return
         for folder, _, names in os.walk(self.path / str(step)):
@@ -172,7 +172,7 @@ class Storage:
         _fsync(self.path)
 
     def sweep(self) -> None:
-        """Remove what killed saves and deletions left: it can never be restored and would fill the disk."""
+        """Remove the remains of killed saves and deletions: they cannot be restored and would fill the disk."""
         for step in [step for step, state in self.states().items() if state == "unfinished"]:
             # Any other file in the folder was put there by the user.
             if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
@@ -238,7 +238,7 @@ def is_step(name: str) -> bool:
 
 @contextlib.contextmanager
 def _requests(path: epath.Path) -> Iterator[Any]:
-    """Yield the client of a bucket. Its errors become Unreachable, but for FileNotFoundError."""
+    """Yield the client of a bucket. Its errors become Unreachable, except FileNotFoundError."""
     scheme = os.fspath(path).partition("://")[0]
     try:
         yield open_client(scheme)
