@@ -144,7 +144,7 @@ def counted_tokens(header: dict) -> str:
 
 
 def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) -> Iterator[str]:
-    """Yield what is in the rows that training reads with data.packing=documents. Makes all of them."""
+    """Yield lines about the rows that training reads with data.packing=documents. Builds all of them."""
     windows = open_windows(file, seq_len, max_segments, Data().seed)
     if not windows.windows:
         yield f"packed into rows of {seq_len:,}: no row"

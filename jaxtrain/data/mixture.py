@@ -154,9 +154,9 @@ class Mixture:
 
         The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, whatever its weights,
         and at `step` if the weights are not the last ones of the checkpoint. It begins with the first row that is read after
-        that step: rows that are passed over there count for the phase before. A phase also begins at row `begin` if the batch
+        that step: rows that are skipped there count for the phase before. A phase also begins at row `begin` if the batch
         size has changed and the checkpoint ends within a batch of the new size: the run leaves out the rest of this batch, but
-        no source leaves out a row. A source is known by the hash of its contents, one without a file by its name.
+        no source leaves out a row. A source is identified by the hash of its contents, or without a file by its name.
 
         Args:
           stored: `state` of the checkpoint; None for a new run.
@@ -267,7 +267,7 @@ def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 def _binary_shares(weights: Sequence[float]) -> Iterator[int]:
-    """Yield the share of each source but the last, among it and those after it, in units of 2^-WEIGHT_BITS."""
+    """Yield each source's share of the weight of itself and all later sources, except the last, in units of 2^-WEIGHT_BITS."""
     remaining = math.fsum(weights)
     for weight in weights[:-1]:
         yield min(max(1, round(weight / remaining * 2**WEIGHT_BITS)), 2**WEIGHT_BITS - 1)

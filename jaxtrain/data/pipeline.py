@@ -41,7 +41,7 @@ class Batches:
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
     whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
-    `data.max_segments` masks); `max_segments` (documents in a row at most; optional for sources of one's own); `truncated`
+    `data.max_segments` masks); `max_segments` (documents in a row at most; optional for a user's own sources); `truncated`
     (conversations longer than a row, the tokens that they lose, the tokens of all conversations); `sparse` (files whose rows
     `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
     `pairs`: whether the rows hold pairs; `left_out` (pairs longer than a row); `references` (of pairs, by the name of the
@@ -190,7 +190,7 @@ class Batches:
 
 
 class _Removed:
-    """A source that the run has read and that is not in its data any more. No row of a later phase is of it."""
+    """A source that the run has read and that is no longer in its data. No row of a later phase comes from it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -234,9 +234,7 @@ def is_custom(source: str) -> bool:
 
 
 def near_files(path: str) -> list[str]:
-    """Return up to three data files of a path's folder that are spelt like it, held-out ones for a held-out one; or the
-    built-in source that is.
-    """
+    """Return up to three similar data files in a path's folder (held-out for held-out), or a similar built-in source."""
     if close := difflib.get_close_matches(path, ("stdlib", "synthetic"), 1, 0.75):
         return close
     asked = Path(path).expanduser()
@@ -267,7 +265,7 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
 
 
 def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int) -> list[TokenFile]:
-    """Open token files. Raises ConfigError with everything that is wrong with them."""
+    """Open token files. Raises ConfigError with all their problems."""
     files: list[TokenFile] = []
     problems = []
     for path in (each.path for each in named):
@@ -313,7 +311,7 @@ def open_mixture(
       The files, and (steps done before it, weight of each file) of each phase. Weights sum to 1.
 
     Raises:
-      ConfigError: with everything that is wrong.
+      ConfigError: with all problems.
     """
     named, problems = parse_files(source, key)
     later, wrong = parse_schedule(schedule)
@@ -341,7 +339,7 @@ def open_mixture(
 def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY) -> list[config.Problem]:
     """Return the problems of the data of a run, before anything is made or any device touched. Reads headers only.
 
-    loss: what the data are for: one that compares the members of pairs, or not. A user's own may take both.
+    loss: decides whether the data must be pairs. A user's own loss may take both.
 
     The types and ranges of the keys themselves are checked before (jaxtrain/validate).
     """
@@ -444,10 +442,10 @@ def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.
 
 
 def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
-    """Return the run with a number for `data.max_segments` = 0: the most documents that a row of these batches may have.
+    """Return the run with `data.max_segments` = 0 replaced by the most documents that a row of these batches may have.
 
-    opened: everything that the run reads, as `open_source` gives it. A user's own source without a number
-    counts with config.MOST_DOCUMENTS. Raises config.ConfigError where one has more than that.
+    opened: every source of the run, from `open_source`. A user's own source without a number
+    counts with config.MOST_DOCUMENTS. Raises config.ConfigError if one has more than that.
     """
     if run.data.max_segments:
         return run
@@ -468,12 +466,13 @@ def open_source(
     seed: int | None = None,
     seq_len: int | None = None,
 ) -> Batches:
-    """Open (and for stdlib make) a source. `source` "" is the same split of `data.source`.
+    """Open a source (and make it, for stdlib). `source` "": the same split of `data.source`.
 
     `split`: train | validation. `seed` and `seq_len` default to the config's. A `package.module:name` is called as
     `name(data, split, global_batch)` and returns an object with this interface. Raises config.ConfigError.
 
-    With `data.max_segments` = 0 the files' own offsets of documents say how many a row has, up to config.MOST_DOCUMENTS.
+    With `data.max_segments` = 0, the number of documents in a row follows from the offsets in the files, up to
+    config.MOST_DOCUMENTS.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split = {split!r}: must be train or validation")

@@ -1,8 +1,8 @@
 """Corpora to token files, by as many processes as there are cores.
 
-The input is divided into parts, each of which a process turns into a small token file. A run that is cut off continues with
-those that are finished; at the end they are joined. The division depends on the input and `--shard-mb` alone, so every number
-of processes gives the same file.
+The input is divided into parts, each of which a process turns into a small token file. An interrupted run continues from the
+finished parts, which are joined at the end. The division depends on the input and `--shard-mb` alone, so every number of
+processes gives the same file.
 
     NAME.tok.partial/DIGEST/000007.tok, 000007.val.tok, 000007.json      a finished part; the JSON is written last
 
@@ -123,11 +123,11 @@ def prepare(
 
     Args:
       processes: 0 for as many as there are cores.
-      shard_mb: input of a part. Finished parts of a run that was cut off are taken over.
-      say: prints a line: of bad lines, and of what goes on.
+      shard_mb: input of a part. Finished parts of an interrupted run are reused.
+      say: prints a line about bad lines or progress.
       options: those of a `Job`.
 
-    Raises PrepareError, TokenizerError or TokenFileError for what the user can put right, and WorkerDied. With bad lines,
+    Raises PrepareError, TokenizerError or TokenFileError for errors that the user can fix, and WorkerDied. With bad lines,
     unless they are skipped, nothing is written.
     """
     job = Job(**options)
@@ -250,10 +250,10 @@ def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
 
 @contextlib.contextmanager
 def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
-    """Yield the folder for the finished parts of a command; one process at a time has it. They are kept after an error.
+    """Yield the folder for the finished parts of a command, locked for this process. The parts are kept after an error.
 
     Args:
-      described: all that the parts depend on.
+      described: everything that the parts depend on.
 
     Raises TokenFileError.
     """
@@ -302,7 +302,10 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
 
 
 def in_validation(piece: Piece, fraction: float) -> bool:
-    """Decide by the text itself (a long file's first part), so that a document is on the same side in every run and order."""
+    """Return whether a document belongs to validation, by its text (the first part of a long file).
+
+    So the result is the same in every run and order.
+    """
     digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
@@ -347,10 +350,10 @@ def end_counts(piece: Piece, loss: str) -> bool:
 
 
 def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
-    """Write a part. Return the contents of its JSON: `files` (hashes of contents), `bad` (how many lines), and `lines` (the
-    first of them, with the reason).
+    """Write a part, and return the contents of its JSON.
 
-    With bad lines, unless they are skipped, it is not marked as finished.
+    They are `files` (hashes), `bad` (the number of bad lines), and `lines` (the first ones, with reasons). With bad lines,
+    unless they are skipped, the part is not marked as finished.
     """
     tok, rows = job.load()
     lines: list[str] = []
@@ -397,7 +400,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
 
 
 class Progress:
-    """Bytes read and tokens made: a line every ten seconds."""
+    """Prints bytes read and tokens made, a line every ten seconds."""
 
     def __init__(self, total: int, done: int):
         """total: bytes of the input, 0 if unknown. done: those of an earlier run."""

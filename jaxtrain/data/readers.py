@@ -1,4 +1,4 @@
-"""Read text, JSON lines, Parquet and data sets as documents, streamed, with every bad line named; divide files into parts."""
+"""Read text, JSON lines, Parquet and data sets as streams of documents, and report every bad line. Cut files into parts."""
 
 import bz2
 import codecs
@@ -43,8 +43,7 @@ class PrepareError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of one input that one process reads: all of it, the lines that start in bytes begin..end, row groups, or files of
-    a data set."""
+    """A part of one input for one process: all of it, the lines that start in bytes begin..end, row groups, or files."""
 
     path: str
     kind: str  # text | jsonl | parquet | dataset

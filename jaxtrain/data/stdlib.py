@@ -31,12 +31,12 @@ def list_files() -> list[tuple[str, Path]]:
 
 
 def is_validation(relative: str) -> bool:
-    """Decide by the path alone, so that a file stays in its split when the library changes."""
+    """Return whether a file belongs to validation, by its path alone: it stays in its split when the library changes."""
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
-    """Return the train and validation token files (bytes), made at the first use.
+    """Return the train and validation token files (bytes), made on first use.
 
     The name has a fingerprint of the Python version, the file format, the list of files and their sizes. Several processes may
     make them at the same time: each writes its own temporary file, and the first that is complete gets the name.

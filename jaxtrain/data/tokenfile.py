@@ -245,7 +245,10 @@ class TokenWriter:
         return header
 
     def publish(self, keep: bool = False) -> None:
-        """Give the file its name, after `seal`. keep: not if there is one already, which other processes may be reading."""
+        """Rename the file to its name, after `seal`.
+
+        keep: leave an existing file of that name, which other processes may be reading.
+        """
         try:
             if keep:
                 os.link(self.partial, self.path)  # replaces nothing, as a rename would
@@ -258,7 +261,7 @@ class TokenWriter:
         self._files.close()
 
     def abort(self) -> None:
-        """Leave nothing behind, also if closing fails because the disk is full."""
+        """Remove the temporary file, also if closing fails because the disk is full."""
         try:
             self._files.close()
         finally:
@@ -308,7 +311,7 @@ class TokenFile:
 
     @property
     def pairs(self) -> bool:
-        """Whether documents 2i and 2i + 1 are the chosen and the rejected member of a pair."""
+        """Return whether documents 2i and 2i + 1 are the chosen and the rejected member of a pair."""
         return bool(self.header["made"].get(PAIRS))
 
     def loss_flags(self, first: int, last: int) -> np.ndarray:

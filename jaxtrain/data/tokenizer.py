@@ -57,11 +57,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint16 array per text. The places make no difference."""
+        """Return a uint16 array per text. The places are ignored."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """Return end-of-text, under the name that templates write."""
+        """Return the end-of-text token, under the name that templates write."""
         return (ControlToken("<|endoftext|>", self.eot),)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Tokenizers by the place of a text: some write a space before a text, at some places only."""
+        """Return the tokenizers by the place of a text: some write a space before a text, at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -252,7 +252,7 @@ def read_definition(spec: str) -> bytes:
 def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
     """Load `byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
 
-    `eot` names the token that ends a document where it is not one of the known names.
+    `eot` names the token that ends a document if it is not one of the known names.
     """
     if spec == "byte":
         if eot:

@@ -1,8 +1,8 @@
 """Rows of a token file, and the array logic that turns them into a batch: segments, positions, weights.
 
-A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits holds conversations, whose
-answers mean nothing without their prompts: its rows are filled with whole ones (`PackedRows`). With data.packing=best_fit all
-rows are filled with whole documents.
+A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits holds conversations, and an
+answer needs its prompt: its rows are filled with whole conversations (`PackedRows`). With data.packing=best_fit all rows are
+filled with whole documents.
 """
 
 import functools
@@ -161,8 +161,7 @@ class PairRows(PackedRows):
 def open_windows(
     file: TokenFile, seq_len: int, max_segments: int | None, seed: int, packing: str = "documents"
 ) -> FileWindows | PackedRows:
-    """Return the rows of a token file for `data.packing`. Pairs and conversations (files with loss bits) are always packed
-    whole."""
+    """Return the rows of a token file for `data.packing`. Pairs and conversations (with loss bits) are always packed whole."""
     if file.loss_bits is None and packing != "best_fit":
         return FileWindows(file, seq_len)
     return (PairRows if file.pairs else PackedRows)(file, seq_len, max_segments, seed)
@@ -278,7 +277,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Whole windows of seq_len inputs, each of which needs the token after it as its last target."""
+    """Return the number of windows of seq_len inputs, each of which needs the next token as its last target."""
     return max(0, (tokens - 1) // seq_len)
 
 
@@ -293,8 +292,8 @@ def make_batch(
 ) -> dict[str, np.ndarray]:
     """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
 
-    Documents beyond `max_segments` in a row are masked, as is padding: segment 0, position 0, weight 0. Other work is per
-    document and not per token, but for one `np.repeat` and one subtraction.
+    Documents beyond `max_segments` in a row are masked, as is padding: segment 0, position 0, weight 0. Work is per document,
+    not per token, except for one `np.repeat` and one subtraction.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
     weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)
@@ -339,10 +338,11 @@ def _columns(R: int, T: int) -> np.ndarray:
 
 
 def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -> tuple[int, int]:
-    """Return (documents, or parts of them, in the window that has most, at least 1; tokens of all windows that lie beyond the
-    `max_segments`-th document of theirs).
+    """Return (largest number of documents in a window, tokens that `max_segments` masks in all windows).
 
-    starts: sorted start of each document; some may lie behind the last window. Reads those of WINDOWS windows at a time.
+    A document that spans windows counts in each of them. The first number is at least 1.
+
+    starts: sorted start of each document; some may lie behind the last window. Those of WINDOWS windows are read at a time.
     """
     most, masked = 1, 0
     for first in range(0, windows, WINDOWS):
