@@ -14,7 +14,7 @@ ADDRESS_REMEDY = "Give process 0's machine and a free port there, as node1:12321
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, and which of them this one is."""
+    """The processes of a run, and the index of this one."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
@@ -24,7 +24,7 @@ class Cluster:
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
-    """Return the devices of a run from those of this process, which is the only one if `cluster` is None.
+    """Return the devices of a run from those of this process, the only process if `cluster` is None.
 
     All processes are assumed to have the same devices.
     """
@@ -39,7 +39,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
     """Return the cluster of this process, None for a run of one process, and all problems found.
 
     Options come first, then JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each
-    on its own. A launcher fills in the rest: torchrun's variables, else Slurm's (under srun), else Open MPI's, else the index
+    independently. A launcher gives the rest: torchrun's variables, else Slurm's (under srun), else Open MPI's, else the index
     of a Kubernetes Job. One process per node takes all its devices, several take one each.
 
     Args:
@@ -52,7 +52,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """The values that a launcher gives, None for those it does not. `devices` is None for all devices of the machine."""
+    """Values from a launcher, None if it does not give them. `devices` is None for all devices of the machine."""
 
     name: str
     coordinator: str | None
@@ -62,7 +62,7 @@ class _Launcher:
 
 
 class _Reader:
-    """One reading of options and environment, and the problems found on the way."""
+    """Reads options and environment, and collects the problems."""
 
     def __init__(self, options: Mapping[str, str], environ: Mapping[str, str]):
         self.environ = environ
@@ -128,7 +128,7 @@ class _Reader:
         self.wrong(f"--{field}", None, rule, remedy[field])
 
     def read_launcher(self) -> _Launcher | None:
-        """The first launcher that started several processes."""
+        """Return the first launcher that started several processes."""
         for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
             found = read()
             if found is not None or self.problems:
@@ -195,7 +195,7 @@ class _Reader:
         return _Launcher("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
 
     def master(self) -> str | None:
-        """The coordinator's address from MASTER_ADDR and MASTER_PORT, None where it is given otherwise."""
+        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT; None if it is given otherwise."""
         env = self.environ
         if "coordinator" in self.given:
             return None
@@ -210,7 +210,7 @@ class _Reader:
         return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
 
     def local(self, size: str, rank: str) -> tuple[int, ...] | None:
-        """The device of one of several processes of a node, None where it has the node for itself."""
+        """Return the device of one of several processes of a node; None if the process is alone on its node."""
         if "local-devices" in self.given or not (self.environ.get(size) or self.environ.get(rank)):
             return None
         processes = self.number(size, self.environ.get(size, ""), 1, needed=True)
@@ -258,7 +258,7 @@ class _Reader:
 
 
 def node_names(text: str) -> list[str]:
-    """The machines of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1. Empty for no such list."""
+    """Return the machines of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1; else []."""
     names = []
     # Commas inside brackets are ranges' own.
     for entry in re.split(r",(?![^\[\]]*\])", text.strip()):
@@ -270,7 +270,7 @@ def node_names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """01-03,07 -> 01, 02, 03, 07."""
+    """Return the numbers of 01-03,07: 01, 02, 03, 07."""
     numbers = []
     for part in text.split(","):
         first, _, last = part.partition("-")

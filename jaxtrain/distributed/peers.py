@@ -32,8 +32,8 @@ class Peers:
 
     Every method may be called from any thread. In a run of one process none of them waits.
 
-    Two threads serve a run of several processes. One reads the news: entries that any process appends, that the run must stop
-    or that a process has failed. The other asks the service which processes are alive.
+    Two threads serve a run of several processes. One reads the news, a list to which any process appends requests to stop and
+    failures. The other asks the service which processes are alive.
     """
 
     def __init__(self, process_index: int, count: int, client: Any = None):
@@ -66,7 +66,7 @@ class Peers:
         """Return the peers that `start` connected, or those of a run of one process.
 
         A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed; its exit code is
-        1. `close` and `leave` are the way to another code.
+        1. Another exit code needs `close` and `leave`.
         """
         from jax._src import distributed
 
@@ -81,7 +81,7 @@ class Peers:
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
         """Return every process's value, by process index.
 
-        All processes make the same sequence of calls with each name. The values of the call before are deleted.
+        All processes make the same sequence of calls with each name. The values of the previous call are deleted.
 
         Args:
           timeout_s: seconds to wait for the others to call it too.
@@ -233,7 +233,7 @@ class Peers:
     # because the loop may be blocked in a step that another process has not begun.
 
     def ask_to_stop(self, why: str) -> None:
-        """Let all processes, this one included, stop after the same step. Of several requests the first counts."""
+        """Make all processes, this one included, stop after the same step. Of several requests the first counts."""
         if self.count > 1:
             with contextlib.suppress(PeerLost):  # reading the news reports it
                 if not self._closed and self._reason is None:
@@ -252,7 +252,7 @@ class Peers:
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the step this process has reached. From then on it starts no later one alone."""
+        """Publish the step this process has reached. From then on it waits for the others before it starts a later one."""
         with self._agreement:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
@@ -307,7 +307,7 @@ class Peers:
         abort if its store ends before they have left. Only the first call counts.
 
         Args:
-          failed: the reason why this process cannot go on; `leave` should follow. If a collective failed, the end of another
+          failed: the reason why this process must end; `leave` should follow. If a collective failed, the end of another
             process is the likely cause: `close` first waits 30 s, so that `watch` can report the dead one instead.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
@@ -350,9 +350,9 @@ class Peers:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End a process of several at once.
+    """End one process of several at once.
 
-    Python's own exit would wait in JAX's shutdown, minutes where another process waits for this one in a collective.
+    Python's own exit would wait in JAX's shutdown, for minutes if another process waits for this one in a collective.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
