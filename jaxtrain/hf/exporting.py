@@ -45,7 +45,7 @@ Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
 
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """Return config.json of a model. Raises HuggingFaceError where the family's format cannot hold it.
+    """Return config.json of a model. Raises HuggingFaceError if the family's format cannot represent it.
 
     Args:
         run: its config.
@@ -88,7 +88,7 @@ def longest(run: RunConfig) -> int:
 
 
 def in_force(m: config.Model) -> config.Model:
-    """Return the model with defaults for settings without effect, and with the values that 0 and "" mean."""
+    """Return the model with defaults for settings without effect, and with the values that 0 and "" stand for."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
@@ -119,7 +119,7 @@ def export(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write config.json, generation_config.json, safetensors files, and the tokenizer's files. OUT appears when it is whole.
+    """Write config.json, generation_config.json, safetensors files, and the tokenizer's files. OUT appears when it is complete.
 
     Args:
         path: a run's folder, or one of its checkpoints.
@@ -215,7 +215,7 @@ def write_tensors(
 ) -> int:
     """Write the safetensors files and, if there are several, their index. Return how many.
 
-    The host holds the tensors of one file. An array of experts in two files is read for each.
+    The host holds the tensors of one file. An array of experts in two files is read twice.
     """
     places: dict[str, list[Entry]] = {}  # two of ours may be in one of theirs
     for entry in wanted.values():
@@ -246,7 +246,7 @@ def write_tensors(
 
 
 def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
-    """Return the reader of a run with adapters, merged into their base. The devices hold both, in float32 if `wide`."""
+    """Return a reader of a run with adapters, merged into their base. The devices hold both, in float32 if `wide`."""
     run = dataclasses.replace(run, precision="f32") if wide else run
     params = read_params(source, run, *placed(run), base)
     leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))

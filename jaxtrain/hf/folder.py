@@ -49,12 +49,12 @@ class Stored:
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """The dtype of what is read: of FP8 with scales bfloat16."""
+        """Return the dtype of the tensor when read: bfloat16 for FP8 with scales."""
         return DTYPES["BF16"] if self.scale else self.dtype
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Return its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -76,12 +76,12 @@ class Folder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Stored]:
-        """The tensors by name; none is read. Raises HuggingFaceError for files that are missing or damaged."""
+        """Return the tensors by name, without reading them. Raises HuggingFaceError for files that are missing or damaged."""
         return with_packed(with_scales(list_tensors(self.path), self.path))
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "auto") -> RunConfig:
@@ -101,7 +101,7 @@ class Folder:
 
     @property
     def seq_len(self) -> int:
-        """Positions that the model is made for; 0 where config.json has no number."""
+        """Return the model's longest sequence; 0 if config.json has no number."""
         longest = self.settings.get("max_position_embeddings")
         return longest if isinstance(longest, int) else 0
 
@@ -122,7 +122,7 @@ class Folder:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the blocks of tensors in FP8. Raises HuggingFaceError where config.json has no such numbers."""
+        """Return rows and columns of the blocks of tensors in FP8. Raises HuggingFaceError if config.json lacks them."""
         given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
         if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
             rule = "weight_block_size must be the rows and columns of a block"
@@ -218,7 +218,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
-    """Return the model that a config.json describes. Raises HuggingFaceError for every other than jaxtrain builds."""
+    """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not build."""
     kind, known = settings.get("model_type"), {family(name).FORMAT.model_type: name for name in FAMILIES}
     if not isinstance(kind, str) or kind not in known:
         if kind is None and isinstance(settings.get("model"), dict):
@@ -324,7 +324,7 @@ def list_file(file: Path) -> dict[str, Stored]:
 def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConfig:
     """Return the config in meta.json of a step, whose folder is `step`.
 
-    A relative `data.tokenizer` that is in the run's folder is meant: an imported model's.
+    A relative `data.tokenizer`, as an imported model has, is resolved within the run's folder.
 
     Raises:
         HuggingFaceError: the config is not one of this version.

@@ -1,4 +1,4 @@
-"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder: to compute with; its logits."""
+"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder; and its logits."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def read_params(source: Origin, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
-    """Return the weights of a model on its devices; of a run with adapters, those of its base and the adapters.
+    """Return the weights of a model on its devices; for a run with adapters, of base and adapters.
 
     Args:
         source: the weights.
@@ -53,7 +53,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
 
 
 def base_digest(params: Params) -> str:
-    """Return `lora.digest` of the weights beside the adapters."""
+    """Return `lora.digest` of the base weights."""
     return lora.digest(part(params, jax.tree.map(lambda name: not is_adapter(name), names(params))))
 
 
