@@ -1,11 +1,11 @@
-"""Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: every row meets the weight of its own expert, and no other.
+"""Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: each row is multiplied by its own expert's weight only.
 
-Tiles of rows belong to one expert. They start at a multiple of 8 rows, as shared memory wants it, so the first of an expert may
-also load the last rows of the expert before; each tile stores its own rows alone. So rows need no padding between experts, and
-no two programs store to the same place. Which tiles there are follows from the group sizes, and XLA computes it before.
+Tiles of rows belong to one expert. They start at a multiple of 8 rows, as shared memory requires, so the first tile of an
+expert may also load the last rows of the previous expert. Each tile stores its own rows only. So rows need no padding between
+experts, and no two programs store to the same address. XLA computes the list of tiles from the group sizes before the kernel.
 
 Tile sizes follow from the registers and the shared memory of a multiprocessor, and were not tuned on a GPU
-(benchmarks/expert_tiles.py). On CPU Pallas interprets the kernels where INTERPRET is set, which is for tests.
+(benchmarks/expert_tiles.py). On CPU, Pallas interprets the kernels if INTERPRET is set, for tests.
 """
 
 import functools
@@ -43,7 +43,7 @@ TILES = {
 
 
 def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision) -> jax.Array:
-    """See grouped.py."""
+    """Implement `times` of grouped.py."""
     return _times(f"{TIMES}_{contract}", TILES[TIMES], rows, w_EDF, jnp.float32(1), sizes_E, contract == "F", rows.dtype)
 
 
@@ -53,7 +53,7 @@ def times8(
     """Return each row (R, D) in 8 bits times the weight of its expert, times `scale` (f32), in `out`: (R, F).
 
     Args:
-      w8_EFD: with the contracted numbers last, as WGMMA takes 8-bit numbers.
+      w8_EFD: with the contracted dimension last, as WGMMA needs it for 8-bit numbers.
       sums: see fp8.multiply.
     """
     name = FAST if sums == jax.lax.Precision.DEFAULT else FULL
@@ -83,7 +83,7 @@ def _times(
 def outer(
     rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """See grouped.py."""
+    """Implement `outer` of grouped.py."""
     D, F, E = rows_RD.shape[1], rows_RF.shape[1], sizes_E.shape[0]
     a, b = _filled(rows_RD), _filled(rows_RF)
     ends_E = jnp.cumsum(sizes_E)
@@ -94,7 +94,7 @@ def outer(
 
 
 def _programs() -> int:
-    """Return the multiprocessors of the GPU that the program is compiled for: as many programs run at a time."""
+    """Return the number of multiprocessors of the GPU that the program is compiled for: this many programs run at a time."""
     if INTERPRET is not None:
         return 2
     described = jax.sharding.get_abstract_mesh().abstract_device
@@ -102,15 +102,15 @@ def _programs() -> int:
 
 
 def _filled(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
-    """Return x with zeros up to a multiple of `rows`, and of the columns that shared memory holds side by side."""
+    """Return x padded with zeros to a multiple of `rows`, and to whole chunks of columns in shared memory."""
     multiples = (1,) * (x.ndim - 2) + (rows, chunk(x.dtype))
     return jnp.pad(x, [(0, -n % multiple) for n, multiple in zip(x.shape, multiples, strict=True)])
 
 
 def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the tiles of rows and how many there are: of each (expert, first row loaded, own rows from, up to), int32 (V, 4).
+    """Return the tiles of rows and their number: for each (expert, first row loaded, own rows from, up to), int32 (V, 4).
 
-    Rows beyond the last expert's belong to an expert E, whose product is zero.
+    Rows beyond the last expert's belong to an expert E, whose result is zero.
 
     Args:
       filled: rows with padding.

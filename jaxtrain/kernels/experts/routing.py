@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and what the router is told about its choices.
+"""The choice of experts for each token, and the router's losses and statistics.
 
-Everything is computed in float32: whether two scores are equal decides where a token goes. A choice that was made once is
-remembered under the name CHOICE, which all remat policies keep: computed again, rounding could make another one, and what was
-kept of the first would belong to other tokens.
+Everything is computed in float32: small differences of scores decide the choice. The choice is saved under the name CHOICE by
+all remat policies. A recomputed choice could differ by rounding, and the activations saved for the first one would belong to
+other tokens.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ COLUMNS = ("balance_loss", "sequence_balance_loss", "z_loss", "entropy", "droppe
 
 
 class Routed(NamedTuple):
-    """The experts of each token, and what a layer reports of its router."""
+    """The experts of each token, and the layer's statistics of its router."""
 
     chosen_BTk: jax.Array  # int32; of padding the number of experts, which no expert has
     share_BTk: jax.Array  # f32: the factor of each chosen expert's output
@@ -45,21 +45,21 @@ def route(
     Args:
       logits_BTE: f32, of the router.
       bias_E: added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664).
-      real_BT: bool, False for padding: it goes nowhere and counts nowhere.
+      real_BT: bool, False for padding: it gets no expert and counts in no statistic.
       router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
-      renormalize: the scores of the chosen are divided by their sum.
-      over: mesh axes along which devices hold other tokens.
+      renormalize: the scores of the chosen experts are divided by their sum.
+      over: mesh axes that shard the tokens.
       scaling: multiplies the share of each chosen expert, renormalised or not.
-      groups: experts are in as many groups of neighbours, and each token goes to experts of `kept_groups` of them. A group's
+      groups: number of groups of consecutive experts. Each token goes to experts of `kept_groups` of them. A group's
         score is the sum of its two best experts' scores, biases included (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-      sequence: of `over`, the mesh axes along which devices hold other tokens of the same sequences. None: the sequence-wise
+      sequence: the axes of `over` that shard tokens of the same sequences. None: the sequence-wise
         loss is not computed, and reported as 0.
 
     The statistics are means over the real tokens of all devices. The load-balancing loss is E sum_e f_e P_e (Fedus et al.
     2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the share of the choices that fell on expert e, P_e the mean
-    score, as a share of the token's scores. It is 1 where loads are even, and E / k at most. The sequence-wise loss is
-    the same of each row by itself, the mean over rows (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of
-    log(sum exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is that of the shares, in nats.
+    score, as a share of the token's scores. It is 1 for even loads, and E / k at most. The sequence-wise loss is the same for
+    each sequence, and the mean over sequences (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of log(sum
+    exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is that of the shares, in nats.
     """
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
@@ -100,7 +100,7 @@ def route(
 
 
 def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
-    """Return the scores, -inf in all groups of experts but the `kept` best ones of each token."""
+    """Return the scores, with -inf in all groups of experts except the `kept` best ones of each token."""
     if groups == kept:
         return ranked_BTE
     *tokens, E = ranked_BTE.shape
@@ -111,6 +111,6 @@ def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
 
 
 def _of_sum(scores: jax.Array) -> jax.Array:
-    """Return scores as parts of their sum; those that are all 0, as sigmoids can be, stay so."""
+    """Return scores divided by their sum. Scores that are all 0, as sigmoids can be, stay 0."""
     total = scores.sum(-1, keepdims=True)
     return scores / jnp.where(total > 0, total, 1.0)
