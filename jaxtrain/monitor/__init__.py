@@ -1,4 +1,4 @@
-"""Watches the GPUs of this process while it trains: a thread asks the driver each second, the loop writes lines and warnings.
+"""Watches the GPUs of this process during training: a thread samples the driver, the loop writes lines and warnings.
 
     with Monitor({d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}, 10.0) as monitor:
         ...
@@ -7,9 +7,9 @@
         for text in monitor.alerts():
             console.warn(text)
 
-Where there is no GPU it does nothing and says nothing. Where watching fails, that is told once, and the run goes on without.
-A GPU that is lost and a driver that is silent are told at once, by the threads: the loop hangs then, and asks no more. No jax
-here: what JAX knows of its own memory comes through functions that are passed in.
+Without a GPU it does nothing. If sampling fails, it warns once, and the run continues without it. The threads report a lost GPU
+or a driver that does not answer at once, because the loop may hang then. Imports no jax: memory statistics come through
+functions that are passed in.
 """
 
 import contextlib
@@ -41,11 +41,10 @@ class Monitor:
     """The GPUs of one process. A context manager: sampling begins and ends with it.
 
     Args:
-        pools: GPU, by its place among those that CUDA_VISIBLE_DEVICES leaves (jax's local_hardware_id) -> its memory_stats.
-            Empty: nothing is watched.
-        every_s: seconds between lines (log.gpu_every_s); 0: nothing is watched.
+        pools: index of a GPU among the visible ones (jax's local_hardware_id) -> its memory_stats. Empty: no GPU is watched.
+        every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
         process: of this process, for the lines.
-        nvml: the library of that name, or what answers like it.
+        nvml: the library of that name, or an object with its functions.
         environ: for CUDA_VISIBLE_DEVICES.
         sample_s: seconds between samples.
         clock: seconds; for tests.
@@ -143,7 +142,7 @@ class Monitor:
                 LOGGER.warning("%s", text)
 
     def sample(self) -> None:
-        """Asks each GPU once."""
+        """Sample each GPU once."""
         for place, card in self._cards.items():
             if place in self._gone:
                 continue
@@ -166,9 +165,9 @@ class Monitor:
     # ---- The loop's side
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """The fields of a line for each GPU (metrics.GPU_KEYS but `kind` and `time_unix`), over the time since the last ones.
+        """Return the fields of a line for each GPU (metrics.GPU_KEYS except `kind` and `time_unix`) since the last lines.
 
-        Nothing before `every_s` seconds have passed, and nothing on a GPU that has not answered: call it after every step.
+        Returns none before `every_s` seconds have passed, and none for a GPU that has not answered. Call it after every step.
         """
         if not self._cards or self._clock() - self._written < self._every_s:
             return []
@@ -211,7 +210,7 @@ class Monitor:
         }
 
     def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
-        """GB/s sent and received, from the counters at the end of the line before to those at the end of this one."""
+        """Return GB/s sent and received, from the counters at the end of the line before to those at the end of this one."""
         read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
         if not read:
             return None, None
@@ -221,11 +220,11 @@ class Monitor:
         return sent, received
 
     def alerts(self) -> list[str]:
-        """Warnings by the lines that are new since the last call: each is told when it begins, and a word when it is over."""
+        """Return warnings from the lines since the last call: one when a condition begins, one when it ends."""
         return self._episodes.take()
 
 
 def gib(stats: Mapping[str, int], name: str) -> float | None:
-    """A figure of JAX's memory_stats; None where the device does not tell. jaxlib fills in -1 for what it does not know."""
+    """Return a figure of JAX's memory_stats in GiB; None if it is unknown. jaxlib reports -1 for unknown figures."""
     value = stats.get(name, -1)
     return value / 2**30 if value >= 0 else None

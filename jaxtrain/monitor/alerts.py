@@ -26,27 +26,27 @@ LOOK = {
 
 
 class Episodes:
-    """Conditions that begin and end. A word is said when one changes, not while it lasts."""
+    """Conditions that begin and end. A message is written when one changes, not while it lasts."""
 
     def __init__(self):
         self._open: set[str] = set()
         self.said: list[str] = []
 
     def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
-        """The condition `key` holds, or does not; None: nobody knows, and nothing changes."""
+        """Update the condition `key`: it holds, or does not. None: unknown, and nothing changes."""
         if wrong is None or wrong == (key in self._open):
             return
         self._open ^= {key}
         self.said.append(begun if wrong else over)
 
     def take(self) -> list[str]:
-        """What was said since the last call."""
+        """Return the messages since the last call."""
         said, self.said = self.said, []
         return said
 
 
 class GpuAlerts:
-    """Looks at the lines of kind "gpu" as they are made."""
+    """Checks lines of kind "gpu"."""
 
     def __init__(self, episodes: Episodes):
         self._episodes = episodes
@@ -55,7 +55,7 @@ class GpuAlerts:
         self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
     def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
-        """A line (metrics.GPU_KEYS); default_limit_w: the board's own power limit, None where it does not tell."""
+        """Check a line (metrics.GPU_KEYS). default_limit_w: the board's own power limit, None if unknown."""
         gpu = line["gpu"]
         self._throttling(gpu, line)
         self._power(gpu, line["power_limit_w"], default_limit_w)
@@ -116,11 +116,11 @@ class GpuAlerts:
 
 
 class MfuAlert:
-    """Warns while the utilisation (MFU) of a run stays below a part of the lowest expected one.
+    """Warns while the MFU of a run stays below a fraction of the lowest expected one.
 
     longest_s: the longest step time that is expected (plan.expect.Expected.longest_s), None for no warnings; both MFUs count
-    the same FLOPs, so their quotient is that of the step times. part: log.mfu_alert, 0 for never. Single slow lines are no
-    matter: the middle one of the last LINES counts.
+    the same FLOPs, so their ratio is that of the step times. part: log.mfu_alert, 0 for never. The median of the last LINES
+    lines counts, so single slow lines are ignored.
     """
 
     LINES = 8
@@ -132,7 +132,7 @@ class MfuAlert:
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
-        """A train line with its `step_time_s`. Returns what is worth saying: an episode begins, or is over."""
+        """Note a train line's `step_time_s`. Return a warning when the MFU becomes too low, or a message when it recovers."""
         if step_s is None or not self._part or not self._longest:
             return None
         self._steps.append(step_s)

@@ -1,4 +1,4 @@
-"""Readings of one GPU through NVML. No jax: NVML asks the driver and leaves the devices alone."""
+"""Readings of one GPU through NVML. Imports no jax: NVML asks the driver and does not use the devices."""
 
 import dataclasses
 import math
@@ -24,12 +24,12 @@ MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVa
 
 
 class Lost(RuntimeError):
-    """The driver has lost this GPU: it answers no more, and will not before a reset."""
+    """The driver has lost this GPU. It will not answer before a reset."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a GPU said, None where it does not tell."""
+    """The readings of a GPU, None for unknown ones."""
 
     at: float  # seconds, of the monitor's clock
     utilization: float | None  # 0 to 1: part of the driver's last period in which a kernel ran
@@ -45,7 +45,7 @@ class Sample:
 
 
 class Card:
-    """A GPU by its NVML handle. Raises nvml.NVMLError where it cannot even say which one it is."""
+    """A GPU by its NVML handle. Raises nvml.NVMLError for a GPU without a readable identity."""
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
@@ -55,8 +55,10 @@ class Card:
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
 
     def sample(self, at: float) -> Sample | None:
-        """None where it answers nothing this time. Raises Lost where the driver says that the GPU has fallen off the bus or
-        needs a reset, or where it has answered nothing several times in a row."""
+        """Return a sample; None if the GPU answers no question this time.
+
+        Raises Lost if the driver reports that the GPU has fallen off the bus or needs a reset, or if it has not answered
+        several times in a row."""
         nvml = self._nvml
         found = Sample(
             at,
@@ -81,7 +83,7 @@ class Card:
         return None
 
     def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
-        """The answer as `reading` makes it; None where this GPU, or this driver, does not know it."""
+        """Return the answer, converted by `reading`; None if this GPU or driver does not support the question."""
         try:
             return reading(question(self._handle, *args))
         except self._nvml.NVMLError as error:
@@ -101,17 +103,17 @@ class Card:
 
 
 def named(bits: int) -> tuple[str, ...]:
-    """NVML's reasons that are throttling, by name."""
+    """Return the names of NVML's reasons that are throttling."""
     return tuple(name for bit, name in THROTTLING.items() if bits & bit)
 
 
 def rate_gb_s(before: tuple[float, int], now: tuple[float, int]) -> float | None:
-    """GB/s between two readings (seconds, KiB) of a counter; None where it was set back, or no time has passed."""
+    """Return GB/s between two readings (seconds, KiB) of a counter; None if it was reset, or no time has passed."""
     seconds, kib = now[0] - before[0], now[1] - before[1]
     return kib * 1024 / 1e9 / seconds if seconds > 0 and kib >= 0 else None
 
 
 def mean(values: list[float | None]) -> float | None:
-    """Of those that are known; None where none is."""
+    """Return the mean of the known values; None if there is none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
