@@ -2,8 +2,8 @@
 
     PATTERN:SETTING=VALUE[,SETTING=VALUE...][;PATTERN:...]        embed.*:lr=0.1;*.scale:weight_decay=0
 
-A pattern is as in a shell (fnmatch) and must fit the whole name, which has no layer number: layers.attention.wq. A parameter
-belongs to the first group whose pattern fits.
+A pattern is as in a shell (fnmatch) and must match the whole name, which has no layer number: layers.attention.wq. A parameter
+belongs to the first group whose pattern matches.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ SETTINGS = ("lr", "weight_decay", "optimizer")
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What is different for the parameters of one group."""
+    """The settings of one parameter group."""
 
     pattern: str
     lr: float = 1.0  # factor of the schedule's learning rate
@@ -29,7 +29,7 @@ class Group:
 
 
 def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
-    """The groups, and all that is wrong with the text itself."""
+    """Return the groups, and all problems of the text itself."""
     groups: list[Group] = []
     problems: list[Problem] = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
@@ -49,7 +49,7 @@ def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
 
 
 def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | None:
-    """Adds one NAME=VALUE to `chosen`, or says what is wrong with it, and the remedy."""
+    """Add one NAME=VALUE to `chosen`. Return (problem, remedy), or None."""
     name, given, value = (part.strip() for part in setting.partition("="))
     if not (given and name and value):
         return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
@@ -73,17 +73,17 @@ def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | Non
 
 
 def group_of(groups: Sequence[Group], name: str) -> Group | None:
-    """The first group whose pattern fits."""
+    """Return the first group whose pattern matches."""
     return next((g for g in groups if fnmatch.fnmatchcase(name, g.pattern)), None)
 
 
 def moved(text: str) -> list[tuple[str, str]]:
-    """The patterns that move parameters between the two optimizers, which store different tensors."""
+    """Return the patterns that move parameters between the two optimizers, which store different tensors."""
     return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
 
 
 def problems(text: str, optimizer: str) -> list[Problem]:
-    """What is wrong with the groups of a config, whatever its model. optimizer: the value of optimizer.name."""
+    """Return the problems of a config's groups, for any model. optimizer: the value of optimizer.name."""
     groups, found = parse(text)
     if groups and optimizer not in METHODS:
         rule = f"{optimizer} makes its own updates, and would not see them"
@@ -95,7 +95,7 @@ def problems(text: str, optimizer: str) -> list[Problem]:
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """What of the groups fits no parameter. matrices: names of a model's parameters, and whether Muon can take each."""
+    """Return the problems of groups that match no parameter. matrices: names of parameters -> whether Muon supports each."""
     groups, found = parse(text)[0], []
     names = list(matrices)
     for g in groups:

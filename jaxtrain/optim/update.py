@@ -2,7 +2,7 @@
 
 Layer by layer, a loop copies one layer's moments to the device, updates them and the layer's weights, and copies the moments
 back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors; the device holds the moments of
-one layer at a time. Parameters outside of the stack are copied whole.
+one layer at a time. Moments of other parameters are copied at once.
 
 The update starts after the whole backward pass, because gradients are clipped by the norm of all of them.
 """
@@ -29,7 +29,7 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
-    """Return an `Update` of all parameters on the device. `layer`: the number of the layer, if called for one at a time."""
+    """Return an `Update` of all parameters on the device. `layer`: the number of the layer, in an update layer by layer."""
 
     def update(
         grads: Params,
@@ -62,9 +62,9 @@ def streamed(
     numerics: Numerics,
     rounding: Rounding,
 ) -> Update:
-    """The same update, of an optimizer that treats every layer by itself, with its state in host memory.
+    """Return the same update layer by layer, with the optimizer's state in host memory.
 
-    axes: logical axes of the parameters, a dict of which STACK holds what is stacked by layers.
+    axes: logical axes of the parameters, a dict; STACK has the parameters that are stacked by layers.
     """
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
@@ -74,7 +74,7 @@ def streamed(
     )
 
     def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-        """The state with `change` made to the dicts of moments in it, which have the parameters' names."""
+        """Return the state with `change` applied to its dicts of moments, which have the parameters' names."""
         names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
         is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
         return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)
