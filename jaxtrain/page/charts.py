@@ -196,7 +196,7 @@ def thin(c: Curve, columns: int) -> Curve:
 
 
 def describe(chart: LineChart, axis: str) -> str:
-    """Return a chart in words, for screen readers."""
+    """Return the description of a chart for screen readers."""
     parts = []
     for c in chart.curves:
         if known := [v for v in c.y if is_number(v)]:

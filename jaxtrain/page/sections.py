@@ -54,11 +54,11 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """A table, which a notebook shows too. The first column names its rows.
+    """A table, for terminals, pages and notebooks. The first column names its rows.
 
     Attributes:
         title: its caption.
-        rows: rows on a terminal; the rest is summed in one more row.
+        rows: rows on a terminal; one more row sums up the others.
         page_rows: the same on the page; None: all.
         style: CSS class: "sortable" or "small".
     """
@@ -128,7 +128,7 @@ def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column
 
 
 def labels(heading: str, values: Sequence[int]) -> Column:
-    """Return a column of numbers whose sum means nothing, such as group sizes."""
+    """Return a column of numbers without a sum, such as group sizes."""
     return Column(heading, [f"{n:,}" for n in values], values)
 
 
@@ -171,7 +171,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def say(console: Console, line: str, style: str = "") -> None:
-    """Print one line of plain text: brackets are no markup."""
+    """Print one line of plain text, in which brackets are no markup."""
     console.print(Text(line, style=style))
 
 
