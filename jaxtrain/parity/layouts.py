@@ -157,7 +157,7 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 
 
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
-    """Return what forbids a comparison of these runs, although each is possible: data, optimizer, experts, memory."""
+    """Return the problems of comparing these runs, although each is possible: data, optimizer, experts, memory."""
     run = runs[0]
     problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
     if run.optimizer.name not in METHODS:
@@ -178,7 +178,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
 
 
 def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
-    """Return the problem of a model whose state exceeds this machine's memory, on the layout that needs most of it."""
+    """Return the problem of a model whose state exceeds this machine's memory, on the layout that needs the most."""
     values = dict(flatten(to_dict(run)))
     if run.model.family not in FAMILIES:
         return []
