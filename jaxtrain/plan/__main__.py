@@ -1,4 +1,4 @@
-"""The command line of plans: `python -m jaxtrain.plan --config=FILE --topology=h200:8`. See a run before paying for it."""
+"""The command line of plans: `python -m jaxtrain.plan --config=FILE --topology=h200:8`."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _rule_of_load(text: str) -> str:
-    """Return the rule that a load of experts breaks, or ""."""
+    """Return the rule that an expert load breaks, or ""."""
     try:
         return "" if 1 <= float(text) < math.inf else "must be a number from 1, which is an even load"
     except ValueError:
@@ -206,7 +206,7 @@ class Job:
 
 
 def _act(parsed: Parsed) -> int:
-    """Start JAX and run the command. Everything before this point must answer in a moment."""
+    """Start JAX and run the command. Everything before this point must be fast."""
     here = not parsed.options["topology"]
     cudnn = None
     if not parsed.mode and not here:  # before JAX starts: XLA looks for its libraries once
@@ -357,7 +357,10 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
 
 
 def _refused(job: Job) -> bool:
-    """Print that a config cannot fit by formula, and what would. Return False if it may fit, or if its program is asked for."""
+    """Print that a config cannot fit by formula, and settings that would.
+
+    Return False if it may fit, or if its program is asked for.
+    """
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse
 

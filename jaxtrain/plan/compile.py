@@ -1,4 +1,4 @@
-"""Compile a run's train step for described GPUs, and keep all that a plan reads from it.
+"""Compile a run's train step for described GPUs, and keep everything that a plan reads from it.
 
 The result cannot be run. It holds the scheduled program and XLA's buffer assignment.
 """
@@ -64,7 +64,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @no_garbage_collection()
 def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
-    """Compile the train step of a run as training on that machine would, but for NO_TUNING.
+    """Compile the train step of a run as training on that machine would, except for NO_TUNING.
 
     With remat.policy=auto, compiles until the saved activations fit.
 

@@ -82,7 +82,7 @@ class Library:
 
 
 def load() -> Library:
-    """Load cuDNN. To be called before JAX starts, in a process that uses no GPU.
+    """Load cuDNN. Call it before JAX starts, in a process that uses no GPU.
 
     Raises LibraryError if JAX is imported already, if a package, its version or a C compiler is missing, or if a library cannot
     be loaded.
@@ -119,7 +119,7 @@ def _path(package: str, file: str) -> Path:
 
 
 def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
-    """Build and load a stub of a library. The loader then gives it to others by this name."""
+    """Build and load a stub of a library. The loader then uses it for other libraries that need this name."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
     subprocess.run(build, input=source, text=True, capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

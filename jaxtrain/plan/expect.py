@@ -1,4 +1,4 @@
-"""The plan of the executable that a run has compiled, and a warning when the run measures something else.
+"""The plan of a run's compiled executable, and a warning when the measurements differ.
 
 The receipt keeps both, so that every run on a GPU checks the plan.
 """
@@ -32,8 +32,7 @@ class Expected:
 
     @property
     def longest_s(self) -> float | None:
-        """The longest step time that is expected. None at published kernel rates without a comparable published run: the
-        roofline alone leaves open by how much a real step is longer."""
+        """Return the longest expected step time. None at published kernel rates without a comparable published run."""
         if self.range_s:
             return self.range_s[1]
         return None if self.rates == PUBLISHED else self.step_s

@@ -30,7 +30,7 @@ def make_plan(
       run: a config that training accepts (`validate.validate_step`).
       rates: of the machine's GPUs; None: a calibration if there is one, else published kernel rates.
       name, overrides: of the config, as the plan shows them.
-      experts_load: even shares that the busiest expert of every layer gets, 1 or more.
+      experts_load: the load of the busiest expert of every layer over an even load, 1 or more.
 
     Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
     """
@@ -164,7 +164,7 @@ def _loops(module: hlo.Module) -> dict[str, int]:
 
 
 def _host_waits(module: hlo.Module) -> dict[str, int]:
-    """Return how often in a step the host waits for the GPU, by the loop or branch that it waits for."""
+    """Return how often per step the host waits for the GPU, by the loop or branch that it waits for."""
     out: Counter[str] = Counter()
     for i, times in hlo.host_waits(module):
         out[_name(i)] += times

@@ -1,6 +1,6 @@
 """Rates of a GPU: published rates of its kernels, or a calibration on that GPU.
 
-A calibration is one JSON file for each GPU name. Plans say which of the two they used.
+A calibration is one JSON file for each GPU name. Plans name the source that they used.
 """
 
 import bisect
@@ -100,7 +100,7 @@ SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 
 
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
-    """Return the kind of published runs that a run is like: "bf16 dense" or "fp8 dense"; "" where it is like none.
+    """Return the kind of published runs that is like a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
     They train all weights of a dense model by AdamW over data and fsdp axes, on SXM cards of Hopper, with attention to all
     tokens in 16 bits that is as fast as cuDNN's, and nothing in host memory. gpus: of all nodes.
@@ -116,7 +116,7 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
 
 
 def compilers(kind: str) -> str:
-    """Return which programs the range of a kind comes from: "XLA programs", or "programs of other compilers than XLA".
+    """Return the compilers behind the range of a kind: "XLA programs", or "programs of other compilers than XLA".
 
     "" for a kind without a range.
     """
@@ -124,14 +124,14 @@ def compilers(kind: str) -> str:
 
 
 def ranges() -> dict[str, list[float]]:
-    """Kind of run (rates.kind) -> [lowest, highest] ratio of planned to published step time."""
+    """Return kind of run (rates.kind) -> [lowest, highest] ratio of planned to published step time."""
     return json.loads(COMPARED.read_text(encoding="utf-8"))["ranges"]
 
 
 def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, float] | None:
-    """(shortest, longest) time in ms that a step with this roofline is expected to take, by published runs of the same kind.
+    """Return the (shortest, longest) expected time in ms of a step with this roofline, by published runs of the same kind.
 
-    None where no published run is comparable: of another kind ("" or too few of them), or at calibrated rates.
+    None if no published run is comparable ("" or too few of them), or at calibrated rates.
     """
     ratios = ranges().get(kind) if rates.source == PUBLISHED else None
     return (step_ms / ratios[1], step_ms / ratios[0]) if ratios else None
@@ -156,10 +156,9 @@ def fastest_attention(backward: bool) -> float:
 
 
 def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
-    """A GPU's data sheet times the parts of it that published kernels reach, GEMMs in the type that `precision` computes in
-    (f32 | bf16; bf16 beside fp8).
+    """Return a GPU's data sheet times the fractions that published kernels reach, with matmuls in the dtype of `precision`.
 
-    Raises ValueError where the GPU has no such GEMMs, or is of a generation whose network and host links are not known here.
+    Raises ValueError if the GPU has no such matmuls, or is of a generation with unknown rates of network and host link.
     """
     if not gpu.peak(precision):
         raise ValueError(f"precision = {precision!r}: {gpu.name} has no GEMMs of this type. Choose bf16.")
@@ -188,7 +187,7 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
 
 
 def fraction(curve: result.Curve, size: float) -> float:
-    """Interpolates a curve at `size` bytes: a straight line between entries in the logarithms of both.
+    """Interpolate a curve at `size` bytes: a straight line between entries in the logarithms of both.
 
     Below the first entry the time is that of the first entry, so the fraction falls with the size; above the last entry it is
     the last one's.
@@ -204,12 +203,12 @@ def fraction(curve: result.Curve, size: float) -> float:
 
 
 def path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
-    """The file of a GPU's calibration."""
+    """Return the file of a GPU's calibration."""
     return Path(folder).expanduser() / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu_name).strip('_')}.json"
 
 
 def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Path:
-    """Writes a calibration and returns its file. An interrupted write leaves the older one whole."""
+    """Write a calibration and return its file. An interrupted write leaves the older file intact."""
     file = path(gpu_name, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     whole = file.with_suffix(f".{os.getpid()}.tmp")
@@ -219,7 +218,7 @@ def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Pat
 
 
 def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
-    """The calibration of a GPU, None where there is none. Raises ValueError for a file that is damaged or of another GPU."""
+    """Return the calibration of a GPU, or None. Raises ValueError for a file that is damaged or of another GPU."""
     file = path(gpu_name, folder)
     if not file.exists():
         return None
@@ -248,7 +247,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
 
 
 def _check_curve(name: str, curve: result.Curve) -> None:
-    """Raises ValueError where a curve is empty, not sorted by size, or holds anything but positive numbers and parts of 1."""
+    """Raise ValueError if a curve is empty, not sorted by size, or has values other than positive ones and fractions of 1."""
     numbers = [n for pair in curve for n in pair]
     good = curve and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers)
     if not good or any(part > 1 for _, part in curve) or any(a >= b for (a, _), (b, _) in itertools.pairwise(curve)):
@@ -256,10 +255,10 @@ def _check_curve(name: str, curve: result.Curve) -> None:
 
 
 def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
-    """What was measured on this GPU for bf16 and fp8, which is what a calibration measures; else the rates of `datasheet`.
+    """Return the calibrated rates of this GPU for bf16 and fp8, if it was calibrated; else the rates of `datasheet`.
 
-    Under f32 a calibration's GEMM and attention rates are replaced by those, as is a rate of FP8 GEMMs that was not measured;
-    the source says so. Raises ValueError as `datasheet` and `load` do.
+    Under f32 a calibration's matmul and attention rates are replaced by those, as is a rate of FP8 matmuls that was not
+    measured. The source names them. Raises ValueError as `datasheet` and `load` do.
     """
     sheet = datasheet(gpu, precision)
     measured = load(gpu.name, folder)

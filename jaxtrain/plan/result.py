@@ -1,4 +1,4 @@
-"""The plan as plain data. `to_json` of it is the contract of `--json`; reports are drawn from it."""
+"""The plan as plain data. Its `to_json` is the contract of `--json`; reports are built from it."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ ANY_SIZE: Curve = ((1.0, 1.0),)  # the full rate whatever the size
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of the parts of a GPU, as real programs reach them and not as on a data sheet."""
+    """Rates of the parts of a GPU, as programs reach them in practice."""
 
     gemm_tflops: float  # matmuls in the compute dtype
     attention_forward_tflops: float  # of the FLOPs inside the mask, in a call with rates.ATTENTION_AT keys
@@ -51,7 +51,7 @@ class Collective:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The mesh axes, also of a collective over a part of one: "fsdp(2 of 4)"."""
+        """Return the mesh axes, also of a collective over a part of an axis: "fsdp(2 of 4)"."""
         return frozenset(self.axis.partition("(")[0].split("+"))
 
 
@@ -97,13 +97,13 @@ class Memory:
 
     @property
     def taken_gib(self) -> float:
-        """Allocated memory: the peak, and the gaps of the compiler's heap, which is allocated at once."""
+        """Return the allocated memory: the peak, and the gaps of the compiler's heap, which is allocated at once."""
         return self.arguments_gib + self.temp_gib
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """A token's cost by formula, and a step's cost by the compiled program."""
+    """FLOPs of a token by formula, and of a step by the compiled program."""
 
     per_token_causal: float
     per_token_full: float
@@ -143,7 +143,7 @@ SHOWN = 6  # matmuls in a sentence
 class Matmuls:
     """The matmuls of layers under precision=fp8, for each layer and microbatch.
 
-    Seven weights have 21, forward and backward. Those of routers and of recomputation come on top.
+    Seven weights have 21, forward and backward. Matmuls of routers and of recomputation are added to these.
     """
 
     products: float
@@ -152,7 +152,7 @@ class Matmuls:
 
     @property
     def some_wide(self) -> str:
-        """The most frequent of the wide ones, as text."""
+        """Return the most frequent of the matmuls in 16 bits, as text."""
         more = [f"and {len(self.wide) - SHOWN} more"] if len(self.wide) > SHOWN else []
         return "; ".join([*self.wide[:SHOWN], *more])
 
@@ -179,7 +179,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts under expert parallelism."""
+    """The placement of experts under expert parallelism."""
 
     experts: int  # of a layer
     per_token: int

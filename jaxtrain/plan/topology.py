@@ -1,6 +1,6 @@
-"""The machines of plans: a chip, the GPUs of a node, which NVLink joins, and the nodes, which a network joins.
+"""The machines of plans: a chip, the GPUs of a node, joined by NVLink, and the nodes, joined by a network.
 
-XLA's GPU compiler needs a description of the GPU and the shape of the machine, and neither driver nor GPU. specs/ has a
+XLA's GPU compiler needs a description of the GPU and the shape of the machine, but no driver and no GPU. specs/ has a
 description of each chip, with the memory that CUDA reports.
 """
 
@@ -54,12 +54,12 @@ class Topology:
 
     @property
     def total(self) -> int:
-        """GPUs in all."""
+        """Return the number of GPUs."""
         return self.gpus * self.nodes
 
     @property
     def name(self) -> str:
-        """The text that `parse` takes."""
+        """Return the text that `parse` reads."""
         return f"{self.chip}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
 
     @property
@@ -72,7 +72,7 @@ class Topology:
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """The data sheet's rates. Raises TopologyError for a GPU that jaxtrain/hardware.py does not have."""
+        """Return the data sheet's rates. Raises TopologyError for a GPU that jaxtrain/hardware.py does not have."""
         found = hardware.lookup(self.device_kind)
         if found is None:
             raise TopologyError(
@@ -141,7 +141,7 @@ LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
 
 
 def _toolkits() -> list[Path]:
-    """Return the folders in which XLA looks for ptxas and libdevice: wheels, then CUDA's usual ones."""
+    """Return the folders in which XLA searches ptxas and libdevice: wheels, then CUDA's usual ones."""
     wheels = [Path(p) / "nvidia" / name for p in sys.path for name in ("cuda_nvcc", "cu13")]
     return [*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")]
 

@@ -63,7 +63,7 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
-    """Return the same, and beside a loop over layers those of the last layer too."""
+    """Return the same and, with a loop over layers, the saved activations of the last layer too."""
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
@@ -100,7 +100,7 @@ _ENTERS = re.compile(r"select_n|.*mlp\)/add")  # the input of a group's first la
 
 
 def _maker(jaxpr: Any, var: Any) -> Any:
-    """Return the operation that makes a variable; None for an input."""
+    """Return the operation that computes a variable; None for an input."""
     return next((eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.outvars)), None)
 
 
@@ -236,7 +236,7 @@ def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instru
 
 
 def _op_names(module: hlo.Module, instruction: hlo.Instruction) -> list[str]:
-    """Return the op_name of an instruction; of a fusion without one, those of its parts."""
+    """Return the op_name of an instruction; for a fusion without one, those of its parts."""
     inside = (f for c in instruction.called if instruction.opcode == "fusion" for f in module.computations[c].instructions)
     return [instruction.op_name] if instruction.op_name else list(dict.fromkeys(f.op_name for f in inside if f.op_name))
 
@@ -346,12 +346,12 @@ _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/o
 
 
 def phase(op_name: str) -> str:
-    """Return the phase of a step during an instruction; "" if its name does not show it."""
+    """Return the phase of the step that an instruction belongs to; "" if its name shows none."""
     return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
 
 
 def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
-    """Return the indices of at most so many points: the highest of every stretch."""
+    """Return the indices of at most `most` points: the highest of every range."""
     stretch = max(1, math.ceil(len(points) / most))
     stretches = (range(i, min(i + stretch, len(points))) for i in range(0, len(points), stretch))
     return [max(indices, key=lambda i: points[i][0]) for indices in stretches]
@@ -360,7 +360,7 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is XLA's own, with the workspace that is in the assignment; `by_class` adds up to it. Host memory is counted apart.
+    The peak is XLA's own, with the workspace that is in the assignment; `by_class` sums to it. Host memory is counted apart.
     Arguments and temporaries are allocations: together they exceed the peak by the heap's gaps.
 
     Args:

@@ -1,8 +1,8 @@
 """Cost of one run of an instruction: FLOPs, bytes of device and host memory, bytes on the wire.
 
-A kernel reads the elements that it needs of its arguments, and writes its output. Of a stacked weight that is only sliced
-inside a fusion it reads the slice; of an array that is updated in place it writes the update. An instruction that is not known
-is an error and never costs zero.
+A kernel reads the elements of its arguments that it needs, and writes its output. It reads only the slice of a stacked weight
+that is sliced inside a fusion, and writes only the update of an array that is updated in place. An unknown instruction is an
+error.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class Work:
     fp8: bool = False  # of GEMMs: in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
-        """Return the time at these rates. Raises HloError for a GEMM in 8 bits if they have none."""
+        """Return the time at these rates. Raises HloError for a matmul in 8 bits without a rate."""
         if self.fp8 and not rates.fp8_tflops:
             raise HloError(f"a GEMM in 8-bit floating point, for which the rates ({rates.source}) have no figure")
         if self.kind == "communication":
@@ -105,23 +105,23 @@ class Work:
 
 
 def of_experts(i: Instruction) -> bool:
-    """Return whether this is one of our grouped matmuls."""
+    """Return whether this is one of jaxtrain's grouped matmuls."""
     return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
 
 
 def in_8_bits(where: Computation, i: Instruction) -> bool:
-    """Return whether a matmul's factors are in 8-bit floating point."""
+    """Return whether a matmul's operands are in 8-bit floating point."""
     return i.target == FP8_CALL or (of_experts(i) and leaves(where.by_name[i.operands[-1]].type)[0].dtype.startswith("f8"))
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """Return the cost of one run of an instruction, or of the kernel that it starts; None for one that does nothing.
+    """Return the cost of one run of an instruction, or of the kernel that it starts; None for one without a kernel.
 
     Raises HloError for an unknown instruction.
 
     Args:
       wires: each collective, by its instruction.
-      filled: the part of the experts' capacity that holds tokens.
+      filled: the fraction of the experts' capacity that holds tokens.
     """
     if is_collective(module, i):
         if i.name not in wires:
@@ -187,7 +187,7 @@ def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
 
 
 def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
-    """Return the FLOPs of the GEMMs in a fusion, those of nested computations included."""
+    """Return the FLOPs of the matmuls in a fusion, those of nested computations included."""
     total = 0.0
     for inner in computation.instructions:
         if inner.opcode == "dot" or inner.target in GEMM_CALLS:
@@ -250,10 +250,10 @@ def _config(i: Instruction, key: str) -> dict:
 
 
 def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
-    """Return a cost with the bytes that a kernel reads of its arguments and writes of its output.
+    """Return the cost of the bytes that a kernel reads of its arguments and writes of its output.
 
-    The types are those outside the kernel: they alone have the memory space. A library call's second output is a workspace and
-    does not count.
+    The types are those outside the kernel, because only they have the memory space. A library call's second output is a
+    workspace and does not count.
     """
     demand = _demand(inside)
     moved: list[tuple[float, Shape]] = []
@@ -277,7 +277,7 @@ def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: 
 
 
 def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
-    """Return an instruction outside of a fusion as if it were one, and the types of its arguments and its output."""
+    """Return a single instruction as a fusion, and the types of its arguments and its output."""
     names = list(dict.fromkeys(i.operands))
     parameters = [
         dataclasses.replace(where.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
@@ -288,7 +288,7 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return a cost with bytes by their memory. A kernel that touches host memory is a host copy."""
+    """Return the cost of bytes by their memory. A kernel that accesses host memory is a host copy."""
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)
@@ -303,10 +303,10 @@ def _bytes(array: Shape, elements: float) -> float:
 
 
 def _demand(inside: Computation) -> dict[str, float]:
-    """Return how many elements of each instruction of a fusion are needed, from the root backwards.
+    """Return the number of elements of each instruction of a fusion that are needed, from the root backwards.
 
-    A fusion computes lazily, so an array that is only sliced is read as the slice. Two users of parts are assumed to need
-    different parts.
+    A fusion computes only needed elements, so it reads only the slice of an array that is sliced. Two users are assumed to need
+    different slices.
     """
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)

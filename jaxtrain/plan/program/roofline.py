@@ -5,8 +5,8 @@ order of the compiler's schedule. Kernels run one after the other on a compute s
 stream, asynchronous copies inside the device on a third, and those to the host on a fourth. An asynchronous start begins when
 its stream is free, and its done waits for it.
 
-The model leaves out: collectives and GEMMs do not slow each other down; all GEMMs of a type run at one rate, whatever their
-shapes; a packed sequence's attention counts as one document; of a conditional the slowest branch counts.
+The model simplifies: collectives and matmuls do not slow each other down; all matmuls of a dtype run at one rate, for any
+shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def predict(
     Args:
       wires: each collective, by the instruction that launches it (`collectives.read`).
       record: is called with the start and end of everything that runs.
-      filled: the part of the experts' capacity that holds tokens.
+      filled: the fraction of the experts' capacity that holds tokens.
 
     Raises HloError for an unscheduled module, an unknown instruction, a collective that `wires` lacks, and an asynchronous pair
     that does not end in its computation.
@@ -89,7 +89,7 @@ type Clock = dict[str, float]  # stream -> when it is free, s
 
 
 class _Schedule:
-    """Simulates the streams of a module, and sums."""
+    """Simulates the streams of a module, and sums up their times."""
 
     def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None, filled: float):
         self.module, self.rates, self.wires, self.record, self.filled = module, rates, wires, record, filled
@@ -218,7 +218,7 @@ class _Schedule:
             self.record(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: Clock, times: int) -> None:
-        """Run iterations one by one while a stream is still busy with work from outside; all others are alike."""
+        """Run iterations one by one while a stream is still busy with earlier work; all others have equal times."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
@@ -292,7 +292,7 @@ def label(op_name: str) -> str:
 
 
 def path(op_name: str) -> list[str]:
-    """Return the named scopes from outside in, and the operation. Of combined instructions, those of the first."""
+    """Return the named scopes from outside in, and the operation. For combined instructions, those of the first."""
     return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
 
 
@@ -331,7 +331,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     Args:
       attention: the kernel (`Program.kernel`). Recomputation is that of a kernel with its own backward (`flops.recompute`).
       context: how the kernel shards a sequence (`Program.context`).
-      stages: above 1, the FLOPs of the bubble and of empty places in a stage's stack count too.
+      stages: above 1, the FLOPs of the bubble and of padding layers of a stage count too.
 
     Raises ValueError for an unknown kernel.
     """
@@ -371,12 +371,12 @@ def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Con
 
 
 def _again(run: RunConfig) -> int:
-    """Return how often remat repeats the forward pass of attention."""
+    """Return the number of times that remat repeats the forward pass of attention."""
     return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
 
 
 def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
-    """Return the FLOPs of a ring's ranks over those of one device: blocks of chunks, and under a window chunks and halos."""
+    """Return the ratio of a ring's FLOPs to those of one device: blocks of chunks, and under a window chunks and halos."""
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0

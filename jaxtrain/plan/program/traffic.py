@@ -1,14 +1,14 @@
-"""Memory traffic of a step outside of GEMMs and attention, part by part, with the least possible traffic.
+"""Memory traffic of a step outside of matmuls and attention, part by part, with the least possible traffic.
 
-The least supposes that each elementwise part of the model runs as one kernel, which reads its inputs and writes the inputs of
-GEMMs, attention and the residual stream, once. Nothing is copied, filled or stacked. With n tokens on a device, D, F, N, K, H
-and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights of
-a layer on a device, and A microbatches of n tokens:
+The least traffic assumes that each elementwise part of the model is one kernel, which reads its inputs and writes the inputs of
+matmuls, attention and the residual stream, once. No array is copied, filled or stacked. With n tokens on a device, D, F, N, K,
+H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights
+of a layer on a device, and A microbatches of n tokens:
 
     norms         forward 2 x 4 n D c: a sum and its input are read, the new sum and the normed one written. Backward
                   2 x 5 n D c: the gradients of both, and the sum, are read; its gradient, and the norm's output for the GEMM
-                  that computes the weight's gradient, written. Once more 3 n D c where the residual stream is not kept
-    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for q and k where they are not kept
+                  that computes the weight's gradient, written. Another 3 n D c if the residual stream is not saved
+    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for q and k if they are not saved
     SwiGLU        3 n F c forward; 6 n F c backward: gate, up and the product's gradient are read, three results written
     weights       6 P for each gather: read in float32, written in bfloat16. Gradients: read in the type on the wire, and
                   written in that of the sum, which is read too from the second microbatch on
@@ -53,7 +53,7 @@ OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One line: gigabytes that each GPU reads and writes in a step."""
+    """One row: gigabytes that each GPU reads and writes in a step."""
 
     name: str
     counted_gb: float
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
-    """Return every part of a step, and the rest. kernels: of the plan of this run."""
+    """Return every part of a step, and the remaining traffic. kernels: of the plan of this run."""
     least = floor(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:
@@ -75,12 +75,12 @@ def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[
 
 
 def ratio(found: Sequence[Part]) -> float:
-    """Counted over least, of all parts together."""
+    """Return the ratio of counted to least traffic, of all parts together."""
     return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
 
 
 def floor(run: RunConfig, program: Program) -> dict[str, float]:
-    """Bytes by part, by the formulas above."""
+    """Return the least bytes by part, by the formulas above."""
     m, p, numerics = run.model, program.placement, numerics_of(run)
     c, reduce, master = numerics.compute.itemsize, numerics.reduce.itemsize, numerics.params.itemsize
     grads = DTYPES[run.dtypes.grads].itemsize
@@ -120,7 +120,7 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
 
 
 def _weights(program: Program, learnt: bool = False) -> tuple[float, float]:
-    """Weights on a device: of a layer, and of embedding and head together. learnt: those that are trained."""
+    """Return the weights on a device: of a layer, and of embedding and head together. learnt: those that are trained."""
     layer = other = 0.0
     params = part(program.state.params, program.trained) if learnt else program.state.params
     for path, a in jax.tree_util.tree_leaves_with_path(params):

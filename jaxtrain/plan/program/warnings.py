@@ -1,8 +1,8 @@
 """Warnings about a compiled train step: each with its cost, its origin, and a setting or a change that helps.
 
-`program_warnings` finds what a program does beyond its config: wide collectives, gathers that a loop repeats, resharding,
-replicated state, exposed communication. `config_warnings` finds a config that asks for too little of something, or for it on
-the wrong axis. `fp8_matmuls` finds matmuls that the compiler left in the wide type.
+`program_warnings` finds operations of a program beyond its config: wide collectives, gathers that a loop repeats, resharding,
+replicated state, exposed communication. `config_warnings` finds settings that are too small, or on the wrong axis.
+`fp8_matmuls` finds matmuls that the compiler left in 16 bits.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def program_warnings(
 def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
-    The compiler may leave a loop itself without a name. The collectives that run in it and in no loop of the model show it.
+    The compiler may leave a loop without a name. It is recognised by collectives that run in it and in no loop of the model.
     """
     if run.train.grad_accum == 1:
         return frozenset()
@@ -88,7 +88,7 @@ def _cost(f: Found) -> str:
 
 
 def _by_line(found: Sequence[Found]) -> list[Found]:
-    """Merge collectives of one kind and line of Python, costliest first: an unrolled loop repeats each of its own."""
+    """Merge collectives of one kind and line of Python, costliest first: an unrolled loop repeats them."""
     groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
     for f in found:
         groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
@@ -101,7 +101,7 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
 
 
 def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
-    """Yield float32 on the wire where the config asks for less."""
+    """Yield collectives in float32 if the config asks for a smaller dtype."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
@@ -113,9 +113,9 @@ def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
 
 
 def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
-    """Yield gathers inside a loop of a value that the loop does not change.
+    """Yield gathers inside a loop of a value that does not change in the loop.
 
-    The loop over microbatches is left out: to hold gathered weights during all of it is what sharding them avoids.
+    The loop over microbatches is left out: sharding serves to avoid gathered weights throughout that loop.
     """
     outside = []
     for f in found:
@@ -155,7 +155,7 @@ def _invariant(body: Computation, value: Instruction) -> bool:
 
 
 def _passed_through(body: Computation, index: int) -> bool:
-    """Return whether a loop passes on an element of its state unchanged."""
+    """Return whether a loop leaves an element of its state unchanged."""
     root = body.root
     if root.opcode != "tuple":
         return False
@@ -223,9 +223,9 @@ def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
 
 
 def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
-    """Count the matmuls of layers by precision, for each layer and microbatch; None but under precision=fp8.
+    """Count the matmuls of layers by precision, for each layer and microbatch; None unless precision=fp8.
 
-    A pattern that the compiler does not recognise stays in the wide type, at half the speed.
+    A pattern that the compiler does not recognise stays in 16 bits, at half the speed.
     """
     if run.precision != "fp8":
         return None
@@ -245,7 +245,7 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
 
 
 def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> Iterator[str]:
-    """Yield a warning where fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
+    """Yield a warning if fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
     if matmuls is None:
         return
     weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
@@ -285,7 +285,7 @@ def config_warnings(
 
 
 def _of_weights(c: Collective) -> bool:
-    """Return whether a collective is of weights or gradients: over the same axes, rings send keys and values."""
+    """Return whether a collective is of weights or gradients: rings send keys and values over the same axes."""
     return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and CONTEXT not in c.source
 
 
@@ -328,7 +328,7 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
 
 
 def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
-    """Yield microbatches too small for their weights: to communicate them, or to read them from memory."""
+    """Yield microbatches too small for the time to communicate their weights, or to read them from memory."""
     tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
     parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
     rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))  # tokens of a microbatch on a GPU
@@ -354,7 +354,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
 
 
 def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
-    """Return the setting that gives a GPU `enough` tokens of a microbatch instead of `rows`, the batch being in `parts`."""
+    """Return the setting that gives a GPU `enough` tokens per microbatch instead of `rows`, with the batch in `parts`."""
     batch, accum = run.train.global_batch, run.train.grad_accum
     fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
     if fewer:
@@ -364,7 +364,7 @@ def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
 
 
 def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield exposed communication that comes once a step, however many microbatches it has: too little work for one step."""
+    """Yield exposed communication that occurs once a step, for any number of microbatches: the step is too short."""
     weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
     replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
     held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
@@ -384,7 +384,7 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
 
 
 def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
-    """Yield a pipeline whose bubble is too large, for too few microbatches."""
+    """Yield a pipeline with too few microbatches, so its bubble is too large."""
     accum, groups = run.train.grad_accum, run.pipeline.groups
     bubble = schedule_of(run, stages).bubble
     if bubble <= IDLE:
@@ -420,7 +420,7 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
 
 
 def _kept(policy: str, memory: Memory) -> float:
-    """Return the GiB of the saved activations that a policy would keep too. Names of one shape share its GiB equally."""
+    """Return the GiB of the saved activations that a policy saves too. Names of one shape share its GiB equally."""
     names = {"layer input", *activations.KEPT[policy]}
     total = 0.0
     for group, gib in memory.saved.items():

@@ -1,4 +1,4 @@
-"""A plan as one page that can be mailed, printed and opened anywhere: it requests nothing, and works without scripts."""
+"""A plan as one page that can be mailed, printed and opened anywhere: it needs no network and no scripts."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -170,7 +170,7 @@ def schedule_section(plan: Plan) -> Section:
 
 
 def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (phase, first, last) of each stretch of the schedule in one phase."""
+    """Return (phase, first, last) of each range of the schedule in one phase."""
     out, first = [], 0
     for phase, points in itertools.groupby(phases):
         n = len(list(points))

@@ -1,4 +1,4 @@
-"""A search as text and as plain data: the formula's ten best at once, each plan as it comes, the line to paste."""
+"""A search as text and as plain data: the formula's ten best at once, each plan when it is done, the line to paste."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,7 +161,7 @@ def _costs(candidate: Candidate) -> list[str]:
 
 
 def hints(found: SearchResult) -> tuple[str, ...]:
-    """Return what a search for what fits found, as hints of the plan that does not."""
+    """Return the settings that a search found to fit, as hints of the plan that does not fit."""
     fitting = [c for c in found.tried if c.fits]
     lines = [f"{' '.join(c.changes)}: {_came_of(c.outcome)} (compiled)" for c in fitting]
     if not fitting and (best := found.best):
@@ -170,7 +170,7 @@ def hints(found: SearchResult) -> tuple[str, ...]:
 
 
 def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: Topology, console: Console) -> tuple[str, ...]:
-    """Print that a config cannot fit, and the line of what probably does. Return what it printed, as hints."""
+    """Print that a config cannot fit, and the line of a setting that probably does. Return the printed lines, as hints."""
     need = f"at least {size(why.least_gib)} on each GPU, {size(why.usable_gib)} are usable"
     say(console, f"does not fit: {name} on {topology.name} needs {need}", "bold red")
     say(console, f"weights and moments alone take {size(why.state_gib)}; by formula, nothing was compiled")
@@ -194,7 +194,7 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
 def show_savings(
     plan: Plan, found: Mapping[str, Overrides], outcomes: Mapping[str, Outcome], plain: Any, console: Console
 ) -> tuple[str, ...]:
-    """Print what each saving of a config that fits is needed for. Return the lines, as hints.
+    """Print the need for each saving of a config that fits. Return the lines, as hints.
 
     found: `savings`. outcomes: the plan without each. plain: the run.
     """

@@ -1,4 +1,4 @@
-"""The report of a plan: its verdict, its figures, and its sections, for the terminal and the page alike."""
+"""The report of a plan: its verdict, its figures, and its sections, for terminal and page."""
 
 import dataclasses
 import math
@@ -98,7 +98,7 @@ def verdict(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the speed in one line, the expected range first; of a step that does not fit, the way to one that does."""
+    """Return the speed in one line, the expected range first; or, if the step does not fit, a setting that does."""
     if not plan.fits:
         return "no speed: a step that does not fit does not run"
     t = plan.time
@@ -172,7 +172,7 @@ def device_count(plan: Plan) -> int:
 
 
 def describe_remat(run: RunConfig) -> str:
-    """Return the remat policy; of policy "custom", the activations that it saves."""
+    """Return the remat policy; for policy "custom", the activations that it saves."""
     r = run.remat
     every = f", {r.every} layers each" if r.every > 1 else ""
     if r.policy != "custom":
@@ -375,7 +375,7 @@ def host_waits(plan: Plan) -> str:
 
 
 def matmuls(plan: Plan) -> str:
-    """Return the share of a layer's matmuls in FP8, and the peak that MFU is taken of; "" without FP8."""
+    """Return the share of a layer's matmuls in FP8, and the peak that MFU refers to; "" without FP8."""
     if not (m := plan.matmuls):
         return ""
     wide = f"; in bf16: {m.some_wide}" if m.wide else ""
@@ -413,7 +413,7 @@ def loops_section(plan: Plan) -> Section:
 
 
 def traffic_section(found: Sequence[Part]) -> Section:
-    """Return the memory traffic outside of matmuls and attention, beside the least possible."""
+    """Return the memory traffic outside of matmuls and attention, with the least possible traffic."""
     found = sorted(found, key=lambda part: -part.counted_gb)
 
     def layer(values: Sequence[float]) -> list[str]:
@@ -441,7 +441,7 @@ def traffic_section(found: Sequence[Part]) -> Section:
 
 
 def pipeline(plan: Plan) -> list[str]:
-    """Return how microbatches pass through the stages; nothing without stages."""
+    """Return the pipeline's schedule in words; [] without stages."""
     if not (p := plan.pipeline):
         return []
     virtual = f", {p.groups} virtual stages each" if p.groups > 1 else ""
@@ -459,7 +459,7 @@ def pipeline(plan: Plan) -> list[str]:
 
 
 def experts(plan: Plan) -> list[str]:
-    """Return where experts are and how tokens reach them; nothing for a model without experts."""
+    """Return the placement of experts and the dispatch of tokens in words; [] for a model without experts."""
     if not (x := plan.experts):
         return []
     where = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
@@ -485,7 +485,7 @@ def experts(plan: Plan) -> list[str]:
 
 
 def rates(plan: Plan) -> str:
-    """Return the rates behind the times, as far as this program uses them, and their source."""
+    """Return the rates behind the times that this program uses, and their source."""
     r = plan.rates
     pallas = plan.attention == "pallas"
     of_cudnn = PALLAS_ATTENTION if pallas else (1.0, 1.0)

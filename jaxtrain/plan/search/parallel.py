@@ -1,6 +1,6 @@
 """Compile many plans at once, each in a Python process of its own, so that a crash of the compiler ends one plan only.
 
-`concurrent.futures` does not do: a process that the system kills for its memory ends the whole pool, and a pool that spawns
+`concurrent.futures` is unsuitable: a process that the system kills for its memory ends the whole pool, and a pool that spawns
 its processes runs the user's script again in each.
 """
 
@@ -38,7 +38,7 @@ work(sys.argv[1])
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -101,7 +101,7 @@ def work(folder: str) -> None:
 
 
 def _kind(error: Exception) -> str:
-    """Return the kind of outcome. Only "failed" is kept: a full disk or too little memory may pass."""
+    """Return the kind of outcome. Only "failed" is cached: a full disk or too little memory may be temporary."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "out of memory"
     return "crashed" if isinstance(error, OSError) else "failed"
@@ -135,7 +135,7 @@ def plan_each(
     """Plan one request after the other, `jobs` at a time, from the cache if it is there. Yield the id and the outcome of each.
 
     Args:
-        following: return the next request and its id, or None if there is none for now. Called again after each outcome.
+        following: returns the next request and its id, or None if there is none at present. Called again after each outcome.
         jobs: 0: as many as cores.
         deadline: value of time.monotonic() at which running compiles are ended.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.

@@ -36,8 +36,8 @@ WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
     """Yield every way to divide the GPUs over data, fsdp, tensor (inside a node), expert, stage and seq.
 
-    Experts are divided if the model has some. Sequences are divided if they are long, or fewer than GPUs, or if the config
-    divides them. Stages are whole nodes, or any number if the config has stages.
+    Experts are sharded if the model has some. Sequences are sharded if they are long, or fewer than GPUs, or if the config
+    shards them. Stages are whole nodes, or any number if the config has stages.
     """
     long = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
     for pipeline in _pipelines(run, topology):
@@ -129,7 +129,7 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
-    """Return the mesh of `total` GPUs: tensor groups, and weights sharded over all the rest."""
+    """Return the mesh of `total` GPUs: tensor groups, and weights sharded over all other GPUs."""
     return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
