@@ -85,7 +85,7 @@ def driver_answers(c: Context) -> Verdict:
 
 
 def given_by(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return who assigned GPUs to this job or container, and how many; 0 if no number is known."""
+    """Return the name of the system that assigned GPUs to this job or container, and their number; 0 if it is unknown."""
     if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return "Slurm", int(slurm)
     parts = [part.strip() for part in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]

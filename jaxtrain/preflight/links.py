@@ -28,7 +28,7 @@ def has_switches(c: Context) -> bool:
 
 
 def without_switches(c: Context) -> bool:
-    """Whether all pairs are connected as on a board of four, which has no switches.
+    """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
 
     There each GPU has a third of its links to each of the others (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX
     A100 4-GPU).
@@ -165,7 +165,7 @@ def fabric(c: Context) -> Verdict | None:
 
 @each_gpu("fabric.state")
 def registered(c: Context, row: Row) -> Verdict | None:
-    """Judge a GPU's registration; without NVSwitches there is none."""
+    """Judge a GPU's registration; it exists only with NVSwitches."""
     state, status = row.get("fabric.state"), row.get("fabric.status")
     if not state or (state, status) == FABRIC_OK:
         return ok(", ".join(FABRIC_OK)) if state else None

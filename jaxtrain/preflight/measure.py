@@ -65,8 +65,8 @@ def measure(
 
     Returns:
         the rates of `rates.RATES`; gpus: the GPUs' indices; under_load: the driver's samples during the matmuls; disk: name ->
-        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> why it is unknown; failed: measurement -> error. A rate that
-        was not measured is an empty list, None, or absent from `disk`.
+        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> the reason why it is unknown; failed: measurement -> error. A
+        rate that was not measured is an empty list, None, or absent from `disk`.
     """
     deadline = time.monotonic() + budget_s
     found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys((*BUS_RATES, *INTER_NODE_RATES))
@@ -111,13 +111,18 @@ def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float,
 
 
 def hangs(answer: Mapping[str, Any]) -> bool:
-    """Return whether a collective hangs on GPUs that compute. Before it, the start of JAX or a file system may be slow."""
+    """Return whether a collective hangs on GPUs that compute.
+
+    Before a collective, the start of JAX or a file system may be slow.
+    """
     in_collective = answer.get("key") in (*BUS_RATES, *INTER_NODE_RATES) and "gemm_tflops" in answer["measured"]
     return in_collective and time.time() - answer["began_unix"] >= HANG_S
 
 
 def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: dict[str, Any]) -> None:
-    """Add the rates of each path's disk to `found`, or the reason why it has none. Paths on one disk share a measurement."""
+    """Add the rates of each path's disk to `found`, or the reason why they are unknown.
+
+    Paths on one disk share a measurement."""
     by_device: dict[int, dict[str, float | None] | Exception] = {}
     for name, path in paths.items():
         subject = f"{path} (its file system hangs, or is very slow)"
@@ -186,7 +191,7 @@ class Results:
         """Measure `key`; an error becomes its reason.
 
         Args:
-            together: with other processes, which would wait for one that left it out for lack of time.
+            together: measured with other processes. They would wait for a process that left it out for lack of time.
         """
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"

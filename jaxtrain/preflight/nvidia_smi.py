@@ -66,7 +66,7 @@ def rows(node: Node, query: str) -> list[Row]:
 
 
 def _value(cell: str) -> str | None:
-    """Return None for [N/A], [Requested functionality has been deprecated] and the like."""
+    """Return the value of a cell; None for [N/A], [Requested functionality has been deprecated] and the like."""
     return None if cell.startswith("[") or cell.lower() in NO_VALUE else cell
 
 
@@ -111,12 +111,12 @@ class Gpus:
 
     @property
     def text(self) -> str:
-        """`8 x NVIDIA H200`, or "" for none."""
+        """Return `8 x NVIDIA H200`, or "" for none."""
         return f"{self.count} x {', '.join(sorted(set(self.names)))}" if self.rows else ""
 
     @property
     def indices(self) -> list[int]:
-        """nvidia-smi's indices of the GPUs."""
+        """Return nvidia-smi's indices of the GPUs."""
         return [index(row) for row in self.rows]
 
 

@@ -1,6 +1,6 @@
 """Checks of the measured rates: the GPUs of a node against each other, and collectives against the board's bandwidth.
 
-A rate without a published figure for the board is reported and not judged.
+A rate without a published figure for the board is reported without a verdict.
 """
 
 import math
