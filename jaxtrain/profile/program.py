@@ -1,8 +1,8 @@
 """The compiled program of a trace: kind, part and work of its operations, and its planned step.
 
 The part of an operation is the `jax.named_scope` that it was traced under: in the step, in the models, or in your own model.
-Operations that the compiler adds have no scope. A fusion takes the scope of the operations in it. Any other takes that of its
-users, else that of its operands.
+Operations that the compiler adds have no scope. A fusion has the scope of its operations; any other such operation has that of
+its users, else that of its operands.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The traced program as a plan times it, at the rates of its GPU."""
+    """The traced program's planned times, at the rates of its GPU."""
 
     step_ms: float
     by_kind: dict[str, float]  # ms; sums to step_ms
@@ -139,7 +139,7 @@ def phase_of(op_name: str) -> str:
 
 
 def by_kernel(kernel: str) -> Operation:
-    """Return the operation of a kernel that the trace names none for, by the kernel's name."""
+    """Return the operation of a kernel by the kernel's name, if the trace names no operation."""
     kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
     return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "")
 

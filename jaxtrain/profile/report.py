@@ -196,7 +196,7 @@ def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Conso
 
 
 def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
-    """Return the report as one page that fetches nothing."""
+    """Return the report as one page that needs no network."""
     title = f"{found.name}: time of a step"
     steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
     body = [
