@@ -1,9 +1,9 @@
-"""receipt.json: code, settings, data and hardware of a run. It is written before the first step and completed at the end, so a
-killed run has one too.
+"""receipt.json: code, settings, data and hardware of a run.
 
-The file holds the newest attempt at its top level and a summary of every other attempt under `attempts`. An attempt that finds
-all steps done joins `attempts` at its end: the top level stays that of the attempt that trained. If an attempt has no
-`exit_code`, it was killed or still runs. docs/receipts.md lists the fields.
+It is written before the first step and completed at the end, so a killed run has one too. The file holds the newest attempt at
+its top level and a summary of every other attempt under `attempts`. An attempt that finds all steps done joins `attempts` at
+its end: the top level stays that of the attempt that trained. If an attempt has no `exit_code`, it was killed or still runs.
+docs/receipts.md lists the fields.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ SEED = {"from": None, "step": None, "saved_by": None, "digest": "made from train
 
 
 class Receipt:
-    """The receipt of the run in `workdir`. Process 0 writes it; the others have `id` and `fields` in memory.
+    """The receipt of the run in `workdir`. Process 0 writes it; other processes have `id` and `fields` in memory.
 
     Attributes:
       fields: the receipt as it is written.
@@ -61,9 +61,9 @@ class Receipt:
         Args:
           fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
             (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any others.
-          config_file: whose digest belongs to the source.
+          config_file: its digest is part of the source.
 
-        Raises ReceiptError if an earlier receipt is there that cannot be read.
+        Raises ReceiptError if an earlier receipt cannot be read.
         """
         found: dict[str, Any] = {
             "format": FORMAT,
@@ -122,8 +122,7 @@ class Receipt:
         self._set(self.fields | fields)
 
     def began(self, loaded: Mapping[str, Any] | None) -> None:
-        """Write what the first state of this attempt was read from. Only the first call counts: a run may go back to an
-        earlier step later.
+        """Write the origin of the first state of this attempt. Only the first call counts: a run may roll back later.
 
         Args:
           loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors or of the

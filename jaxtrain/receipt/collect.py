@@ -78,7 +78,7 @@ def read_preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return preflight's findings without the checks that are ok, since every save writes the receipt again."""
+    """Return preflight's findings without passed checks, since every save writes the receipt again."""
     if not found or "nodes" not in found:
         return dict(found) if found else None
     nodes = [{**node, "checks": [c for c in node.get("checks", ()) if c.get("state") != "ok"]} for node in found["nodes"]]

@@ -1,6 +1,6 @@
 """The differences between two runs that can explain other results or another speed, and the results that they explain.
 
-Both receipts are flattened, PREFIXES choose the facts and their group, and facts that cannot explain anything are left out:
+Both receipts are flattened, PREFIXES choose the facts and their group, and facts that cannot explain a difference are left out:
 times, ids, names of hosts, paths, settings of output (IGNORED, and keys without an effect in `jaxtrain.resume.TABLE`).
 """
 
@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Return what differs from A to B. Raises ReceiptError if a file beside a receipt cannot be read."""
+    """Return the differences from A to B. Raises ReceiptError if a file next to a receipt cannot be read."""
     found = differences(a.receipt | a.figures, b.receipt | b.figures)
     return Comparison(a.name, b.name, tuple(found), tuple(_outcomes(a, b)))
 
@@ -140,7 +140,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def _facts(receipt: Mapping[str, Any]) -> Facts:
-    """Return the facts of an attempt that can explain something, but for token files."""
+    """Return the facts of an attempt that can explain a difference, without token files."""
     out: Facts = {}
     for path, value in flatten({key: value for key, value in receipt.items() if key != "attempts"}):
         prefix = next((p for p in PREFIXES if path.startswith(p)), None)
@@ -156,7 +156,7 @@ def _facts(receipt: Mapping[str, Any]) -> Facts:
 
 
 def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of an attempt that can explain something; XLA_FLAGS flag by flag."""
+    """Return the environment variables of an attempt that can explain a difference; XLA_FLAGS flag by flag."""
     env = receipt.get("env") or {}
     found = {**receipt.get("environment", {}), **env.get("inherited", {}), **env.get("set", {})}
     for flag in found.pop("XLA_FLAGS", "").split():
@@ -166,7 +166,7 @@ def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the faults of the hardware during the run, and the slowest node's or GPU's measurements of preflight."""
+    """Return the hardware faults during the run, and the slowest node's or GPU's measurements of preflight."""
     out: dict[str, Any] = {}
     for gpu in receipt.get("throttled") or ():
         if gpu["share"] >= THROTTLED:  # as for the monitor's alerts: a dip of a second explains nothing
@@ -186,7 +186,7 @@ def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(receipt: Mapping[str, Any]) -> Facts:
-    """Return what was changed between the attempts whose steps are in the result: each resumed a checkpoint of another."""
+    """Return the changes between the attempts whose steps are in the result: each resumed a checkpoint of another."""
     savers = {one.get("id"): one for one in receipt.get("attempts", ())}
     out: Facts = {}
     while saver := savers.pop((receipt.get("loaded") or {}).get("saved_by"), None):
@@ -220,7 +220,7 @@ def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
 
 
 def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
-    """Return the names of facts that follow from others, which are compared instead."""
+    """Return the names of facts that follow from others, which are compared instead of them."""
     out: set[str] = set()
     if all((side.get("data") or {}).get("files") for side in (a, b)):
         out |= {"data.source", "data.tokenizer"}  # paths: the contents are compared
@@ -284,7 +284,7 @@ def _compare_losses(a: Mapping[int, float], b: Mapping[int, float]) -> Outcome:
 
 
 def _close(x: float | None, y: float | None) -> bool:
-    """Return whether two measurements are not far enough apart to explain something; one that is missing explains nothing."""
+    """Return whether two measurements are too close to explain a difference; a missing one explains none."""
     return x is None or y is None or abs(x - y) <= APART * abs(y)
 
 
