@@ -1,4 +1,4 @@
-"""The contents of a run's folder. Nothing is written. No jax."""
+"""The contents of a run's folder. Writes nothing. Imports no jax."""
 
 import dataclasses
 import itertools
@@ -121,14 +121,14 @@ class Run(receipts.Run):
 
     @cached_property
     def samples(self) -> list[sample_files.Sample]:
-        """Return the texts of the last step that has any."""
+        """Return the samples of the last step that has any."""
         path = self.folder / "samples.txt"
         found = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
         return [s for s in found if s.step == found[-1].step]
 
     @cached_property
     def silent_s(self) -> float | None:
-        """Return the seconds since the run wrote anything; None if it wrote nothing."""
+        """Return the seconds since the last write of the run; None if it wrote nothing."""
         times = [path.stat().st_mtime for file in WRITTEN if (path := self.folder / file).exists()]
         return max(0.0, time.time() - max(times)) if times else None
 
@@ -168,7 +168,7 @@ class Run(receipts.Run):
         return dict(receipts.flatten(known)).get(path)
 
     def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[Sequence[float]]:
-        """Return the place of steps on each x axis: step, tokens, seconds since the start of the run.
+        """Return the positions of steps on each x axis: step, tokens, seconds since the start of the run.
 
         Args:
             times: seconds since 1970 of each step; None: those of the newest train line up to each step.
