@@ -37,7 +37,7 @@ class Options:
 
     @property
     def answers(self) -> bool:
-        """Whether the trainer only answers a question."""
+        """Return whether the trainer only prints an answer and does not train."""
         return any(word == "-h" or word.startswith(ANSWERS) for word in self.arguments)
 
 

@@ -51,7 +51,7 @@ def gpu_names() -> list[str]:
 
 
 def gpus_present(names: list[str]) -> bool:
-    """Return whether this node has NVIDIA GPUs, including those that answer no question."""
+    """Return whether this node has NVIDIA GPUs, including those that do not respond."""
     return bool(names) or bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
@@ -67,8 +67,8 @@ def host_class(names: list[str]) -> str:
 def checkout(root: Path) -> tuple[str, str, str]:
     """Return (commit, "yes" or "no" for changes since, a phrase for the user) of a checkout.
 
-    Changes are changed files that git knows, and new files where a run may import them. Without a checkout the first two
-    are empty.
+    Changes are changed files that git tracks, and new files in folders from which a run may import. Without a checkout the
+    first two are empty.
     """
     # An optional lock would write the index, which other nodes share.
     environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -91,13 +91,13 @@ def checkout(root: Path) -> tuple[str, str, str]:
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
-    """Return whether this node prints the messages that are the same on all nodes: the first one does."""
+    """Return whether this node prints the messages that are equal on all nodes: only the first node does."""
     ranks = [environ[name] for name in NODE_RANKS if environ.get(name)]
     return EXPECTED not in environ and (not ranks or ranks[0] == "0")
 
 
 def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell a run its provenance, and print them in a line.
+    """Return the variables with the provenance of a run, and print them in a line.
 
     Args:
         root: the repository.
