@@ -1,6 +1,6 @@
 """TensorBoard: `tb/` in the run's folder, the same numbers and texts as in metrics.jsonl and samples.txt.
 
-It is derived from them: a resumed run writes it anew. TensorFlow is not needed.
+It is derived from them, so a resumed run writes it again. TensorFlow is not needed.
 """
 
 import importlib
@@ -27,8 +27,9 @@ class TensorBoard:
         self._step = 0  # of the newest line: where facts stand
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Event files are written anew from the lines, which also brings back events that a kill took before they were
-        flushed; the old ones are left empty until the next rewind. Event files of other programs stay as they are."""
+        """Write the event files again from the lines, including events that a kill lost before they were flushed. The old files
+        are left empty until the next rewind. Event files of other programs are unchanged.
+        """
         stale = sorted(self.folder.glob(f"*{SUFFIX}*"))
         wall = 0.0
         for line in lines:
@@ -98,7 +99,7 @@ class _EventFile:
         self._writer.write_event(self._event(step=step, wall_time=wall_time, summary=summary))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Shown as it stands: TensorBoard reads texts as Markdown, in which four spaces before a line make it code."""
+        """Write a text, indented by four spaces: TensorBoard reads Markdown, in which that is a code block."""
         from tensorboardX import summary
 
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))

@@ -1,9 +1,9 @@
 """Weights & Biases: the lines of metrics.jsonl, the samples, config and receipt of a run, sent to a server or kept for later.
 
-How wandb works (online or offline, which server, which key) is left to its own variables: WANDB_MODE, WANDB_BASE_URL,
-WANDB_API_KEY, ... A run of the trainer is one run of W&B, across resumes: its id is in `wandb.json`. W&B takes nothing back. So
-the x axis of its charts is the trainer's step, not W&B's count of calls, and steps that are taken anew stand there twice, told
-apart by `attempt`; metrics.jsonl, from which a new W&B run is filled, has them once.
+wandb's own variables configure it (online or offline, server, key): WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
+trainer is one W&B run across resumes; its id is in `wandb.json`. W&B cannot delete logged data. So the x axis of its charts is
+the trainer's step, not W&B's count of calls, and repeated steps appear twice, distinguished by `attempt`. metrics.jsonl has
+them once, and fills a new W&B run.
 """
 
 import functools
@@ -25,11 +25,11 @@ LOGGER = logging.getLogger("jaxtrain")
 
 
 class TrackerError(ValueError):
-    """W&B cannot be started as it is asked for; the message says why and what to do."""
+    """W&B cannot be started as configured; the message has the reason and the remedy."""
 
 
 def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
-    """What goes wrong in W&B is said once, and ends what is sent there, not the run."""
+    """Return the method with errors of W&B reported once. They end logging to W&B, not the run."""
 
     @functools.wraps(method)
     def call(self: "WandB", *args: Any) -> None:
@@ -46,10 +46,10 @@ def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class WandB:
-    """A `metrics.Tracker`. Making one starts or continues the W&B run; raises TrackerError where that cannot be.
+    """A `metrics.Tracker`. Constructing it starts or continues the W&B run; raises TrackerError if that fails.
 
-    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run goes on from a checkpoint, and so does its W&B run, if it was
-    in the same place.
+    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run continues from a checkpoint, and so does its W&B run, if it is
+    in the same project.
     """
 
     def __init__(self, workdir: Path, where: str, *, resumed: bool):
@@ -93,7 +93,7 @@ class WandB:
 
     @_never_fails
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """A new W&B run gets all that was before it; one that goes on has that."""
+        """Log all earlier lines to a new W&B run; a continued one has them."""
         if self._new:
             for line in lines:
                 self._log(line)
@@ -120,7 +120,7 @@ class WandB:
 
     @_never_fails
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """The config is W&B's config; any other is a file of the run."""
+        """Set the config as W&B's config; save other facts as a file of the run."""
         if name == "config":
             self._run.config.update(dict(facts), allow_val_change=True)
             return
@@ -143,7 +143,7 @@ class WandB:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A wandb.json. Raises TrackerError naming the file where it is none, or of a later format."""
+    """Return a wandb.json. Raises TrackerError naming the file if it is none, or of a later format."""
     try:
         known = json.loads(path.read_text())
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
