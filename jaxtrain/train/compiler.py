@@ -1,7 +1,7 @@
-"""How the train step is compiled: XLA's options on GPUs, each with its reason. Training, benchmarks and plans compile here.
+"""Compilation of the train step: XLA's options on GPUs, each with its reason. Training, benchmarks and plans compile here.
 
-Options go to the compiler with the program and not through XLA_FLAGS, so that the executable, its cache key and the receipt
-all know them.
+Options are passed with the program and not through XLA_FLAGS, so they are part of the executable, its cache key and the
+receipt.
 """
 
 import dataclasses
@@ -29,21 +29,21 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # collecti
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The memory of one GPU, and the part of it that a run gives to JAX."""
+    """The memory of one GPU, and the fraction of it that a run gives to JAX."""
 
     memory_gib: float
     usable_gib: float
 
 
 def card(memory_gib: float, fraction: float = 0.0) -> Card:
-    """A card of this size under `train.memory_fraction` (0: all but the reserve)."""
+    """Return a card of this size under `train.memory_fraction` (0: all but the reserve)."""
     return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
 def card_of(device: Any, configured: float = 0.0) -> Card | None:
-    """That of a GPU that is present, from what its allocator was given: a driver's own figure is half a percent higher.
+    """Return the card of a GPU that is present, by its allocator's limit; None for a device that is no GPU.
 
-    None for a device that is no GPU.
+    A driver's own figure is half a percent higher.
     """
     if device.platform != "gpu":
         return None
@@ -52,12 +52,12 @@ def card_of(device: Any, configured: float = 0.0) -> Card | None:
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of one device's shards of these arrays."""
+    """Return the bytes of one device's shards of these arrays."""
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def on_device(program: Program) -> Any:
-    """The arguments of a train step that rest in device memory."""
+    """Return the arguments of a train step that are in device memory."""
     state = program.state
     return (state.step, state.params, state.guard, program.batch) if program.offload else (state, program.batch)
 
@@ -91,23 +91,23 @@ EVIDENCE = 90
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """XLA's options for a program, and why these."""
+    """XLA's options for a program, and the reasons for them."""
 
     options: dict[str, str | bool]
     why: str  # whose they are, for the log; "" where there is nothing to choose
     dropped: tuple[str, ...]  # names that this version of XLA does not know
 
     def warnings(self) -> list[str]:
-        """What a user should hear of it."""
+        """Return the warnings about the options for the user."""
         version = importlib.metadata.version("jaxlib")
         return [f"XLA option {name} is left out: jaxlib {version} has none of that name" for name in self.dropped]
 
 
 def choose(program: Program, card: Card | None) -> Chosen:
-    """XLA's options for a program on GPUs with this much memory; on CPU, where `card` is None, only those of the config.
+    """Return XLA's options for a program on GPUs with this much memory; on CPU (`card` None), only those of the config.
 
-    A name that this XLA does not know is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
-    does not take.
+    An option that this XLA does not have is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
+    does not accept.
     """
     own, _ = parse_options(program.run.compiler.options)
     wanted, why = _defaults(program, card) if card and program.run.compiler.defaults else ({}, "XLA's own" if card else "")
@@ -134,10 +134,10 @@ LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_result
 
 
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
-    """The options of a run beside those of its program. step_s: the watchdog's budget of a step, 0 for none.
+    """Return the options of a run in addition to those of its program. step_s: the watchdog's budget of a step, 0 for none.
 
-    repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so it goes without CUDA graphs
-    unless compiler.options says otherwise.
+    repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so CUDA graphs are off unless
+    compiler.options sets them.
     """
     more: dict[str, str | bool] = {}
     if gpu and traced and GRAPHS not in chosen.options:
@@ -154,19 +154,19 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
 
 
 def of_no_run(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what `for_run` added for the run's folder and watchdog: what the program itself was compiled with."""
+    """Return the options of the program itself, without those that `for_run` added for the run's folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
 
 
 def autotuned(options: Mapping[str, Any]) -> Path | None:
-    """The file that holds what XLA chose by trying, where these options name one."""
+    """Return the file of XLA's autotuning results that these options name, or None."""
     named = options.get(LOAD) or options.get(DUMP)
     return Path(named) if named else None
 
 
 @functools.cache
 def _known(name: str, value: str | bool) -> bool:
-    """Whether XLA has an option of this name: asked by compiling next to nothing with it."""
+    """Return whether XLA has an option of this name, by compiling a trivial program with it."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -180,7 +180,7 @@ def _known(name: str, value: str | bool) -> bool:
 
 
 def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]:
-    """Our own set for this program, and what to call it."""
+    """Return jaxtrain's own options for this program, and their name."""
     kind = program.placement.mesh.devices.flat[0].device_kind
     gpu = hardware.lookup(kind)
     if gpu is None:
@@ -226,14 +226,14 @@ def _without(program: Program) -> tuple[str, ...]:
 
 
 def _nested_loops(program: Program) -> bool:
-    """Whether O1 would make XLA abort.
+    """Return whether O1 would make XLA abort.
 
-    It unrolls loops that hold collectives, innermost first, and (jaxlib 0.11.2) aborts where one to unroll, inside that over
-    microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
-    attention, or around the rounds in which tokens reach their experts; and the one over microbatches itself, around the loss,
-    where there is no loop over layers. Such a program has little use for O1: collectives of layers that stand one by one
-    overlap without it. Or it is the loop over a pipeline's ticks, around that over layers, inside the one over its rounds
-    (stages.Schedule.rounds), which a stage with several groups has.
+    O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
+    such a loop is inside the loop over microbatches and contains another loop. This happens in three cases: (1) The loop over
+    layers contains chunked attention or the rounds of expert dispatch. (2) Without a loop over layers, the loop over
+    microbatches contains the loss. O1 has little effect there: collectives of unrolled layers overlap without it. (3) In a
+    stage with several groups, the loop over ticks contains that over layers, and is inside the loop over rounds
+    (stages.Schedule.rounds).
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
     rounds = program.state.layers is not None and program.state.layers.groups > 1
@@ -243,7 +243,7 @@ def _nested_loops(program: Program) -> bool:
 def compile_train(
     program: Program, options: dict[str, str | bool], extra: dict[str, str | bool] | None = None
 ) -> jax.stages.Compiled:
-    """The train step, compiled for the program's devices. `options`: what `choose` chose. `extra`: such as dumps."""
+    """Return the train step, compiled for the program's devices. `options`: chosen by `choose`. `extra`: such as dumps."""
     lowered = program.train_step.lower(program.state, program.batch)
     if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
         _rest_on_host(lowered, program)
@@ -251,10 +251,10 @@ def compile_train(
 
 
 def _rest_on_host(lowered: jax.stages.Lowered, program: Program) -> None:
-    """Marks the moments among a lowered step's arguments as resting in host memory, as jax does for devices that have some.
+    """Mark the moments among a lowered step's arguments as host memory, as jax does for devices with host memory.
 
-    Devices that are only described have no memories, so no sharding can name one (see `state.abstract_state`); the compiler
-    itself needs only this attribute. Results say by themselves where they are.
+    Described devices have no memories, so no sharding can name one (see `state.abstract_state`); the compiler itself needs only
+    this attribute. The memory of results is part of the program.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((program.state, program.batch))]
     module: Any = lowered.compiler_ir("stablehlo")

@@ -1,7 +1,7 @@
 """The start of a run: the user's own modules, the checkpoint to resume from, the data, and the first state.
 
-All but `initial_state`, `restore` and `continue_sources` run before anything is written or allocated. They raise ConfigError
-or CheckpointError for a run that should not start.
+All functions except `initial_state`, `restore` and `continue_sources` run before anything is written or allocated. They raise
+ConfigError or CheckpointError for a run that should not start.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Fac
 
 
 def import_named_parts(run: RunConfig) -> None:
-    """Import the modules of all `package.module:name` values. Raise ConfigError where there is no such module or name.
+    """Import the modules of all `package.module:name` values. Raise ConfigError if there is no such module or name.
 
     It is not part of validate: a user's module may import jax, and the memory budget must be set before that.
     """
@@ -95,8 +95,8 @@ def choose_start(
     """Return the checkpoint to resume from, or step 0 of a new run.
 
     The checkpoint is `checkpoint.step` if given, else the newest one that can be read and is not in `damaged`. Raises
-    ConfigError for a change that a resumed run may not make. Raises CheckpointError if there are checkpoints and none can be
-    read: a run never overwrites existing ones.
+    ConfigError for a forbidden change of a resumed run. Raises CheckpointError if there are checkpoints and none can be read: a
+    run never overwrites existing ones.
     """
     reasons = dict(damaged)
     per_step = run.train.global_batch * run.data.seq_len
@@ -149,7 +149,7 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 
 
 def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
-    """Return notes on settings of init.from's model that differ and that its tensors do not show, such as the rotary base.
+    """Return notes on settings of init.from's model that differ and that tensors do not show, such as the rotary base.
 
     Raises ConfigError if its tensors do not fit: one is missing, has another shape, or is a weight that this model lacks.
     """
@@ -188,7 +188,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
 
 
 def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
-    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what says so. No adapters."""
+    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what has it. No adapters."""
     kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
     abstract = program.base(program.state) if program.adapters else program.state
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
@@ -215,7 +215,7 @@ def initial_state(
 ) -> state.TrainState:
     """Return the first state: from the checkpoint, from another run's weights, or from the seed.
 
-    Two whole states are never in memory at once.
+    Two complete states are never in memory at once.
     """
     abstract = program.state
     if start.resumed:
@@ -291,9 +291,9 @@ def restore(
 
 
 def _base(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
-    """Return path and digest of the weights that adapters belong to; {} of a run without adapters.
+    """Return path and digest of the base weights of adapters; {} of a run without adapters.
 
-    Raises CheckpointError if a resumed run's adapters were trained beside other weights.
+    Raises CheckpointError if a resumed run's adapters were trained with another base.
     """
     if not start.base:
         return {}
@@ -304,7 +304,7 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
 
 
 def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
-    """Set the mixture from the first step of this attempt on, and after a rollback from the step that it went back to.
+    """Set the mixture from the first step of this attempt on, or after a rollback from the step of the rollback on.
 
     Each source of a resumed run continues where it stopped. Scheduled changes are placed by `start.position`.
     """

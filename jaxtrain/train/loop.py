@@ -1,7 +1,7 @@
 """The loop over steps: a batch, the compiled step, the metrics of the step before, and the work that is due between steps.
 
-The metrics of a step are read once the next step is on its way. A skipped step (train/guard.py) is therefore noticed after its
-successor was dispatched. The guard skips the successor too, and the loop takes it again.
+The metrics of a step are read after the next step is dispatched. So a skipped step (train/guard.py) is noticed after its
+successor was dispatched. The guard holds the successor, and the loop takes it again.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ AGREE_S = 5400.0  # processes wait for each other so long: one may compile a ste
 
 
 class Loop:
-    """Takes steps until the last one, or until asked to stop. `current` is the newest state, `done` the steps taken."""
+    """Takes steps until the last one, or until asked to stop. `current` is the newest state, `done` its number of steps."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Loop:
         self._work_between_steps()
 
     def _next_batch(self) -> tuple[HostBatch, Any] | None:
-        """Return the next batch on host and devices; None if the run is asked to stop before the data source has it."""
+        """Return the next batch on host and devices; None if the run is asked to stop before it is read."""
         services = self.services
         began = time.perf_counter()
         with self.log.rates.waiting_for_data(), services.phase("data", "data"):
@@ -150,7 +150,7 @@ class Loop:
         return rows, placed
 
     def _take(self, batch: Any) -> step.Metrics | None:
-        """Dispatch a step and return its metrics; None if the run went back to a checkpoint instead."""
+        """Dispatch a step and return its metrics; None after a rollback to a checkpoint instead."""
         every = self.run.train.sdc_check_every
         if every and (self.done + 1) % every == 0:
             self.log.rates.exclude()
@@ -175,7 +175,7 @@ class Loop:
     # ---- Between steps
 
     def _work_between_steps(self) -> None:
-        """Evaluate, sample and save where that is due."""
+        """Evaluate, sample and save if due."""
         done, rates = self.done, self.log.rates
         began = time.perf_counter()
         if evaluates := self.held_out.due(done):
@@ -202,7 +202,7 @@ class Loop:
         self.saver.poll()
 
     def _do_missed_work(self) -> None:
-        """Evaluate and sample at the restored step if the attempt before was asked to stop before it did."""
+        """Evaluate and sample at the restored step if the earlier attempt was asked to stop before it did."""
         done = self.done
         missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
         missing.append(self.samples.due(done) and not self.samples.written(done))
@@ -228,12 +228,12 @@ class Loop:
     # ---- The metrics of the step before
 
     def _read_metrics(self) -> bool:
-        """Read the metrics of the newest step now. Return whether the run went back to a checkpoint because of them."""
+        """Read the metrics of the newest step now. Return whether they caused a rollback to a checkpoint."""
         found = self.metrics.read()
         return found is not None and not self._note(found) and self._skipped(found)
 
     def _note(self, found: StepMetrics) -> bool:
-        """Write the metrics of a step. Return whether the step was taken."""
+        """Write the metrics of a step. Return whether the step was applied."""
         if self._start_times is not None:
             self._end_start(self._start_times)
         self._recent = [*self._recent[-9:], (found.step, found.loss, time.time())]
@@ -244,7 +244,7 @@ class Loop:
         return found.taken
 
     def _end_start(self, times: StartTimes) -> None:
-        """Report the times of the start, and prepare the first save behind the next steps."""
+        """Report the times of the start, and prepare the first save during the next steps."""
         times.end("step")
         self.services.console.say(times.words)
         self.services.receipt.update(start_s=times.parts)
@@ -266,7 +266,7 @@ class Loop:
     # ---- Skipped steps
 
     def _skipped(self, found: StepMetrics) -> bool:
-        """Report a skipped step and continue. Return whether that is from a checkpoint. Raises Diverged."""
+        """Report a skipped step and continue. Return whether the run was rolled back to a checkpoint. Raises Diverged."""
         at = self.start.position.at(found.step - 1)
         tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
         bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, described(self.data, at))
@@ -307,7 +307,7 @@ class Loop:
                 services.console.warn(str(error))
 
     def _roll_back(self, said: str) -> None:
-        """Go back to the newest good checkpoint, and continue after the data of the skipped steps."""
+        """Restore the newest good checkpoint, and continue after the data of the skipped steps."""
         services, row = self.services, self.skips.row
         self.saver.finish()
         checkpoints = self.saver.checkpoints

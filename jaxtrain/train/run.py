@@ -1,8 +1,8 @@
-"""A training run, from its config to its exit code. The chapters are in `train_attempt`, from top to bottom.
+"""A training run, from its config to its exit code. `train_attempt` has the steps from top to bottom.
 
 `run` is for Python programs and notebooks. The command line (main.py) answers before jax is imported, and calls `attempt`.
 Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is allocated after
-them, and nothing is written before the checks have passed that may refuse a run.
+them. Files are written only after all checks that may refuse a run.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ AGREE_S = 600.0  # processes wait for each other so long at the start
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The end of a run, or of an attempt at it."""
+    """The end of a run, or of an attempt."""
 
     exit_code: int  # as that of the command: 0 done; 75 or 130 asked to leave by a signal, and saved
     reason: str  # in words, as in receipt.json
@@ -77,14 +77,14 @@ class Result:
 
 
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
-    """Train in this process, as the command line does: check everything, then resume from `workdir`, or begin.
+    """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    Signals (Ctrl-C, an interrupted notebook) end the run in good order if this is the main thread. XLA's compile cache stays at
-    `paths.cache`.
+    Signals (Ctrl-C, an interrupted notebook) end the run in good order if this is the main thread. XLA's compile cache is then
+    at `paths.cache` for the whole process.
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
-        before. On GPUs nothing may have been computed: JAX takes their memory, as `train.memory_fraction` says, when it starts.
+        before. On GPUs nothing may have been computed: JAX allocates their memory (`train.memory_fraction`) when it starts.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
@@ -110,8 +110,8 @@ def attempt(
 
     Args:
       overlay: the environment that was set for the run, for log and receipt.
-      own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the death of
-        another process of the run may end it at once.
+      own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the loss of another
+          process of the run may end it at once.
     """
     with contextlib.ExitStack() as stack:
         ending = Ending()
@@ -140,7 +140,7 @@ def attempt(
 
 
 class Ending:
-    """The end of an attempt: how it came, as far as it is known, and the ways in which other threads bring it about."""
+    """The end of an attempt: its exit code and reason, as far as known, and the ways in which other threads can end it."""
 
     def __init__(self):
         self.step = 0  # optimizer steps done
@@ -173,7 +173,7 @@ class Ending:
         self.peers.close()
 
     def lost_process(self, words: str) -> None:
-        """End this process: another process of the run has died, and this one would wait for it."""
+        """End this process: another process of the run is lost, and this one would wait for it."""
         with self._once:
             if self.over:
                 os._exit(self.code)
@@ -297,7 +297,7 @@ ALIKE = {
 
 
 def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return the facts of ALIKE as this process has them."""
+    """Return the facts of ALIKE for this process."""
     return {
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,
@@ -449,7 +449,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             return stopped(restored.start.step, saver, services)
 
         def restore_newest() -> Restored:
-            """For a rollback: the newest good checkpoint, also if the command named an older one."""
+            """Restore the newest good checkpoint for a rollback, also if the command named an older one."""
             asked = without_step(setup.asked)
             start = choose_start(asked, setup.checkpoints, setup.program)
             return first_state(asked, dataclasses.replace(setup, run=without_step(setup.run), start=start))
@@ -477,7 +477,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 
 
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
-    """Make the reference model's log-probabilities known to the data. Return False if the run was asked to stop meanwhile."""
+    """Give the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
     saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
     references = References(setup.run, setup.program, restored, saved, services)
     saver.remember(**{META: references.digest})
@@ -516,7 +516,7 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
 
 
 def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None:
-    """Remove metrics and samples of steps that this attempt takes again.
+    """Remove metrics and samples of steps that this attempt repeats.
 
     If the folder has metrics and no checkpoint, they are moved aside.
     """

@@ -43,7 +43,7 @@ class Saver:
         self.longest_s = 0.0  # of all saves
 
     def remember(self, **facts: Any) -> None:
-        """Add facts to meta.json of every checkpoint from here on."""
+        """Add facts to meta.json of every later checkpoint."""
         self._meta |= facts
 
     def prepare(self) -> None:
@@ -55,7 +55,7 @@ class Saver:
         """Begin to save the state after `done` steps. The loop waits for an earlier save and for copies, not for files.
 
         Args:
-          meta: facts for the checkpoint beside those that are the same for all steps.
+          meta: facts for this checkpoint, in addition to those of `remember`.
 
         Raises CheckpointError after MOST_FAILURES failures in a row.
         """
@@ -80,11 +80,11 @@ class Saver:
         self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
-        """Report saves that have ended. It costs nothing."""
+        """Report saves that have ended. Costs nothing."""
         self._report(self.checkpoints.poll())
 
     def finish(self, save_again: Callable[[], None] | None = None) -> None:
-        """Wait until the save under way is on disk or has failed. With `save_again`, try a failed save anew."""
+        """Wait until the running save is on disk or has failed. With `save_again`, repeat a failed save."""
         with self._services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
             while save_again and 0 < self.failures < MOST_FAILURES:

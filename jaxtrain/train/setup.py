@@ -1,4 +1,4 @@
-"""All that an attempt at a run trains with: checked before anything is written, then compiled before memory is allocated."""
+"""Everything that an attempt trains with: checked before anything is written, compiled before memory is allocated."""
 
 import dataclasses
 import math

@@ -33,7 +33,7 @@ class StepMetrics:
 
     @property
     def taken(self) -> bool:
-        """Whether the step changed the state."""
+        """Return whether the step was applied."""
         return self.verdict == guard.TAKEN
 
 
@@ -53,7 +53,7 @@ class PendingMetrics:
         self._pending = done, metrics, batch
 
     def drop(self) -> None:
-        """Forget metrics of a step that a rollback undid."""
+        """Drop the metrics of a step that a rollback undid."""
         self._pending = None
 
     def read(self) -> StepMetrics | None:
@@ -71,7 +71,7 @@ class StepLog:
     """Writes the lines of a run's steps, and warnings about its speed and its GPUs."""
 
     def __init__(self, run: RunConfig, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
-        """Args: watch: compares the run with its plan; None where there is no plan."""
+        """Args: watch: compares the run with its plan; None without a plan."""
         self._run, self._data, self._services, self._monitor, self._watch = run, data, services, monitor, watch
         self._tokens_per_step = run.train.global_batch * run.data.seq_len
         self.rates = measure_rates(run, services.console)
@@ -83,7 +83,7 @@ class StepLog:
         """Show that a step is done, and write its line if one is due.
 
         Args:
-          batches: of the data, up to this step.
+          batches: read from the data up to this step.
           skipped: steps skipped so far.
         """
         console, writers = self._services.console, self._services.writers

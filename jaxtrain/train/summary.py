@@ -1,4 +1,4 @@
-"""A run in plain numbers, for the log, before anything is allocated."""
+"""The summary of a run for the log, before anything is allocated."""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Times of a run: its start, part by part, and steps that took far longer than others. No jax here.
+"""Times of a run: its start, part by part, and steps that took far longer than others. Imports no jax.
 
-Python collects garbage when it likes: on each process at another step, and in a collective the other processes wait for it. So
-the collector is off while a run trains. The loop calls it, on every process after the same step.
+Python collects garbage at any time, so on each process at another step, and the other processes then wait in a collective. So
+the collector is off during training. The loop calls it on every process after the same step.
 """
 
 import collections
@@ -22,7 +22,10 @@ def process_age_s() -> float:
 
 
 class StartTimes:
-    """Seconds from the start of the process to the first step, by part. Made once JAX has its devices: the part `launch`."""
+    """Seconds from the start of the process to the first step, by part.
+
+    Constructed when JAX has its devices: the part `launch` ends there.
+    """
 
     def __init__(self):
         self.parts: dict[str, float] = {"launch": process_age_s()}
@@ -36,7 +39,7 @@ class StartTimes:
 
     @property
     def words(self) -> str:
-        """A line for the log with all parts, in order."""
+        """Return a line for the log with all parts, in order."""
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.parts.items())
         return f"first step {sum(self.parts.values()):.1f} s after the process began: {parts}"
 
@@ -78,7 +81,7 @@ class SlowSteps:
     """Finds steps that took far longer than others, and a run that became slower than it was at its start.
 
     A slow step takes above TIMES the median of the last steps, and LEAST_S more than it. A step's time is from its start to the
-    next one's start. Time that the loop cannot account for is the device's.
+    next one's start. Time that the loop does not account for is attributed to the device.
     """
 
     WINDOW = 64  # steps whose times are known
