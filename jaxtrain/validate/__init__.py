@@ -1,7 +1,7 @@
-"""Everything that can be wrong with a config, found at once, before a device is touched or a file is written. No jax.
+"""All problems of a config, found at once, before a device is touched or a file is written. Imports no jax.
 
-Each rule appends a `Problem`: key, value, rule, remedy. A rule that rests on a key that is itself wrong stays silent, so
-that one mistake gives one line.
+Each rule appends a `Problem`: key, value, rule, remedy. A rule about a key that is itself wrong reports nothing, so one mistake
+gives one line.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ SLOWEST = 0.98  # decay of a second moment in bfloat16, with which updates are s
 
 
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
-    """All problems of a resolved config on these devices. Reads the file system, writes nothing."""
+    """Return all problems of a resolved config on these devices. Reads the file system, writes nothing."""
     values = dict(flatten(to_dict(run)))
     bad = {p.key for p in check_keys(values)}
     problems = validate_step(run, devices)
@@ -67,7 +67,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 
 
 def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
-    """The problems that any machine with such devices would have, whatever its files and environment. Reads nothing."""
+    """Return the problems on any machine with such devices, for any files and environment. Reads nothing."""
     values = dict(flatten(to_dict(run)))
     problems = list(check_keys(values))
     bad = {p.key for p in problems}
@@ -271,11 +271,11 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yields a problem where Adam's second moment is stored in too few bits for how slowly it falls.
+    """Yield a problem if Adam's second moment has too few bits for its slow decay.
 
-    A step multiplies it by beta2 where gradients have become small. bfloat16 has 8 bits and rounds to nearest, so that it loses
-    falls of less than 2**-9 to 2**-8 of the value. Updates are off by 0.2% (root mean square over parameters) at 0.98, by 1.4%
-    at 0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never falls (test_optimizer_steps.py).
+    A step multiplies it by beta2 when gradients become small. bfloat16 has 8 bits and rounds to nearest, so it loses decreases
+    of less than 2**-9 to 2**-8 of the value. Updates are off by 0.2% (root mean square over parameters) at 0.98, by 1.4% at
+    0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never decreases (test_optimizer_steps.py).
     """
     o = run.optimizer
     if run.dtypes.v == "bf16" and o.name in groups.METHODS and o.beta2 > SLOWEST and not bad & {"dtypes.v", "optimizer.beta2"}:
@@ -314,10 +314,10 @@ OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts",
 
 
 def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """Parameters, moments and gradients against the memory that CPU devices of one process share.
+    """Yield a problem if parameters, moments and gradients exceed the memory that CPU devices of one process share.
 
-    The formula counts less than a step takes: no activations, no temporaries. Frozen weights have no moments and no gradients
-    here, so such runs count their parameters alone.
+    The formula is a lower bound, without activations and temporaries. Frozen weights have no moments and no gradients, so such
+    runs count only their parameters.
     """
     keys = ("model.", "dtypes.", "mesh", "sharding.", "optimizer.name", "lora.", "train.freeze")
     if devices.kind != "cpu" or any(key.startswith(keys) for key in bad) or run.model.family not in FAMILIES:
@@ -347,7 +347,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """What takes from train.deterministic what it promises, or needs it."""
+    """Yield settings that break train.deterministic, or that need it."""
     if run.train.sdc_check_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
         rule = "compares the bits of two runs of a step, which differ on GPUs without train.deterministic"
         yield Problem("train.sdc_check_every", run.train.sdc_check_every, rule, "Set train.deterministic=true, or this to 0.")
@@ -361,7 +361,7 @@ def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """What adapters cannot be combined with, and weights that have none."""
+    """Yield settings that adapters exclude, and weights that have none."""
     if not run.lora.rank or "lora.rank" in bad:
         return
     targets, key = parts_of(run.lora.targets), "lora.targets"
@@ -384,7 +384,7 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Return the settings that a loss of pairs excludes."""
+    """Yield settings that a loss of pairs excludes."""
     if not run.loss.of_pairs:
         return
     if not run.data.masks_documents:
@@ -398,7 +398,7 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _shown(run: RunConfig) -> Iterable[Problem]:
-    """Samples that would never be written, and a tracker that is not there."""
+    """Yield a problem for samples that would never be written, and for a tracker that is not installed."""
     if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
         rule = "sample.max_tokens = 0 writes no samples"
         yield Problem("sample.every_steps", run.sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")

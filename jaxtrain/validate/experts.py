@@ -21,7 +21,10 @@ PALLAS_SM = 90  # compute capability (times ten) of the GPUs that the Pallas ker
 def check_experts(
     run: RunConfig, devices: Devices, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """sizes: of the mesh axes. table: by logical axis those above 1 that split it. bad: keys wrong in themselves."""
+    """Yield the problems of experts.
+
+    sizes: of the mesh axes. table: logical axis -> mesh axes above 1 that shard it. bad: invalid keys.
+    """
     m = run.model
     if "model.num_experts" in bad:
         return
@@ -69,7 +72,7 @@ def check_experts(
 
 
 def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
-    """Yield what is wrong with the groups of experts that a token chooses among."""
+    """Yield the problems of the groups of experts that a token chooses from."""
     if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
         return
     if m.num_experts % m.router_groups:
@@ -85,7 +88,7 @@ def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """Yield what the Pallas kernels cannot do (kernels/experts/grouped.py)."""
+    """Yield settings that the Pallas kernels do not support (kernels/experts/grouped.py)."""
     if devices.kind != "gpu":
         rule = f"the Pallas kernels need a GPU, and the run would be on {devices.name} ({devices.source})"
         yield Problem("moe.impl", "pallas", rule, "Set auto.")
@@ -97,7 +100,7 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
-    """Yield where there are no products in 8 bits of uneven numbers of rows (kernels/experts/eight.py)."""
+    """Yield a problem if 8-bit matmuls of uneven numbers of rows are not supported (kernels/experts/eight.py)."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
     # Another family's weights have names that are known once it is made.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:

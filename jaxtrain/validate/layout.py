@@ -50,7 +50,7 @@ def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """All of it. `bad`: keys that are wrong in themselves."""
+    """Yield all problems of the layout. `bad`: invalid keys."""
     sizes, wrong = mesh_sizes(run, devices)
     yield from wrong
     yield from _rules(run)
@@ -71,7 +71,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
-    """Size of each mesh axis with every -1 filled in; None, with the reasons, where the mesh cannot be."""
+    """Return the size of each mesh axis with every -1 filled in; None, with the reasons, for an impossible mesh."""
     if devices.problem:
         return None, [devices.problem]
     if devices.count < 1:
@@ -108,7 +108,7 @@ def _stages(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 def _context(
     run: RunConfig, devices: Devices, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """What a sequence over several devices asks of heads, lengths and kernels."""
+    """Yield the problems of heads, lengths and kernels with a sequence over several devices."""
     a, m = run.attention, run.model
     tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
     if bad & {"parallel.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
@@ -140,7 +140,7 @@ def _context(
 
 
 def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Every dimension divides over the mesh axes that its rule names."""
+    """Yield a problem for every dimension that its mesh axes do not divide."""
     dimensions = [
         ("model.num_heads", "heads"),
         ("model.num_kv_heads", "kv_heads"),
@@ -187,7 +187,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 
 
 def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Blocks of 8-bit moments that cannot be cut, or would lie on two devices; and what cannot be streamed."""
+    """Yield the problems of 8-bit blocks that cannot be cut or would be on two devices, and of streaming of moments."""
     m, name = run.model, run.optimizer.name
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
         rule = f"updates layer by layer, and {name} may look at all of them at once"
@@ -235,7 +235,7 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
 
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
-    """No mesh axis (of size above 1) splits two dimensions of one array, and the kernels can follow the rules."""
+    """Yield the problems of a mesh axis (of size above 1) that shards two dimensions of one array, and of unsupported rules."""
     wrong: dict[str, tuple[str, str]] = {}
     for axis, rule, remedy in wrong_rules(table):
         wrong.setdefault(axis, (rule, remedy))  # each wrong rule is one problem

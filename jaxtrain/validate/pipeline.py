@@ -10,7 +10,10 @@ from jaxtrain.train.stages import arrangement
 
 
 def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """stages: mesh.stage. table: mesh axes above 1 by the logical axis that they split. bad: keys wrong in themselves."""
+    """Yield the problems of a pipeline.
+
+    stages: mesh.stage. table: logical axis -> mesh axes above 1 that shard it. bad: invalid keys.
+    """
     p = run.pipeline
     if not bad & {"pipeline.schedule", "pipeline.groups"}:
         yield from _schedule(run)
@@ -39,14 +42,14 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
 
 
 def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
-    """Yields a problem where stages would run layers of different kinds at once around a ring, or gathered keys.
+    """Yield a problem if stages would run layers of different kinds at once around a ring, or with gathered keys.
 
-    All stages run one program, in which a layer's kind chooses one branch of several. The branches send different messages
-    along the seq axis, and a message waits for all devices: stages in different branches would wait for each other forever.
-    An all-to-all waits for its own group alone, which has one stage: Ulysses without a ring may differ.
+    All stages run one program, in which a layer's kind chooses one of several branches. The branches have different collectives
+    along the seq axis, and a collective waits for all devices: stages in different branches would deadlock. An all-to-all waits
+    only for its own group, which is within one stage: Ulysses without a ring may differ.
 
-    stages: mesh.stage. context: how the seq axis shares a sequence. whole: Ulysses groups could be as large as the seq axis.
-    bad: keys wrong in themselves.
+    stages: mesh.stage. context: sharding over the seq axis. whole: Ulysses groups could be as large as the seq axis. bad:
+    invalid keys.
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}
