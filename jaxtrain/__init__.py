@@ -57,9 +57,9 @@ def _check_environment() -> None:
 
 
 def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
-    """Print one line and end this process: the handler of Ctrl-C until a command has work to bring to an end.
+    """Print one line and end this process. It handles Ctrl-C until a command installs its own handler.
 
-    A KeyboardInterrupt in its place would print a traceback, and imports of C libraries lose it.
+    A KeyboardInterrupt would print a traceback instead, and imports of C libraries swallow it.
     """
     os.write(stderr, b"interrupted\n")
     os._exit(130)

@@ -1,7 +1,7 @@
 """Names of a layer's activations, and the activations that each remat policy saves.
 
-The model marks these tensors with `checkpoint_name`. A tensor that is kept (or offloaded to the host) for the backward
-pass need not be computed a second time. No jax here: FLOP counts and config checks read it.
+The model marks these tensors with `checkpoint_name`. A tensor that is saved (on the device or the host) for the backward pass
+is not recomputed. Imports no jax: FLOP counts and config checks read it.
 """
 
 from jaxtrain.config import Problem, Remat, choices, nearest
@@ -62,7 +62,7 @@ POLICIES = choices("remat.policy")
 
 
 def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
-    """`remat.tensors` ("q=keep,mlp_up=offload") as activation -> keep | offload | recompute, and what is wrong with it."""
+    """Return `remat.tensors` ("q=keep,mlp_up=offload") as activation -> keep | offload | recompute, and its problems."""
     places: dict[str, str] = {}
     problems = []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -83,7 +83,7 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
 
 
 def kept(remat: Remat) -> frozenset[str]:
-    """Activations that the backward pass finds where the forward pass left them, on the device or on the host."""
+    """Return the activations that are saved for the backward pass, on the device or on the host."""
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)
         return frozenset(name for name, place in places.items() if place != "recompute")

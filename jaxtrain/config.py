@@ -1,4 +1,4 @@
-"""Every key a run can have: its default, its type, what it does. No jax, no device, no file is touched here.
+"""Every config key: its default, type and meaning. Imports no jax and touches no device or file.
 
 A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
 turns the result, once, into the frozen `RunConfig` that the rest of the program reads. The dataclasses below are the only
@@ -107,7 +107,7 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The declaration of a key, but for its type and its default.
+    """The declaration of a key, without its type and default.
 
     Attributes:
         doc: one line.
@@ -126,13 +126,13 @@ class Key:
 
     @property
     def values(self) -> str:
-        """The choices or the range in words, "" for any value."""
+        """Return the choices or the range in words; "" for any value."""
         limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
         return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
 
     def out_of_range(self, value: Any) -> tuple[str, str] | None:
-        """Return (broken rule, remedy) of a number outside the range, None of one inside."""
+        """Return (broken rule, remedy) of a number outside the range, or None."""
         if self.at_least is not None and value < self.at_least:
             return f"must be at least {self.at_least:g}", f"Set {self.at_least:g} or more."
         if self.above is not None and value <= self.above:
@@ -257,14 +257,15 @@ class Model:
 
     @property
     def stacked_layers(self) -> int:
-        """Blocks that are alike, and run in a loop or on pipeline stages: all but `dense_layers`."""
+        """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """How many devices along each axis, over all nodes. One axis may be -1: whatever is left. So may data and fsdp together:
-    fsdp takes what is left inside a node, stages and data the nodes."""
+    """Devices along each axis, over all nodes. One axis may be -1: the devices that are left. data and fsdp may both be -1:
+    fsdp then takes the devices that are left within a node, and stages and data span the nodes.
+    """
 
     data: int = key(-1, "replicas of the weights; the batch is split over data x fsdp x expert")
     fsdp: int = key(-1, "shards of weights, moments and batch; with mesh.data=1, over all nodes")
@@ -276,7 +277,7 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How microbatches (train.grad_accum of them) pass through the stages of mesh.stage."""
+    """Schedule of the train.grad_accum microbatches on the stages of mesh.stage."""
 
     schedule: str = key(
         "1f1b",
@@ -288,7 +289,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Moe:
-    """How tokens reach the experts of model.num_experts, and how the router learns to spread them."""
+    """Routing of tokens to the experts of model.num_experts, and load balancing."""
 
     impl: str = key(
         "auto",
@@ -319,7 +320,7 @@ class Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How layers and sequences are computed on the mesh."""
+    """Computation of layers and sequences on the mesh."""
 
     context: str = key(
         "ring",
@@ -333,7 +334,7 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """Logical axes onto mesh axes."""
+    """The mesh axes of each logical axis."""
 
     zero: int = key(
         3,
@@ -351,7 +352,7 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which attention kernel, and the type of its matmuls."""
+    """The attention kernel, and the dtype of its matmuls."""
 
     impl: str = key(
         "auto",
@@ -373,7 +374,7 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What the forward pass keeps for the backward pass."""
+    """Activations that the forward pass saves for the backward pass."""
 
     policy: str = key(
         "none",
@@ -386,7 +387,7 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Storage types. auto: by `precision`. int8: in blocks."""
+    """Storage dtypes. auto: by `precision`. int8: quantized in blocks."""
 
     params: str = key(
         "auto", "the master weights (auto: f32); norms and biases are f32 in any case", choices=("auto", "f32", "bf16")
@@ -403,14 +404,14 @@ class Dtypes:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """What `precision=fp8` leaves in bfloat16."""
+    """Matmuls that stay in bfloat16 with `precision=fp8`."""
 
     exclude: str = key("", "weights or blocks computed in bf16, comma-separated: wo,mlp.down or attention; '': none")
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is learnt, and how it is cut into sequences."""
+    """Training data, and its packing into sequences."""
 
     source: str = key(
         "stdlib",
@@ -451,13 +452,13 @@ class Data:
 
     @property
     def most_documents(self) -> int:
-        """Documents in a sequence at most, for those who have not seen the data."""
+        """Return the largest number of documents in a sequence, for code that has not read the data."""
         return self.max_segments or MOST_DOCUMENTS
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """The loop."""
+    """The training loop."""
 
     steps: int = key(1000, "optimizer steps in all, resumed ones included", at_least=1)
     global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1)
@@ -499,7 +500,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What is made small."""
+    """The training loss."""
 
     name: str = key(
         "cross_entropy",
@@ -518,7 +519,7 @@ class Loss:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether the loss compares the members of pairs."""
+        """Return whether the loss compares the members of pairs."""
         return self.name == "dpo"
 
 
@@ -574,7 +575,7 @@ class Init:
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside the weights of init.from, which stay as they are (docs/finetuning.md)."""
+    """Low-rank adapters for the frozen weights of init.from (docs/finetuning.md)."""
 
     rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
     alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0)
@@ -591,7 +592,7 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What is saved, and what a resumed run may change."""
+    """Saving, and the changes that a resumed run may make."""
 
     dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH, or s3://BUCKET/PATH; '': WORKDIR/checkpoints")
     every_steps: int = key(500, "and after the last step; 0: only then", at_least=0)
@@ -603,7 +604,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What is written while training."""
+    """Output during training."""
 
     every_steps: int = key(10, "a line in the log and in metrics.jsonl", at_least=1)
     tensorboard: bool = key(True, "write tb/")
@@ -617,7 +618,7 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Texts that the model writes at the end of training, and on the way."""
+    """Texts that the model generates during and after training."""
 
     every_steps: int = key(0, "and after the last step; 0: only then", at_least=0)
     prompt: str = key("", "continued by the model; several are separated by ||; '': what begins a document, or a line break")
@@ -638,19 +639,19 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """How XLA compiles the step; jaxtrain/train/compiler.py has its own options, each with the reason."""
+    """XLA options of the step. jaxtrain/train/compiler.py has the defaults, each with its reason."""
 
     options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they stand above jaxtrain's own")
     defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
 
 
 def parts_of(text: str) -> tuple[str, ...]:
-    """The items of a comma-separated list."""
+    """Return the items of a comma-separated list."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
-    """`compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and what is wrong with it.
+    """Return `compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and its problems.
 
     A comma within a value is written "+": xla_disable_hlo_passes=one+other.
     """
@@ -669,7 +670,7 @@ def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Places with different traffic: sustained reads, many small files."""
+    """Folders by their traffic: sustained reads, or many small files."""
 
     data: str = key("~/.cache/jaxtrain/data", "token files that jaxtrain makes itself (the stdlib corpus)")
     cache: str = key("~/.cache/jaxtrain/compile", "XLA's compile cache; '': none")
@@ -677,7 +678,7 @@ class Paths:
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """The environment variables of a run on GPUs, which are part of it: jaxtrain/environment.py has the tables."""
+    """The environment variables of a run on GPUs. jaxtrain/environment.py has the tables."""
 
     defaults: bool = key(True, "begin with the table of the GPU; False: with nothing but the memory budget")
     set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they stand above the table")
@@ -688,7 +689,7 @@ class Env:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A whole run. Made by `resolve`, read by everything, changed by nothing."""
+    """The resolved config of a run. Made by `resolve`; frozen."""
 
     precision: str = key(
         "bf16",
@@ -722,18 +723,18 @@ class RunConfig:
 
     @property
     def compute(self) -> str:
-        """The type of activations, and of GEMMs and gathered weights but for those in 8 bits: f32 | bf16."""
+        """Return the dtype of activations, and of matmuls and gathered weights that are not in 8 bits: f32 | bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch, padding included."""
+        """Return the tokens of a global batch, padding included."""
         return self.train.global_batch * self.data.seq_len
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config, in the words a user needs."""
+    """One problem of a config, in words for the user."""
 
     key: str
     value: object
@@ -754,11 +755,12 @@ class ConfigError(ValueError):
 
 
 def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Logical axis -> mesh axes that split it, on a mesh of these sizes. With zero = 0 weights and all that belongs to them are
-    whole over the mesh axes that split the batch.
+    """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
 
-    Experts rest as wholes, one or several on a device, while their number divides: then they are gathered as they lie in
-    memory. Axes that do not divide it split the model dimension of each expert's weights.
+    With zero = 0, weights and their gradients and moments are replicated over the mesh axes that shard the batch.
+
+    Mesh axes that divide the number of experts shard the experts, which are contiguous in memory for the all-gather. The other
+    axes shard the model dimension of each expert's weights.
     """
     rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
     whole: list[str] = []
@@ -776,11 +778,11 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
 
 
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
-    """Size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
+    """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    Where both data and fsdp are -1, fsdp is what expert, tensor and seq leave of a node (1 where their groups fill it), stages
-    lie on different nodes as far as there are some, and data is the rest. `what` names the devices in a refusal.
-    Raises ConfigError for sizes that do not fill the devices.
+    If data and fsdp are both -1, fsdp is the number of devices of a node that expert, tensor and seq leave (1 if their groups
+    fill it). Stages are on different nodes as far as there are some, and data is the rest. `what` names the devices in an
+    error. Raises ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
@@ -812,7 +814,7 @@ def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str,
 
 
 def public_name(field_name: str) -> str:
-    """`from_` is `from` in config files: Python reserves the word."""
+    """Return the name of a field in config files: `from` for `from_`, because Python reserves the word."""
     return field_name.rstrip("_")
 
 
@@ -843,7 +845,7 @@ class RecordingDict(ml_collections.ConfigDict):
         return made
 
     def get_ref(self, key: str) -> Any:
-        """Return a reference to a key. ConfigDict stores it by an assignment, which is none of the file's."""
+        """Return a reference to a key. ConfigDict stores it by an assignment, which is not recorded."""
         before = key in self.assigned
         reference = super().get_ref(key)
         if not before:
@@ -874,7 +876,7 @@ def default_config() -> Any:
 
 
 def to_dict(run: Any) -> dict[str, Any]:
-    """Nested plain dict of a RunConfig, as written to config.json and read by `from_dict`; or of one of its sections."""
+    """Return a RunConfig, or one of its sections, as a nested plain dict, as in config.json. `from_dict` reads it."""
 
     def plain(section: Any) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -891,7 +893,7 @@ def to_dict(run: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """('model.d_model', 128), ... in declaration order."""
+    """Yield ('model.d_model', 128), ... in declaration order."""
     for name, value in tree.items():
         if isinstance(value, Mapping | ml_collections.ConfigDict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -925,13 +927,13 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A remedy for a misspelt name."""
+    """Return a remedy for a misspelt name."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
 
 
 def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Typed sections from a nested dict. Unknown keys and wrong types come back as problems, with the default in place."""
+    """Return the typed sections of a nested dict, and its problems. Unknown keys and wrong types leave the default."""
     problems: list[Problem] = []
 
     def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
@@ -980,7 +982,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
 
 
 def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """ConfigDict -> RunConfig with every derived value filled in, and the problems found on the way.
+    """Return the RunConfig of a ConfigDict with every derived value filled in, and the problems found.
 
     Derived: `model.head_dim` from d_model / num_heads or the parts of a latent model's heads, `dtypes.*` from `precision`.
     """
@@ -997,7 +999,7 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> Any:
-    """The `:variant` of `--config=FILE:variant`, typed by its defaults.
+    """Return the `:variant` of `--config=FILE:variant`, typed by its defaults.
 
     `parse_arg("half,seq=4096", half=False, seq=8192)` gives an object with `.half` True and `.seq` 4096. A bare name
     switches a bool on. Leftovers and values of the wrong type raise ConfigError.

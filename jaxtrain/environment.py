@@ -1,9 +1,8 @@
-"""The environment variables of a run: a table for each GPU, additions of the config, and variables of the shell that are
-refused.
+"""The environment variables of a run: a table for each GPU, the config's additions, and refused variables of the shell.
 
-Two people who start one config should get one run. So the variables that change what GPUs compute, or how fast, are part of the
-config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names those of the shell that may stay.
-What is left of the shell's is refused by name. No jax here: all of it is decided before jax is imported.
+Two people who start the same config must get the same run. So variables that change the results or the speed of GPUs are part
+of the config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names variables of the shell that
+may stay. Other such variables of the shell are refused by name. Imports no jax: all of this is decided before jax is imported.
 """
 
 import dataclasses
@@ -76,7 +75,7 @@ EXPORTED = "JAXTRAIN_EXPORTED"  # names of what an earlier run of this process h
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """What a run sets in its own environment, with the reasons, and what it takes from the shell's."""
+    """The variables that a run sets, with the reasons, and those that it inherits from the shell."""
 
     set: dict[str, str] = dataclasses.field(default_factory=dict)
     why: dict[str, str] = dataclasses.field(default_factory=dict)  # of those set
@@ -84,12 +83,12 @@ class Overlay:
     unset: dict[str, str] = dataclasses.field(default_factory=dict)  # variables left unset on purpose, with the reason
 
     def common(self) -> dict[str, str]:
-        """What all processes of a run must have alike: not the memory of a host, nor what its network is called."""
+        """Return the variables that must be equal on all processes: without a host's memory and network names."""
         apart = (HOST_LIMIT, *SITE)
         return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
     def lines(self) -> list[str]:
-        """For the log: what is set and why, and what came from the shell."""
+        """Return lines for the log: the variables that are set, with reasons, and those of the shell."""
         said = [f"environment: {name}={value} ({self.why[name]})" for name, value in self.set.items()]
         if self.inherited:
             shell = " ".join(f"{name}={value}" for name, value in self.inherited.items())
@@ -98,17 +97,17 @@ class Overlay:
 
 
 def table(sm: int) -> Table:
-    """The table of a GPU by its compute capability times ten; that of the generation before where it is between two."""
+    """Return the table of a GPU by its compute capability times ten. A value between two GPUs gets the older one's."""
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
 def secret(name: str) -> bool:
-    """Whether the name of a variable speaks of a secret."""
+    """Return whether the name of a variable suggests a secret."""
     return any(word in name.upper() for word in SECRET)
 
 
 def changing(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what a run computes or how fast, as the shell has them. None with a secret."""
+    """Return the shell's variables that change the results or the speed of a run, without secrets."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -117,7 +116,7 @@ def changing(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
-    """`env.set` as name -> value, and what is wrong with it."""
+    """Return `env.set` as name -> value, and its problems."""
     found: dict[str, str] = {}
     problems = []
     for item in parts_of(text):
@@ -140,7 +139,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
 
 
 def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
-    """What a run sets, and what is wrong with the environment it would start in.
+    """Return the variables that a run sets, and the problems of the environment it would start in.
 
     On CPUs only `env.set` is set, and nothing refused.
     """
@@ -173,7 +172,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
 def _decided(
     run: RunConfig, devices: Devices, asked: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[Problem]]:
-    """What other keys decide: memory, and sums that repeat themselves. And what contradicts them."""
+    """Return the variables that other keys decide (memory, deterministic sums), and problems of contradicting variables."""
     fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
     memory, problems = memory_environment(fraction, {**environ, **asked})
     decided = {name: (value, "train.memory_fraction") for name, value in memory.items()}
@@ -192,7 +191,10 @@ def _decided(
 
 
 def _slipped_in(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
-    """What the shell brings and nobody has named, all in one, with the line that takes it. told: set by the run, or refused."""
+    """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
+
+    told: variables that the run sets or refuses.
+    """
     earlier = environ.get(EXPORTED, "").split(",")
     found = {n: value for n, value in changing(environ).items() if value and n not in told and not _matches(n, inherit)}
     problems = []

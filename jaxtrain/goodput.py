@@ -1,7 +1,7 @@
-"""The wall time of a run by cause, over all attempts, summed from its ledger. No jax here.
+"""The wall time of a run by cause, over all attempts, summed from its ledger. Imports no jax.
 
-Goodput is the part of the wall time in which steps were taken that counted. Time after an end that was wanted (exit code 0, or
-130 for Ctrl-C) until somebody went on is "stopped" and no part of it. ledger.py writes the file.
+Goodput is the fraction of the wall time spent on steps that count. The time between a planned end (exit code 0, or 130 for
+Ctrl-C) and the next attempt is "stopped" and excluded. ledger.py writes the file.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ LINE_S = 30.0  # from one line of the ledger to the next at most
 
 @dataclasses.dataclass
 class Span:
-    """A stretch of time of an attempt (0: between two). `first` and `last`: steps done at its ends; last None: not known."""
+    """A span of time of an attempt (0: between two). `first` and `last`: steps done at its ends; last None: unknown."""
 
     attempt: int
     start: float  # seconds since 1970
@@ -50,7 +50,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went. `parts` has every cause of CAUSES, in seconds, and sums to `wall_s`."""
+    """The wall time of a run by cause. `parts` has every cause of CAUSES, in seconds, and sums to `wall_s`."""
 
     wall_s: float
     parts: dict[str, float]
@@ -61,22 +61,21 @@ class Goodput:
 
     @property
     def goodput(self) -> float | None:
-        """Part of the time in which the run was wanted; None before there is any."""
+        """Return the goodput as a fraction of the time without "stopped"; None before there is any."""
         wanted = self.wall_s - self.parts["stopped"]
         return self.parts["step"] / wanted if wanted > 0 else None
 
     def record(self) -> dict[str, Any]:
-        """For the receipt."""
+        """Return the goodput as the receipt stores it."""
         parts = {cause: round(s, 3) for cause, s in self.parts.items()}
         counted = {"attempts": self.attempts, "steps": self.steps, "steps_repeated": self.steps_repeated}
         return {"goodput": self.goodput, "wall_s": round(self.wall_s, 3), "parts_s": parts, **counted}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger; the last has `seen_last` besides: when its writer was last alive.
+    """Return the lines of a ledger. The last one also has `seen_last`: the time when its writer was last alive.
 
-    Raises ValueError where a line is none of a ledger. A last line cut short by a kill is left
-    out. A ledger that is not there has no lines.
+    Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
     """
     try:
         raw, seen = path.read_bytes(), path.stat().st_mtime
@@ -96,7 +95,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> Goodput:
-    """Adds up a ledger. now: for a run that is alive, until when; None: until it was last seen."""
+    """Sum up a ledger. now: the present time, for a run that is alive; None: the time when it was last seen."""
     spans: list[Span] = []
     attempts = at = repeated = 0
     began = until = 0.0
@@ -142,9 +141,9 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
 
 
 def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
-    """The time from the last line of an attempt to when it was last seen. Returns the latter.
+    """Add the time from the last line of an attempt to when it was last seen. Return that time.
 
-    Lines come every LINE_S seconds: what claims to be much later is the time at which the file was copied.
+    Lines come every LINE_S seconds: a much later modification time is the time at which the file was copied.
     """
     length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
     if length:
@@ -153,19 +152,19 @@ def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doi
 
 
 def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
-    """The newest spans of an attempt, back to the last in which a step was done."""
+    """Return the newest spans of an attempt, back to the last one in which a step was done."""
     newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
     return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
 
 
 def _hung(spans: list[Span], attempt: int) -> None:
-    """The attempt was ended by the watchdog: what it spent since its last step was spent on nothing."""
+    """Count the time since an attempt's last step as lost: the watchdog ended the attempt."""
     for span in _without_progress(spans, attempt):
         span.seconds = {"hang": sum(span.seconds.values())}
 
 
 def _repeat(spans: list[Span], step: int) -> None:
-    """What was spent on steps after `step` was spent on steps that are taken again."""
+    """Count the time of steps after `step` as repeated: the next attempt takes them again."""
     for span in spans:
         if span.last is not None and span.last <= step:
             continue
@@ -181,7 +180,7 @@ def _repeat(spans: list[Span], step: int) -> None:
 
 
 def words(found: Goodput) -> str:
-    """One line: the goodput, and the causes of the rest, largest first."""
+    """Return one line: the goodput, and the other causes, largest first."""
     if found.goodput is None:
         return "goodput: nothing has been measured yet"
     rest = {cause: s for cause, s in found.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * found.wall_s}

@@ -19,7 +19,7 @@ OF_A_RUN = (
 
 
 def version(name: str) -> str | None:
-    """Of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def remedy(extra: str) -> str:
 
 @functools.cache
 def code() -> str:
-    """SHA-256 of jaxtrain's own files, as they are when first asked for."""
+    """Return the SHA-256 of jaxtrain's own files, as they are at the first call."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -41,5 +41,5 @@ def code() -> str:
 
 
 def versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Of all of them that are installed, by name."""
+    """Return the versions of all of these packages that are installed, by name."""
     return {name: found for name in names if (found := version(name))}

@@ -2,8 +2,8 @@
 
     python -m jaxtrain.lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
 
-All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported when
-it is used and not before. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
+All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported on
+first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
 """
 
 import argparse
@@ -28,13 +28,15 @@ ROWS = 8
 
 
 class TaskError(ValueError):
-    """A task asks for what this model cannot do."""
+    """A task needs something that this model cannot do."""
 
 
 @functools.cache
 def harness_model() -> type:
-    """The model class, known to the harness as `jaxtrain`. Its arguments: workdir (a run's folder, or one of its
-    checkpoints/<step>), tokenizer (where it is now), max_length (tokens that the model sees), batch_size."""
+    """Return the model class, registered in the harness as `jaxtrain`.
+
+    Its arguments: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved), max_length
+    (longest input in tokens), batch_size."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
@@ -72,7 +74,7 @@ def harness_model() -> type:
 
         @property
         def prefix_token_id(self) -> int:
-            """What stands before a text without a context: the harness has room for one token."""
+            """Return the token before a text without a context: the harness allows one token."""
             return self.ids.bos[-1] if self.ids.bos else self.ids.eot
 
         @property
@@ -126,8 +128,7 @@ def harness_model() -> type:
 
 
 def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
-    """(strings to stop at, tokens at most) of a task's generation arguments. Raises TaskError for anything but the likeliest
-    token at a time."""
+    """Return (strings to stop at, maximal tokens) from a task's generation arguments. Raises TaskError for sampling."""
     rest = dict(asked)
     until = rest.pop("until", None) or []
     lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
@@ -141,14 +142,14 @@ def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of these."""
+    """Return the text before the first of these strings."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options that are not the harness's."""
+    """Return the parser of jaxtrain's options; the others are the harness's."""
     parser = ArgumentParser(
         prog=spelled("python -m jaxtrain.lm_eval"),
         description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
@@ -163,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; exit 2 where it is wrong."""
+    """Run the command line and return its exit code; 2 if it is wrong."""
     args, rest = parser().parse_known_args(argv)
     problems = []
     if importlib.util.find_spec("lm_eval") is None:

@@ -46,7 +46,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
-    """Runs the command line and returns its exit code. own_process: see train.attempt."""
+    """Run the command line and return its exit code. own_process: see train.attempt."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(COMMAND.help(), end="")
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 
 
 def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:
-    """Return the values that the run derives for keys which leave them open, by dotted key. Starts no JAX."""
+    """Return the values that the run derives for keys which leave them open, by dotted key. Does not start JAX."""
     sizes, _ = mesh_sizes(run, devices)
     found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
     if run.optimizer.schedule != "constant" and run.train.steps > 0:
@@ -129,7 +129,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
 
 
 def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
-    """What was asked for, with the config of a replay's bundle below the command line instead of a file's."""
+    """Return the command line's config, with the config of a replay's bundle in place of a file's."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -145,7 +145,7 @@ def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
 
 
 def again(bundle: Path, run: RunConfig) -> int:
-    """Takes the step of a bundle again; 0 where it goes wrong as it did then, 1 where it does not."""
+    """Repeat the step of a bundle. Return 0 if it fails as it did then, 1 if it does not."""
     from jaxtrain import checkpoint, replay
     from jaxtrain.train import run as train
 

@@ -16,7 +16,7 @@ Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
     targets      int32    the token that follows each input token in its document
     segments     int32    document number within the row, from 1; 0 is padding, and a row's padding is at its end
     positions    int32    position within the document's part in this row, from 0
-    weights      float32  how much each target counts in the loss; 0 where there is no target
+    weights      float32  how much each target counts in the loss; 0 without a target
 
 Batches of pairs have one more (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its
 pair p:

@@ -1,9 +1,9 @@
-"""Signals to a run: to leave in good order (Ctrl-C, and what a scheduler sends before it takes the machine away), or to trace.
+"""Signals to a run: to stop in good order (Ctrl-C, or a scheduler before it takes the machine away), or to trace.
 
-The first signal to leave asks the loop to finish its step, save and leave; a second one leaves at once. SIGUSR2 asks to trace
-the next steps, as often as it comes, and changes nothing else. All of them are heard while the main thread waits inside XLA
-(a compile of minutes, a collective that hangs), where Python would run no signal handler: the interpreter's own handler writes
-the signal's number into a pipe right away, and a thread of ours reads it there.
+The first signal to stop asks the loop to finish its step, save and exit; a second one exits at once. Each SIGUSR2 asks for a
+trace of the next steps. Signals work while the main thread waits inside XLA (a compile of minutes, a collective that hangs),
+where Python runs no signal handler: the interpreter's own handler writes the signal's number into a pipe, and a thread reads
+it.
 """
 
 import os
@@ -24,15 +24,15 @@ CLOSE = 0  # no signal has this number
 
 
 class Stop:
-    """Whether, and why, the run has been asked to end, and how often to trace. Use as a context manager.
+    """Whether, and why, the run has been asked to stop, and the number of requested traces. Use as a context manager.
 
-    Signals are heard in the main thread alone: Python sets handlers nowhere else. A run in another thread leaves them to
-    whoever started it, and is never asked.
+    Signals are handled in the main thread only, because Python sets handlers nowhere else. A run in another thread leaves them
+    to its caller, and is never asked to stop.
 
-    ask: called with the signal's name, in the thread that listens, at the first signal to leave.
+    ask: called with the signal's name, in the reading thread, at the first signal to stop.
 
-    at_once: where this is set, there is nothing to save: it is called with the signal's name and exit code instead, to bring
-    the run's files to an end, and then the process ends. The main thread may be inside a compile of minutes.
+    at_once: if set, there is no state to save: it is called with the signal's name and exit code, to complete the run's files,
+    and then the process ends. The main thread may be inside a compile of minutes.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """What to call the signal when speaking to a user."""
+        """Return the signal's name for messages."""
         return "Ctrl-C" if self.reason == "SIGINT" else str(self.reason)
 
     @staticmethod
     def exit_code_of(why: str) -> int:
-        """Of a run that was asked to stop: by a signal's name, or for another reason in words."""
+        """Return the exit code of a run that was asked to stop: by a signal's name, or for another reason in words."""
         return next((code for number, code in EXIT_CODES.items() if why.startswith(number.name)), 75)
 
     def __bool__(self) -> bool:
@@ -98,7 +98,7 @@ class Stop:
                     self._received(signal.Signals(number))
 
     def asked_elsewhere(self, why: str) -> None:
-        """Another process of the run was asked to stop."""
+        """Note that another process of the run was asked to stop."""
         if self.at_once is not None and self.reason is None:
             code = self.exit_code_of(why)
             try:
@@ -129,7 +129,7 @@ class Stop:
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A Python handler must be set for the interpreter to write to the pipe; the pipe's reader does the work."""
+    """Do nothing. A Python handler must be set for the interpreter to write to the pipe, which a thread reads."""
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Addresses of object stores: which a path may have, before any client is imported.
+"""Addresses of object stores: the paths that may have one, checked before any client is imported.
 
 A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
 its interface).
@@ -53,7 +53,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
 
 
 def missing(path: str) -> str:
-    """Return the rule and the remedy for a folder of checkpoints that does not exist; "" where it does, or is in a store."""
+    """Return the rule and the remedy for a folder of checkpoints that does not exist; "" if it does, or is in a store."""
     if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
         return ""
     return "no such folder. Name a run's folder, its checkpoints folder, or one checkpoints/STEP."
