@@ -26,7 +26,7 @@ from jaxtrain.parity import layouts
 BUDGET_S = 1800.0  # of all parts together
 PEAK_ERROR = 0.10  # tolerated difference of planned and measured peak memory
 
-# Shipped configs: file, sequences per device and microbatch, microbatches. The whole batch would take minutes a step.
+# Shipped configs: file, sequences per device and microbatch, microbatches. The full batch would take minutes a step.
 SHIPPED = (("llama3_1b", 4, 4), ("llama2_7b", 2, 4), ("llama3_8b", 1, 4), ("llama3_70b", 1, 1))
 LAYOUTS = {
     8: layouts.DEFAULT,

@@ -124,7 +124,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.kernels.attention import Unsupported
     from jaxtrain.sharding import LayoutError
 
-    out: dict[str, Any] = {}  # filled as it goes: what is known when memory runs out is kept
+    out: dict[str, Any] = {}  # filled step by step: if memory runs out, the results so far are kept
     try:
         _measure(run, devices, request, out, began)
     except (ConfigError, LayoutError, Unsupported) as error:
@@ -152,7 +152,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     compiling = time.perf_counter()
     run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    # XLA's CPU compiler counts something else.
+    # XLA's CPU compiler counts other memory.
     allocated = taken_gib(train) if devices[0].platform == "gpu" else None
     out |= {
         "mesh": dict(program.placement.mesh.shape),
@@ -185,7 +185,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
     try:
-        # A step is done when its metrics are here. The next one has been dispatched by then, as in training.
+        # A step is done when its metrics have arrived. The next one has been dispatched by then, as in training.
         while len(marks) < warmup + steps:
             asked = time.perf_counter()
             batch = next(batches)
