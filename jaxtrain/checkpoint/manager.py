@@ -33,7 +33,7 @@ class Saved:
 
     step: int
     bytes: int  # of all tensors, over all processes
-    blocked_s: float  # seconds the training loop waited, to begin and for an earlier save
+    blocked_s: float  # seconds the training loop waited, for the start and for an earlier save
     copied_s: float  # seconds the copies took: the devices run no step meanwhile
     total_s: float  # seconds from the beginning of the copies until the files were durable and old steps deleted
     host_gib: float  # peak host memory of this process so far, GiB
@@ -176,7 +176,7 @@ class Checkpoints(Steps):
             return
         try:
             saved = self._pending.result()
-        except Exception as e:  # Orbax, tensorstore and the file system each raise their own; none may be lost
+        except Exception as e:  # Orbax, tensorstore and the file system each raise their own errors; all must be reported
             self._pending = None
             self._finished.append(Failed(self._pending_step, self._failed(e)))
             return
@@ -187,7 +187,7 @@ class Checkpoints(Steps):
     def _is_complete(self, step: int) -> bool:
         try:
             return self.storage.state(step) == "complete"
-        except Unreachable:  # the save that follows fails for the same reason, and reports it
+        except Unreachable:  # the next save fails for the same reason, and reports it
             return False
 
     def _failed(self, error: Exception) -> CheckpointError:
@@ -211,7 +211,7 @@ class Checkpoints(Steps):
         folder = self.directory / str(record["step"])
         with arrays.context(folder, tensors.values()):
             orbax().save(folder / ARRAYS, tensors, overwrite=True)
-        tensors.clear()  # copies of a whole state
+        tensors.clear()  # copies of a complete state
         return self._commit(record, times)
 
     def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
@@ -280,7 +280,7 @@ class Checkpoints(Steps):
             return json.dumps(files.listed(folder))
 
         names = json.loads(self._together("synced", synced if self._primary else lambda: "")[0])
-        # Each process reads back its share: a write that did not reach the storage is found at once.
+        # Each process reads back its share: a write that did not reach the storage is found immediately.
         shares = self._together(
             "files", lambda: json.dumps(files.measure(folder, names[self._peers.process_index :: self._peers.count]))
         )

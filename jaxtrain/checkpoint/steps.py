@@ -178,10 +178,10 @@ class Steps:
         try:
             with context(folder, partial=partial, processes=self._peers.count):
                 return orbax().load(folder / ARRAYS, exactly), None
-        except Exception as e:  # a page of wrappers around one sentence
+        except Exception as e:  # a page of wrappers around one message
             cause = first_cause(e)
             if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
-                return {}, cause  # device memory is exhausted, and the files are not to blame
+                return {}, cause  # device memory is exhausted, and the files are intact
             text = f"{folder / ARRAYS} cannot be read: {describe_error(e)}."
             try:
                 verdict = files.check(folder)

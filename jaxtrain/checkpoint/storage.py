@@ -24,7 +24,7 @@ ARRAYS = "arrays"
 DIGESTS = "integrity.json"
 COMMITTED = f"{ARRAYS}/commit_success.txt"
 DELETED = f"{ARRAYS}.deleted"  # arrays of a step on a disk, while they are deleted
-BLOCK = 16 << 20  # bytes that one request reads of a bucket
+BLOCK = 16 << 20  # bytes of one read request to a bucket
 REMEDIES = {  # for a save that failed
     False: "Free some space, or set checkpoint.dir to another folder and start again.",
     True: "Check that the bucket can be reached and written to, or set checkpoint.dir to another folder and start again.",
@@ -67,7 +67,7 @@ class Storage:
                 step, _, rest = name.partition("/")
                 if is_step(step) and rest:
                     names.setdefault(int(step), set()).add(rest)
-        # pathlib, because epath takes a path that cannot be read for one that does not exist.
+        # pathlib, because epath treats an unreadable path as one that does not exist.
         elif (root := Path(self.path)).exists():
             names = {int(f.name): _marks(f) for f in root.iterdir() if is_step(f.name) and f.is_dir()}
         return {step: _state_of(found) for step, found in names.items()}
@@ -157,7 +157,7 @@ class Storage:
             folder.mkdir(parents=True, exist_ok=True)
             Path(folder / DIGESTS).unlink(missing_ok=True)
             return folder
-        # Orbax would remove old arrays one by one, and would need more rights for it.
+        # Orbax would remove old arrays one by one, and would need more permissions for it.
         self._delete_objects(folder, [name for name in self.files(folder) if name.startswith((f"{ARRAYS}/", DIGESTS))])
         return folder
 
@@ -275,7 +275,7 @@ def _state_of(names: Iterable[str]) -> str:
     if COMMITTED in found:
         return "complete" if META in found else "damaged"
     # integrity.json is written when a step is complete, and is the first file that a deletion removes. ARRAYS is a folder on a
-    # disk, which Orbax renames into place when it is whole, and a deletion renames before it removes a file.
+    # disk, which Orbax renames into place when it is complete, and a deletion renames before it removes a file.
     return "damaged" if DIGESTS in found or ARRAYS in found else "unfinished"
 
 
