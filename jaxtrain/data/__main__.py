@@ -18,7 +18,7 @@ from jaxtrain.data.template import LOSSES
 from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-ROW_TOKENS = 1 << 20  # of rows made together
+ROW_TOKENS = 1 << 20  # of rows built together
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
   python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001

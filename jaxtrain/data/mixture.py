@@ -249,7 +249,7 @@ def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarra
     within_R = np.asarray(index_R, np.int64).copy()
     rest = np.ones(len(index_R), bool)  # not yet given to an earlier source
     for k, share in enumerate(_binary_shares(weights)):
-        taken_R = (within_R * share) >> WEIGHT_BITS  # of the first `within` indices that reach here, how many k takes
+        taken_R = (within_R * share) >> WEIGHT_BITS  # share of k in the first `within` remaining indices
         mine = rest & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
         rest &= ~mine
         source_R[rest] = k + 1

@@ -31,7 +31,7 @@ from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.synonyms import MOST, did_you_mean
 
 Rows = slice | np.ndarray | None
-FULL = 0.9  # of rows of conversations: a part below it is worth a line
+FULL = 0.9  # of rows of conversations: a smaller filled part is reported
 CROSS_ENTROPY = config.Loss()
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
@@ -180,8 +180,8 @@ class Batches:
         """Return the rows of a source with these numbers."""
         batch = make_batch(*source.rows(number_R), self.packing != "none", self.max_segments)
         if isinstance(source, PairRows):
-            # The reference log-probability of each document, at its first token: the loss adds up what a document has, so that
-            # one number for each is enough. 0 while they are not known.
+            # The reference log-probability of each document, at its first token: the loss sums over a document, so one number
+            # for each is enough. 0 if unknown.
             batch["reference"] = np.zeros(batch["tokens"].shape, np.float32)
             if (values := self.references.get(source.name)) is not None:
                 documents = np.concatenate([source.documents_of(row) for row in number_R.tolist()])
@@ -286,7 +286,7 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
             its = header["tokenizer"]["name"]
             again = f"prepare the text again with --tokenizer={data.tokenizer}"
             fix = f"Set data.tokenizer={its}, or {again}."
-            if its == "byte":  # of a config for another model, the option was forgotten
+            if its == "byte":  # of a config for another model: the option was forgotten
                 fix = f"{again[0].upper()}{again[1:]}."
             elif data.tokenizer == "byte":  # the default
                 fix = f"Set data.tokenizer={its}."
@@ -381,7 +381,7 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
             try:
                 schedule = data.source_schedule if key == "data.source" else ""
                 files, _ = open_mixture(data, source, key, data.seq_len, schedule)
-                # Not its tokenizer's: that of Gemma 3 has one id more, for pictures, than the models that read text alone.
+                # Not its tokenizer's: Gemma 3's tokenizer has one more id, for images, than the text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except config.ConfigError as e:
@@ -536,8 +536,8 @@ def open_source(
             raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
         sources.append(windows)
         masked_by_source.append(masked)
-        # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of
-        # conversations hold padding too, and not what is cut off.
+        # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of conversations
+        # contain padding, and not the truncated tokens.
         held = header["tokens"]
         if isinstance(windows, PackedRows):
             held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)

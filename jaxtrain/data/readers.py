@@ -47,7 +47,7 @@ class Cut:
 
     path: str
     kind: str  # text | jsonl | parquet | dataset
-    size: int  # bytes of the part, for progress: exact but for row groups, which are taken for equal ones
+    size: int  # bytes of the part, for progress: exact except for row groups, which are assumed to be equal
     begin: int = 0
     end: int = -1  # -1: to the end
 
@@ -155,7 +155,7 @@ def read_text(source: Input) -> Iterator[Piece]:
             except UnicodeDecodeError as e:
                 reason = f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
                 source.reject(line + e.object.count(b"\n", 0, e.start), reason)
-                if started:  # the text before it stays if bad lines are skipped
+                if started:  # the earlier text stays if bad lines are skipped
                     yield Piece("", 0)
                 return
             yield Piece(text, len(text.encode()), end=not following)

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxtrain.data.template import THOUGHTS, ChatTemplate, Conversation, Part, RowError
 
-# Names of roles, as templates know them, by the names that data sets give them. Others are refused: a template may write the
-# role between `<|` and `|>`, so a role that anybody may choose could name any control token.
+# Names of roles in templates, by the names that data sets use. Others are refused: a template may write the role between `<|`
+# and `|>`, so an arbitrary role could name any control token.
 ROLES = {
     name: role
     for role, names in {
@@ -25,7 +25,7 @@ ROLES = {
     }.items()
     for name in names
 }
-# Older names for calls of functions, which templates do not read: without them, the model would learn another text.
+# Older names for function calls, which templates do not read: without them, the model would learn another text.
 NOT_READ = {"function_call": "tool_calls", "functions": "tools"}
 TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", *TEMPLATE_COLUMNS)

@@ -11,8 +11,8 @@ from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenWriter
 
-# Left out: installed packages, tests and their fixtures, byte code; and what is generated rather than written (character
-# tables, the help texts of pydoc), which would otherwise be a tenth of the corpus and most of the validation split.
+# Left out: installed packages, tests and their fixtures, byte code; and generated files (character tables, the help texts of
+# pydoc), which would otherwise be a tenth of the corpus and most of the validation split.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "encodings", "pydoc_data"}
 VALIDATION = 0.05
 

@@ -26,8 +26,8 @@ import jinja2.sandbox
 from jaxtrain.data.tokenizer import ControlToken, Tokenizer, TokenizerError, read_beside
 
 MARK, OPEN, CLOSE, ANSWER = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharacters: never part of a text
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the thoughts of a message; templates read one of them
-TEXTS = ("content", *THOUGHTS)  # of a message: free text, which may hold anything
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message; templates read one of them
+TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
 LOSSES = ("assistant", "all", "last")
 # The byte tokenizer's own: a line that names the role, the text, end-of-text after each assistant turn, a blank line between.
 BYTE_TEMPLATE = """{%- for message in messages -%}
@@ -269,7 +269,7 @@ class ChatTemplate:
         elif answers:
             spans = self._added_spans(guarded, whole)
             before = sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
-        without: list[tuple[int, int]] = []  # turns that do not count, whichever are chosen
+        without: list[tuple[int, int]] = []  # turns that do not count for any choice
         if any(skipped):
             if len(spans) != len(answers):
                 raise RowError(
@@ -346,7 +346,7 @@ class ChatTemplate:
         if any(end < 0 for _, end in spans):
             return []
         begin, end = spans[-1]
-        if not self._control.sub("", whole[end:]).strip():  # nothing but tokens that end the text
+        if not self._control.sub("", whole[end:]).strip():  # only tokens that end the text
             spans[-1] = begin, max([end, *(found.end() for found in self._control.finditer(whole, end))])
         return spans
 

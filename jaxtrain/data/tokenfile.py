@@ -66,7 +66,7 @@ def open_locked(path: Path) -> BinaryIO:
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             os.ftruncate(file.fileno(), 0)
             return file
-        file.close()  # its owner has renamed it in the meantime: that file is finished and not this one
+        file.close()  # its owner has renamed it in the meantime: it is finished, and another file
 
 
 class TokenWriter:
@@ -95,7 +95,7 @@ class TokenWriter:
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
         self._sums = array.array("I")  # the crc32 of each finished block
-        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and the bytes before here
+        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and its earlier bytes
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
         self._loss_rest = np.empty(0, bool)  # flags of less than a byte
         self._files = contextlib.ExitStack()

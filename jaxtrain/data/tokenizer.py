@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Tokens that end a document, in the order they are looked for: a base model's own before those of chat templates.
+# Tokens that end a document, in the order of the search: a base model's own before those of chat templates.
 EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "<|im_end|>")
 
 
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         self._definition = definition
         try:
             self._tokenizer = make(definition.decode())
-        except Exception as e:  # the package raises plain Exception for whatever it cannot parse
+        except Exception as e:  # the package raises plain Exception for everything that it cannot parse
             raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json that the tokenizers package can read ({e})") from e
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
@@ -231,7 +231,7 @@ def read_beside(spec: str, file: str = "") -> bytes | None:
     if path is None:
         try:
             path = Path(huggingface_hub.hf_hub_download(name, file))
-        except EntryNotFoundError:  # not there; or, its kin for want of a network, not on this machine
+        except EntryNotFoundError:  # not found; or, by subclasses for a missing network, not on this machine
             return None
         except Exception as e:  # no network, no such name, gated: many classes
             raise TokenizerError(f"tokenizer {spec!r}: {file} {NOT_FETCHED} ({type(e).__name__}: {e})") from e

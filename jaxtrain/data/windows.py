@@ -14,11 +14,11 @@ from jaxtrain.data.synthetic import Synthetic, mix
 from jaxtrain.data.tokenfile import TokenFile
 
 WINDOWS = 1 << 20  # whose documents are counted together
-TRIED = (0, 1, 2, 4, 8)  # percent of rows more than the fewest that are conceivable
+TRIED = (0, 1, 2, 4, 8)  # percent of rows more than the lower bound
 
 # Tokens (R, T+1); (row, column) of each token in columns 1..T that starts a document, sorted; loss flags, bool (R, T): whether
-# the target in columns 1..T counts, None where all do; how many columns of each row hold documents and no padding, int64 (R,),
-# None where all T + 1 do.
+# the target in columns 1..T counts, None if all do; number of columns with documents in each row, int64 (R,), None if all T + 1
+# have documents.
 Read = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
@@ -98,11 +98,11 @@ class PackedRows:
         by_row_N = shuffled_N[np.argsort(row_N, kind="stable")]
         self._begin, self._length = begin_NG[by_row_N].ravel(), length_NG[by_row_N].ravel().astype(np.int32)
         count = G * np.bincount(row_N)
-        self.documents = int(count.max(initial=1))  # documents in the row that has most
+        self.documents = int(count.max(initial=1))  # documents in the fullest row
         self._first = np.concatenate([[0], np.cumsum(count)])  # of each row, among the documents
         self.windows = len(self._first) - 1
         self.capped = self.documents == max_segments
-        self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # part of the rows that is no padding
+        self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # fraction of the rows without padding
         return by_row_N
 
     def rows(self, index_R: np.ndarray) -> Read:
