@@ -20,7 +20,7 @@ class Cluster:
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None  # None: all devices of the machine (one process per node)
-    source: str  # the options, variables or launcher that it comes from, for log and receipt
+    source: str  # the options, variables or launcher it was detected from, for log and receipt
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
@@ -82,7 +82,7 @@ class _Reader:
         index = self.number(self.keys.get("process-id", ""), self.given.get("process-id", ""), 0)
         devices = self.devices()
         whole = all(field in self.given for field in FIELDS[:3])
-        # With all three by hand, the variables of an allocation around them do not matter.
+        # If all three are given, the variables of a surrounding allocation do not matter.
         launcher = None if whole or count == 1 else self.read_launcher()
         by_hand = [self.keys[field] for field in FIELDS[:3] if field in self.given]
         sources = by_hand[:1]
@@ -133,7 +133,7 @@ class _Reader:
             found = read()
             if found is not None or self.problems:
                 return found
-        # Half of torchrun's pair, and no other launcher: several processes were meant.
+        # Half of torchrun's pair, and no other launcher: several processes were intended.
         rank, world = self.environ.get("RANK", ""), self.environ.get("WORLD_SIZE", "")
         if bool(rank) != bool(world) and world.strip() != "1" and not set(FIELDS[:3]) & set(self.given):
             there, absent = ("RANK", "WORLD_SIZE") if rank else ("WORLD_SIZE", "RANK")
@@ -166,7 +166,7 @@ class _Reader:
             remedy = "Set JAXTRAIN_COORDINATOR, and JAXTRAIN_LOCAL_DEVICES where a node has several tasks."
             self.wrong("SLURM_STEP_NODELIST", env["SLURM_STEP_NODELIST"], "is no list of nodes that jaxtrain can read", remedy)
         job = self.number("SLURM_JOB_ID", env["SLURM_JOB_ID"], 0)
-        # The port that jax would take: another for each job that is on the nodes at the same time.
+        # The port that jax would use: another for each job on the same nodes.
         coordinator = f"{nodes[0]}:{(job or 0) % 2**12 + 65536 - 2**12}" if nodes else None
         several = max(tasks) > 1 if tasks else (count or 0) > len(nodes)
         devices = None
@@ -206,7 +206,7 @@ class _Reader:
         if not env.get("MASTER_ADDR") or port is None:
             return None
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            port += 1 if port < 65535 else -1  # torchrun itself listens on MASTER_PORT and tells its processes so
+            port += 1 if port < 65535 else -1  # torchrun itself listens on MASTER_PORT, and passes this to its processes
         return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
 
     def local(self, size: str, rank: str) -> tuple[int, ...] | None:
@@ -260,7 +260,7 @@ class _Reader:
 def node_names(text: str) -> list[str]:
     """Return the machines of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1; else []."""
     names = []
-    # Commas inside brackets are ranges' own.
+    # Commas inside brackets separate ranges.
     for entry in re.split(r",(?![^\[\]]*\])", text.strip()):
         if not re.fullmatch(r"([\w.-]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+", entry, re.ASCII):
             return []

@@ -12,9 +12,9 @@ from typing import Any
 from jaxtrain.distributed.cluster import Cluster
 from jaxtrain.distributed.words import reason, this_process
 
-HEARTBEAT_S = 15  # A process without a heartbeat for this long is dead.
+HEARTBEAT_S = 15  # A process without a heartbeat for this long counts as lost.
 PORT_S = 30.0  # An earlier attempt of the same job may still hold process 0's port for this long.
-MARGIN_S = 30  # JAX's own timeout at the start, which aborts the process, comes this much later than ours.
+MARGIN_S = 30  # JAX's own timeout at the start, which aborts the process, comes this much later.
 
 
 class ClusterError(RuntimeError):
