@@ -95,7 +95,7 @@ def in_force(m: config.Model) -> config.Model:
     changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
-        changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base expresses
+        changes["local_rope_base"] = 0.0  # scaled as in the other layers; no base expresses that
     without_effect = ["rope_factor"] * (m.rope_scaling == "none")
     without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not m.num_experts)
     without_effect += ["router_groups", "groups_per_token"] * (m.groups_per_token == m.router_groups)
@@ -157,7 +157,7 @@ def export(
     if missing or left:
         rule = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
         raise HuggingFaceError(f"{source.name}: {rule}.")
-    # Scales of norms and biases are float32 beside weights in bfloat16; an export rounds them, as published models do.
+    # Scales of norms and biases are float32 with weights in bfloat16; an export rounds them, as published models do.
     matrices = {str(stored[name].dtype) for name in wanted if not is_vector(name)}
     chosen = dtype if dtype != "auto" else ("bf16" if matrices == {"bfloat16"} else "f32")
     spec = tokenizer or run.data.tokenizer
@@ -170,7 +170,7 @@ def export(
     size = sum(math.prod(e.shape) for e in wanted.values()) * DTYPES[chosen].itemsize
     check_space(out, size)
 
-    place = out.resolve()  # of a symbolic link, its folder is replaced
+    place = out.resolve()  # the target of a symbolic link is replaced
     partial, replaced = (place.with_name(f"{place.name}.{state}") for state in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -189,9 +189,9 @@ def export(
     else:
         folders.write_tokenizer(spec, eot, partial)
     write_json(partial / CONFIG, described)
-    if not (partial / GENERATION).exists():  # else it came with the tokenizer
+    if not (partial / GENERATION).exists():  # otherwise it came with the tokenizer
         write_json(partial / GENERATION, {"_from_model_config": True, "eos_token_id": eot})
-    # An old model is deleted only when a whole new one has its place, at whatever moment a process is killed.
+    # An old model is deleted only when a complete new one has its place, even if the process is killed.
     if place.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -217,7 +217,7 @@ def write_tensors(
 
     The host holds the tensors of one file. An array of experts in two files is read twice.
     """
-    places: dict[str, list[Entry]] = {}  # two of ours may be in one of theirs
+    places: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
         for name in entry.theirs:
             places.setdefault(name, []).append(entry)
@@ -235,7 +235,7 @@ def write_tensors(
                 if split.tensor_to_filename[name] == file:
                     arrays[name] = entry.to_theirs(converted, at, arrays.get(name))
                     progress(name, arrays[name].nbytes // len(places[name]))
-        # The library renames a temporary file of mode 0600; the umask decides, as for the other files.
+        # The library renames a temporary file of mode 0600; permissions follow the umask, as for the other files.
         (out / file).touch()
         mode = stat.S_IMODE((out / file).stat().st_mode)
         safetensors.numpy.save_file(arrays, out / file, {"format": "pt"})
@@ -268,7 +268,7 @@ def in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry,
     """Yield weights as they are stored; AT_ONCE bytes are read at a time."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX was told to start no CPU
+    except RuntimeError:  # JAX was asked to start no CPU
         host = SingleDeviceSharding(jax.local_devices()[0])
     batch: list[Entry] = []
     for entry in wanted:

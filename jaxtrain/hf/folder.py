@@ -34,7 +34,7 @@ DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16
 DTYPES["U8"] = np.dtype("uint8")  # of MXFP4 alone
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
 DTYPES["F8_E4M3"] = FP8
-SCALE = "_scale_inv"  # behind the name of a tensor in FP8: that of its scales, one for each block of rows and columns
+SCALE = "_scale_inv"  # suffix of the name of a tensor in FP8: its scales, one for each block of rows and columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Folder:
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute()) if (self.path / "tokenizer.json").is_file() else "byte"
-        # The model was trained with positions up to here, and sampling uses no more.
+        # The model was trained with positions up to here; sampling uses no more.
         tree["data"]["seq_len"] = self.seq_len or config.Data().seq_len
         run, problems = config.resolve(tree)
         if problems:
@@ -177,7 +177,7 @@ def locate(name: str) -> Path:
 
     found: Any = None
     hub_name = name.removeprefix("hf:")
-    with contextlib.suppress(ValueError):  # no name that the hub could have
+    with contextlib.suppress(ValueError):  # not a valid name on the hub
         found = huggingface_hub.try_to_load_from_cache(hub_name, CONFIG)
     if isinstance(found, str):
         return Path(found).parent
@@ -391,7 +391,7 @@ def write_byte_tokenizer(target: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # Byte-level BPE writes each byte as one letter: itself where it prints, the others in order from letter 256 on.
+    # Byte-level BPE writes each byte as one letter: printable ones as themselves, the others in order from letter 256 on.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = [byte for byte in range(256) if chr(byte) not in letters]
     vocab = {c: ord(c) if ord(c) < 256 else others[ord(c) - 256] for c in letters}

@@ -212,7 +212,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     run = folder.run(dtype)
     if run.data.tokenizer != "byte":  # within the run's folder, which can be moved
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer="tokenizer"))
-    if any((folder.path / name).is_file() for name in TOKENIZER):  # first: with a checkpoint the run looks whole
+    if any((folder.path / name).is_file() for name in TOKENIZER):  # first: with a checkpoint the run counts as complete
         copy_tokenizer(folder.path, out / "tokenizer")
     save(out, run, tensors, came_from(folder))
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")

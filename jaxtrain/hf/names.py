@@ -26,7 +26,7 @@ SHOWN = 12  # problems named one by one
 class Entry:
     """One tensor of jaxtrain, and the tensors of the checkpoint with its values: one, or one per expert."""
 
-    ours: str  # as our checkpoints name it
+    ours: str  # the name in jaxtrain's checkpoints
     theirs: tuple[str, ...]
     how: HfTensor
     sizes: Mapping[str, int]  # of each axis by its letter
@@ -133,7 +133,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
     first = [name for name in known if name.startswith("embed")]
-    # Our name, our number of the layer, and its number among all layers.
+    # jaxtrain's name, its number of the layer, and the number among all layers.
     order: list[tuple[str, Any, Any]] = [(name, "", "") for name in first]
     layered: list[str] = []
     for stack, begin, end in ((DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)):
@@ -194,7 +194,7 @@ def match(
 
 def copied(view: np.ndarray) -> np.ndarray:
     """Return a contiguous copy of a view with its axes in another order."""
-    # As integers: numpy copies types it does not know element by element.
+    # As integers: numpy copies unknown dtypes element by element.
     words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
     if words.flags.c_contiguous or words.ndim < 2:
         return np.array(words).view(view.dtype)

@@ -13,7 +13,7 @@ def main():
 
     folder, tokens, out = sys.argv[1:]
     torch.set_grad_enabled(False)
-    # Not sdpa: its kernels know no soft cap, and transformers warns of it.
+    # Not sdpa: its kernels have no soft cap, and transformers warns about it.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     rows = torch.from_numpy(np.load(tokens).astype(np.int64))
