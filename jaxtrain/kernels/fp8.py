@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
-# Smaller scales are too near the subnormal numbers, which a GPU may take for zero. Such tensors are as good as zero.
+# Smaller scales are too near the subnormal numbers, which a GPU may flush to zero. Such tensors are practically zero.
 SMALLEST = 2.0**-125
 
 
@@ -72,7 +72,7 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 class Float8:
     """A weight in 8 bits: value x scale, one scale for each layer of a stack."""
 
-    bits: Any  # e4m3, bit by bit as uint8
+    bits: Any  # e4m3, as the same bits in uint8
     scale: Any  # f32, (L,) or ()
     gradient: Any = None  # in use: an array of the gathered weight's shape, whose gradient is that of the weight
 
@@ -182,7 +182,7 @@ def gated_linear(
 
 # At least the largest slope of an activation (silu 1.0998, gelu 1.129) or 1, times 1 + 2^-6 for four roundings to bfloat16.
 SLOPE = 1.25
-SCALE = "fp8_scale"  # name of scalars that every remat policy saves: to find them again takes a pass over their tensor
+SCALE = "fp8_scale"  # name of scalars that every remat policy saves: recomputing them takes a pass over their tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Peaks:
     it is at least the largest magnitude of the tensor's gradient.
     """
 
-    before: bool = False  # it gives that of x's gradient
-    after: bool = False  # it gets that of y's gradient
+    before: bool = False  # it returns that of x's gradient
+    after: bool = False  # it receives that of y's gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -46,7 +46,7 @@ class Slots(NamedTuple):
 
     def release(self, step: jax.Array, interpret: bool) -> None:
         """Let the step's slot be filled again."""
-        if interpret:  # its detector of races wants a fence between loads and a later copy, which the barrier is
+        if interpret:  # its race detector requires a fence between loads and a later copy; the barrier is one
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self.slot(step)])
 

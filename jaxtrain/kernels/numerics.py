@@ -13,9 +13,9 @@ class Numerics:
     """The dtype of each kind of array."""
 
     compute: jnp.dtype  # activations, gathered weights
-    reduce: jnp.dtype  # weight gradients, while they are summed over devices
+    reduce: jnp.dtype  # weight gradients in their reduction over devices
     params: jnp.dtype  # master weights
-    vectors: jnp.dtype = DTYPES["f32"]  # of them, scales of norms and biases
+    vectors: jnp.dtype = DTYPES["f32"]  # of master weights: scales of norms and biases
 
     @property
     def precision(self) -> jax.lax.Precision:

@@ -47,7 +47,7 @@ def yarn_scaling(
     first, last = pair_with(beta_fast), pair_with(beta_slow)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
-    # Published models were trained with this upper bound, the width of a head and not the number of its pairs.
+    # Published models were trained with this upper bound, the width of a head and not the number of pairs.
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first if last != first else 1e-3
     slower = jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - first) / width, 0.0, 1.0)

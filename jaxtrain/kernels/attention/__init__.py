@@ -31,10 +31,10 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-NOTHING = -1e30  # log-sum-exp of a query that sees no key; finite, so that the difference of two of them is not NaN
+NOTHING = -1e30  # log-sum-exp of a query without visible keys; finite, so that the difference of two of them is not NaN
 
 
-EMULATED, KERNEL = "emulated", "kernel"  # how the forward pass is in e4m3: in XLA on CPU, or by the kernel for Hopper
+EMULATED, KERNEL = "emulated", "kernel"  # the forward pass in e4m3: in XLA on CPU, or by the kernel for Hopper
 
 
 class Unsupported(ValueError):
@@ -47,14 +47,14 @@ class Spec:
 
     head_dim: int
     dtype: str  # "f32" or "bf16"
-    packed: bool  # several documents in a row; otherwise one, and no padding
+    packed: bool  # several documents in a row; otherwise one, without padding
     max_segments: int  # documents in a row, at most
-    window: int = 0  # a token sees this many positions, itself included; 0: all before it
+    window: int = 0  # a token attends to this many positions, itself included; 0: all before it
     softcap: float = 0.0  # scores become c tanh(s / c); 0: off
     cached: bool = False  # queries are the newest tokens only, keys come from a cache
-    deterministic: bool = False  # the same bits each time are asked for
+    deterministic: bool = False  # the same bits each time are required
     sinks: bool = False  # each head has a learnt logit in the sum of softmax (sinks.py)
-    value_dim: int = 0  # width of values, where they are narrower than keys; 0: head_dim
+    value_dim: int = 0  # width of values, if narrower than keys; 0: head_dim
     fp8: str = ""  # EMULATED or KERNEL: the forward pass multiplies in e4m3 (fp8.py)
 
 
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     kv_positions: jax.Array
 
 
-# A new kernel is one file and one entry. The order is `auto`'s: the first that can do what is asked.
+# A new kernel is one file and one entry. The order is that of `auto`: the first that supports the request.
 IMPLEMENTATIONS = {
     "cudnn": "jaxtrain.kernels.attention.cudnn",
     "pallas": "jaxtrain.kernels.attention.pallas",

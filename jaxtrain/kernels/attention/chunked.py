@@ -27,7 +27,7 @@ def prepare(rows: Rows, spec: Spec) -> Rows:
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
     """Implement `attention` of the package. T is padded to a multiple of the block with queries without visible keys."""
     T, dtype = q_BTNH.shape[1], k_BSKH.dtype
-    # So that the blocks' parts of their gradients are added up in float32.
+    # So that the blocks' gradients are summed in float32.
     k_f32, v_f32 = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
 
     @jax.checkpoint

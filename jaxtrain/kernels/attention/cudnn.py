@@ -29,9 +29,9 @@ from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec, Unsupporte
 _takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
 NO_SCORE_MOD = {"score_mod": None} if _takes_score_mod else {}
 
-WORKSPACE = 5 << 29  # bytes, 2.5 GiB: parts of a backward pass are made until one takes no more
-TILE = 128  # queries that a thread block of the kernel has
-TILES = 256  # in a part at least, so that it fills the 132 multiprocessors of an H100 or H200 about twice
+WORKSPACE = 5 << 29  # bytes, 2.5 GiB: a backward pass is cut into parts with at most this workspace
+TILE = 128  # queries of a thread block of the kernel
+TILES = 256  # least number in a part, so that it fills the 132 multiprocessors of an H100 or H200 about twice
 
 
 class Packed(NamedTuple):
@@ -75,8 +75,8 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
         return None
     lengths_BM, starts_BM = _documents(rows.q_segments, spec)
     exists_BM = lengths_BM > 0
-    # The primitive moves all rows' entries that are not -1 to the front and reads lengths and offsets pairwise, so there must
-    # be as many of one as of the other: a closing offset after the last document would shift those of the next row.
+    # The primitive moves the entries of all rows that are not -1 to the front and reads lengths and offsets in pairs. So there
+    # must be equally many of both: a closing offset after the last document would shift those of the next row.
     offsets_BM = _closed(jnp.where(exists_BM, starts_BM, -1))
     return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM)
 
@@ -150,7 +150,7 @@ def _flash_bwd(spec, residuals, do):
     def part(stats: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
         if packed is None or own is None:
             return stats[rows, heads]
-        # The primitive has moved what exists to the front: entries of these rows are behind those of all rows before.
+        # The primitive has moved existing entries to the front: entries of these rows come after those of all earlier rows.
         before = jnp.sum(packed.lengths_BM[: rows.start] != -1, dtype=jnp.int32) if rows.start else 0
         return jax.lax.dynamic_slice_in_dim(stats[:, heads], before, own.lengths_BM.size)
 
@@ -236,8 +236,8 @@ def _backward(
     held, parts = (q, k, v, out, stats, do), []
     for row, head in itertools.product(range(0, B, rows), range(0, N, heads)):
         if parts:
-            # Not even the slices of a part are made before the part before is done: one workspace exists at a time. What the
-            # kernel is told of documents is small, and made once for all parts with the same rows.
+            # Even the slices of a part wait until the previous part is done, so one workspace exists at a time. The description
+            # of documents is small, and computed once for all parts with the same rows.
             held, parts[-1] = jax.lax.optimization_barrier((held, parts[-1]))
         q, k, v, out, stats, do = held
         its, n = slice(row, row + rows), slice(head, head + heads)
@@ -274,7 +274,7 @@ def _backward(
     return joined(dq, 1), joined(dk, shared), joined(dv, shared)
 
 
-# ---- Blocks: see the package's docstring. The private primitives give a float32 log-sum-exp, and take that of all blocks back.
+# ---- Blocks: see the package's docstring. The private primitives return a float32 log-sum-exp, and accept that of all blocks.
 
 
 class Block(NamedTuple):
@@ -303,7 +303,7 @@ def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
     queries = jnp.where(one, jnp.sum(q_BT == q_BT[:, :1], axis=1, dtype=jnp.int32), 0)
     keys = jnp.where(one, jnp.sum(kv_BS == kv_BS[:, -1:], axis=1, dtype=jnp.int32), 0)
     zero = jnp.zeros_like(queries)
-    # With a single entry a row, the primitive would leave the offsets out.
+    # With one entry per row, the primitive would ignore the offsets.
     return Block(
         Packed(jnp.stack([queries, zero], 1), _closed(jnp.stack([zero, zero], 1))),
         Packed(jnp.stack([keys, zero], 1), _closed(jnp.stack([kv_BS.shape[1] - keys, zero], 1))),

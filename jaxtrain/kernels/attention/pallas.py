@@ -45,8 +45,8 @@ PREFIX = "jaxtrain_attention_"  # of the kernels' names
 INTERPRET: plgpu.InterpretGPUParams | None = None
 
 
-# head_dim filled up -> tiles of each kernel. Of those tried, the largest that the assembler fits into the registers and into
-# shared memory, but for a few bytes: benchmarks/attention_tiles.py shows what each takes.
+# Padded head_dim -> tiles of each kernel: of those tried, the largest that the assembler fits into registers and shared memory,
+# except for a few bytes. benchmarks/attention_tiles.py shows the sizes.
 SIZES: dict[int, dict[str, Tile]] = {
     64: {FORWARD: Tile(128, 128, 4), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 4), KEYS: Tile(64, 128, 4)},
     128: {FORWARD: Tile(128, 128, 2), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 128, 2)},
@@ -201,7 +201,7 @@ def forward_fp8(
     q8, k8, v8 = map(_filled, (q8, k8, v8))
     B, filled, N, _ = q8.shape
     shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
-    # Keys last: WGMMA reads 8-bit numbers along the contracted dimension alone.
+    # Keys last: WGMMA reads 8-bit numbers only along the contracted dimension.
     operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
     out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
     return out[:, :T, :, :H], lse[:, :, :T]
@@ -246,7 +246,7 @@ def _call(
     """
     (B, _, N, H), K = operands[0].shape, operands[1].shape[2]
     static = Static(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)
-    # Profiles show the name, and plans read from it what is computed (plan/program/op_cost.py).
+    # Profiles show the name, and plans read the computation from it (plan/program/op_cost.py).
     mask = (f"window{spec.window}" if spec.window else "causal") if causal else "all"
     kernel = KERNELS[name]
     call = plgpu.kernel(

@@ -25,12 +25,12 @@ FORWARD, FORWARD_FP8, QUERIES, KEYS = "forward", "forward_fp8", "backward_q", "b
 # The forward pass in e4m3 multiplies weights by 2^8, so that the largest is 256 of at most 448: those above 2^-14 are normal
 # numbers and those above 2^-18 are not rounded to zero.
 SHIFT = 8
-CHUNK = 64  # numbers of bf16 that shared memory holds side by side
+CHUNK = 64  # numbers of bf16 that are contiguous in shared memory
 TILES, BATCH, HEADS = "tile", "row", "head"  # the axes of programs
 OF_ROWS, OF_COLUMNS = (
     plgpu.Layout.WGMMA.reduce(1),
     plgpu.Layout.WGMMA.reduce(0),
-)  # a number for each row, or column, of a product
+)  # a number for each row, or column, of a matmul's result
 
 
 class Tile(NamedTuple):
@@ -47,7 +47,7 @@ class Static:
 
     spec: Spec
     tile: Tile
-    width: int  # head_dim, filled up
+    width: int  # head_dim, padded
     group: int
     interpret: bool
     fp8: bool = False  # the matmuls are of e4m3
@@ -128,7 +128,7 @@ def _product(a: Any, b: Any) -> jax.Array:
 def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.Array:
     """Return sums + a b in f32: `a` is in registers, `b` a tile in shared memory."""
     a = a.astype(b.dtype)
-    if static.interpret:  # jax 0.11.2's interpreter knows WGMMA of shared memory alone, and no pl.run_state
+    if static.interpret:  # jax 0.11.2's interpreter supports WGMMA only from shared memory, and no pl.run_state
         return sums + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
     added: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.WGMMAAccumulatorRef.init(sums))
     return added
@@ -269,7 +269,7 @@ def forward_scratch(static: Static) -> tuple[Any, ...]:
     """Return shared memory and barriers of the forward kernel."""
     tokens, stages, width = static.tile.keys, static.tile.stages, static.width
     k, v, own = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
-    if static.fp8:  # WGMMA reads 8-bit numbers along the contracted dimension alone: of values, that of keys
+    if static.fp8:  # WGMMA reads 8-bit numbers only along the contracted dimension: for values, that of keys
         k, v = static.eights(stages, tokens, width), static.eights(stages, width, tokens)
         own = static.eights(COMPUTING, ROWS, width)
     arrived, turn = plgpu.Barrier(num_barriers=COMPUTING), plgpu.Barrier(num_arrivals=COMPUTING)
@@ -320,7 +320,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
             values.release(step, static.interpret)
             return out, new_top, total
 
-        # Scores that are masked are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
+        # Masked scores are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
         top = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), OF_ROWS)
         start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS)
         pl.when(which == 1)(next_turn)

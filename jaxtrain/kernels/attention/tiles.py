@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention import Rows, Spec
 
 MOST = 2**30  # above all segments and positions
-NEVER = -1  # segment of a key that nobody sees
+NEVER = -1  # segment of a key that no query attends to
 
 
 class Ends(NamedTuple):
@@ -24,7 +24,7 @@ class Ends(NamedTuple):
     first_position: jax.Array
     last_segment: jax.Array
     last_position: jax.Array
-    whole: jax.Array  # bool: all of it real tokens of one document
+    whole: jax.Array  # bool: only real tokens, of one document
 
 
 def count(tokens: int, tile: int) -> int:

@@ -19,7 +19,7 @@ from jaxtrain.kernels.attention import Rows, Spec, sinks
 from jaxtrain.kernels.context import heads, ring, window
 from jaxtrain.kernels.context.split import Split
 
-EQUAL_WIDTHS = ("pallas",)  # kernels whose values are as wide as their keys
+EQUAL_WIDTHS = ("pallas",)  # kernels that need values as wide as keys
 
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:

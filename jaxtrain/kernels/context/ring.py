@@ -32,7 +32,7 @@ class Described(NamedTuple):
 
     diagonal: Any  # rows of a, then rows of b
     behind: Any  # b against a
-    others: tuple[Any, ...]  # against each other place, by distance: rows of the first block, then of the second
+    others: tuple[Any, ...]  # against each other rank, by distance: rows of the first block, then of the second
 
 
 def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:

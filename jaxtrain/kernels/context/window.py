@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention import Rows, Spec, sinks
 from jaxtrain.kernels.context.split import Split, halves
 
-ALIGNED = 128  # tokens; kernels work in tiles of so many
+ALIGNED = 128  # tokens of a tile of the kernels
 
 
 def applies(spec: Spec, tokens: int, split: Split) -> bool:
@@ -29,7 +29,7 @@ def inner_spec(spec: Spec) -> Spec:
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     """Return the kernel's description of both chunks with their halos; rows of the early chunk first, then of the late one."""
-    # Shifted by one, since zeros are what arrives from before the first chunk.
+    # Shifted by one, since zeros arrive from before the first chunk.
     segments = _with_halo(rows.q_segments + 1, spec, split)
     segments = jnp.where(segments == 0, spec.max_segments + 1, segments - 1)
     positions = _with_halo(rows.q_positions, spec, split)

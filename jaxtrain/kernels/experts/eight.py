@@ -32,7 +32,7 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
     """
     dtype, sums = (fp8.E5M2, fp8.FULL) if gradient else (fp8.E4M3, fp8.FAST)
     used = jnp.arange(rows.shape[0])[:, None] < sizes_E.sum()
-    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may hold anything, and share the scale
+    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may have any values, and share the scale
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     rows8, w8_EDF = fp8.rounded(rows, scale, dtype), fp8.from_bits(w.bits, fp8.E4M3)
     if impl == "pallas":

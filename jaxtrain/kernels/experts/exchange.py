@@ -26,9 +26,9 @@ from jaxtrain.shapes import FURTHER_ROUND
 class Route(NamedTuple):
     """The assignment in each slot, in one round."""
 
-    take_S: jax.Array  # the assignment in each slot; T x k, which is none, where it is empty
-    slot_Tk: jax.Array  # the slot of each assignment; S, which is none, where it does not travel in this round
-    perm_R: jax.Array  # the received slot in each row; (0,) where rows are as received
+    take_S: jax.Array  # the assignment in each slot; T x k for an empty slot
+    slot_Tk: jax.Array  # the slot of each assignment; S if it is not sent in this round
+    perm_R: jax.Array  # the received slot in each row; (0,) if rows are as received
     place_R: jax.Array  # the inverse
     sizes_E: jax.Array  # rows of each expert of this device
 
@@ -37,11 +37,11 @@ class Plan(NamedTuple):
     """A device's assignments, sorted by expert, and its first round."""
 
     order_n: jax.Array  # assignments by expert, those of padding last
-    rank_Tk: jax.Array  # where each stands in that order
-    counts_E: jax.Array  # how many of this device's assignments each expert has
-    theirs_XE: jax.Array  # how many each device of the expert axis has for each expert of this device; (0,) where none asks
-    further: jax.Array  # (1,): how many rounds it takes after the first; the same number on all devices
-    dropped: jax.Array  # (1,): how many of this device's assignments are dropped
+    rank_Tk: jax.Array  # the position of each in that order
+    counts_E: jax.Array  # number of this device's assignments for each expert
+    theirs_XE: jax.Array  # number of each device's assignments for each expert of this device; (0,) if unused
+    further: jax.Array  # (1,): number of rounds after the first; the same on all devices
+    dropped: jax.Array  # (1,): number of this device's assignments that are dropped
     first: Route
 
 
@@ -52,12 +52,12 @@ class Exchange:
     experts: int  # on all devices
     tokens: int  # T, of this device
     k: int
-    over: tuple[str, ...]  # mesh axes that split the experts
+    over: tuple[str, ...]  # mesh axes that shard the experts
     parts: int  # devices along them
-    devices: tuple[str, ...]  # mesh axes over which other devices have other rows
-    capacity: float  # of each expert, in even shares of a device's assignments; 0: none is dropped
-    buffer: float  # room for each device in the first round, in even shares
-    alone: bool  # each device has one expert, whose rows are all slots, empty ones too
+    devices: tuple[str, ...]  # mesh axes along which other devices have other rows
+    capacity: float  # capacity of each expert over an even load of a device's assignments; 0: none is dropped
+    buffer: float  # slots for each device in the first round, over an even load
+    alone: bool  # each device has one expert, whose rows are all slots, including empty ones
 
     @property
     def here(self) -> int:
@@ -146,7 +146,7 @@ class Exchange:
         sizes_E = jnp.full((self.here,), self.room * self.parts, jnp.int32)
         return Route(take_EC.reshape(-1), slot_Tk, none, none, sizes_E)
 
-    # ---- What travels
+    # ---- Communication
 
     def send(self, x_TD: jax.Array, route: Route) -> jax.Array:
         """Return the rows (R, D) of this device's experts, of every device's tokens; zeros in unused rows."""

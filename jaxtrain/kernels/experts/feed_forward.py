@@ -32,7 +32,7 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.sharding import Axes, Placement
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
-FURTHER_ROUNDS = "further_rounds"  # the scope of what runs only where loads are uneven: plans price it by --experts-load
+FURTHER_ROUNDS = "further_rounds"  # the scope of operations that run only for uneven loads: plans price it by --experts-load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,8 @@ class Spec:
 
     @property
     def _alone(self) -> bool:
-        # Of one expert a device all rows are, those that hold nothing too: a plain matmul, which is faster than a grouped one.
+        # With one expert per device all rows are its rows, including empty ones: a plain matmul, which is faster than a grouped
+        # one.
         return self.impl == "auto" and self.placement.size(self.split) == self.experts
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
@@ -254,11 +255,11 @@ def _backward(spec: Spec, residuals, cotangents):
 
     made = gradients(plan.first, rows_RD, gate_RF, up_RF, spec.numerics.compute)
     if exchange.overflows:
-        # The outer loop runs at most once. An even load so writes no float32 gradient, and a loop changes its state in place.
+        # The outer loop runs at most once. So an even load writes no float32 gradient, and a loop changes its state in place.
         with jax.named_scope(FURTHER_ROUNDS):
             _, made = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, made))
-    # The compiler would overlap the reduction of one dw with the matmul of the next, and the last ones with nothing. The layers
-    # before wait for all matmuls: then their backward passes overlap with the reductions.
+    # The compiler would overlap the reduction of one dw with the matmul of the next, and expose the last ones. With this
+    # barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
     dx_TD, d_share_Tk, dw, db = jax.lax.optimization_barrier(made)
     d_weights = (
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)

@@ -33,12 +33,12 @@ from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 PREFIX = "jaxtrain_experts_"  # of the kernels' names
 # Parameters of the interpreter, for tests on a CPU; None: compile. With fewer than three CPU devices the interpreter hangs.
 INTERPRET: plgpu.InterpretGPUParams | None = None
-FAST, FULL = "times8_fast", "times8_full"  # products in 8 bits, by how they are summed
+FAST, FULL = "times8_fast", "times8_full"  # matmuls in 8 bits, by their accumulation
 TILES = {
     TIMES: Tile(128, 256, 64, 4),
     OUTER: Tile(128, 256, 64, 4),
     FAST: Tile(128, 256, 128, 4),
-    FULL: Tile(128, 128, 128, 6),  # whose sums are in the registers twice
+    FULL: Tile(128, 128, 128, 6),  # with two accumulators in registers
 }
 
 
@@ -121,7 +121,7 @@ def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax
     first = starts // ALIGNED * ALIGNED
     count = jnp.where(ends > starts, -(-(ends - first) // tile), 0)
     behind = jnp.cumsum(count)
-    # An expert's tiles hold at most its own rows, ALIGNED - 1 before them, and tile - 1 after.
+    # An expert's tiles contain its own rows, and at most ALIGNED - 1 rows before and tile - 1 rows after them.
     v = jnp.arange((filled + (E + 1) * (ALIGNED + tile - 2)) // tile, dtype=jnp.int32)
     expert = jnp.minimum(jnp.sum(v[:, None] >= behind[None, :], axis=1), E).astype(jnp.int32)
     at = first[expert] + (v - (behind - count)[expert]) * tile

@@ -17,10 +17,10 @@ from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
 
 TIMES, OUTER = "times", "outer"  # the kernels
 PROGRAMS = "program"  # the axis of programs
-SWIZZLE = 128  # bytes that shared memory holds side by side, in the order in which WGMMA reads them
+SWIZZLE = 128  # bytes that are contiguous in shared memory, in the order in which WGMMA reads them
 ALIGNED = 8  # rows of a block of that order: tiles in global memory start at a multiple
-NEIGHBOURS = 16  # tiles of the first direction that programs pass through before they go on in the second
-STORES = 2  # stores of a warpgroup that are under way at a time
+NEIGHBOURS = 16  # tiles of the first direction that programs process before they continue in the second
+STORES = 2  # concurrent stores of a warpgroup
 
 
 class Tile(NamedTuple):
@@ -44,7 +44,7 @@ class Static:
     experts: int
     transposed: bool  # weights are (experts, columns, contracted)
     interpret: bool
-    promoted: bool = False  # each step's sum is added to a sum of its own, in f32
+    promoted: bool = False  # each step's sum has its own accumulator, in f32
 
 
 def smem(shape: tuple[int, ...], dtype: Any, block: int = ALIGNED) -> Any:

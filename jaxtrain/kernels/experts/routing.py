@@ -14,16 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.sharding import all_reduce
 
 CHOICE = "expert_choice"
-# Of a layer's statistics, before the load of each expert.
+# Columns of a layer's statistics, before the load of each expert.
 COLUMNS = ("balance_loss", "sequence_balance_loss", "z_loss", "entropy", "dropped")
 
 
 class Routed(NamedTuple):
     """The experts of each token, and the layer's statistics of its router."""
 
-    chosen_BTk: jax.Array  # int32; of padding the number of experts, which no expert has
+    chosen_BTk: jax.Array  # int32; for padding the number of experts, which is no expert
     share_BTk: jax.Array  # f32: the factor of each chosen expert's output
-    statistics: jax.Array  # f32 (5 + E,): COLUMNS with no token dropped, then the share of all choices that fell on each expert
+    statistics: jax.Array  # f32 (5 + E,): COLUMNS with no token dropped, then each expert's share of all choices
 
 
 def route(
@@ -67,7 +67,7 @@ def route(
     best_BTk = jax.lax.top_k(_in_kept_groups(ranked_BTE, groups, kept_groups), k)[1]
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
     is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
-    # As a sum, whose gradient is one too; that of a look-up would be added up in memory.
+    # As a sum, whose gradient is a sum too; the gradient of a look-up would be a scatter-add in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:
         share_BTk = _of_sum(share_BTk)
