@@ -77,7 +77,7 @@ class Shared(NamedTuple):
     prepared: tuple[Any, ...]  # the kernel's view of documents, by kind of layer
     rotary: tuple[tuple[jax.Array, jax.Array], ...]  # tables of cos and sin, f32 (B, T, H/2); one pair, or one by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
-    real_BT: Any  # bool, False for padding; None of a model that does not ask
+    real_BT: Any  # bool, False for padding; None if the model does not use it
 
     def where(self, valid: jax.Array) -> "Shared":
         """Return the same if `valid`, bool (); otherwise with all tokens as padding, which no expert processes."""

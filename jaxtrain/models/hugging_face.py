@@ -391,7 +391,7 @@ def _write_rope_by_kind(model: Model) -> dict[str, Any]:
 
 
 ROPE = Part(_read_rope, _write_rope)
-# Layers with a sliding window have a base of their own, which is never scaled.
+# Layers with a sliding window have their own base, which is never scaled.
 ROPE_BY_KIND = Part(_read_rope_by_kind, _write_rope_by_kind)
 
 
@@ -503,7 +503,7 @@ def gemma_part(pattern: Callable[[Settings], str]) -> Part:
     def write(model: Model) -> dict[str, Any]:
         divisor = float(f"{(model.attn_logit_scale or model.head_dim**-0.5) ** -2:.12g}")
         return {
-            # transformers requires an integer where it is one.
+            # transformers requires an integer if the value is one.
             "query_pre_attn_scalar": int(divisor) if divisor == int(divisor) else divisor,
             "attn_logit_softcapping": model.attention_softcap or None,
             "final_logit_softcapping": model.logit_softcap or None,

@@ -32,7 +32,7 @@ class Context:
     structure: Structure = Structure()
     lora: Lora = Lora()
     moe: Moe = Moe()
-    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: those that are alike
+    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the number of equal layers
 
 
 class RMSNorm(nnx.Module):

@@ -19,7 +19,7 @@ from jaxtrain.models.module import Initializer, constant, param
 
 MODULE = "lora"  # of the adapters of one module, and part of each one's name
 A, B = "_a", "_b"
-# The equation that `dot` gets with each weight that can be adapted: it says which dimensions are inputs.
+# The equation that `dot` gets with each weight that can be adapted: it shows which dimensions are inputs.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
@@ -98,7 +98,7 @@ class Adapters(nnx.Module):
             return y
         n, (down, up) = self.ctx.numerics, equations(EQUATIONS[name])
         with jax.named_scope(MODULE):
-            # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
+            # Scaled at the narrow dimension: after b, the backward pass would make a scaled copy of y's whole gradient.
             h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
             return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
 

@@ -25,7 +25,7 @@ class ExpertsMLP(nnx.Module):
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         E, D, F, dtype = model.num_experts, model.d_model, model.d_ff, ctx.numerics.params
-        # Beside adapters too it rests as master weights do, and not in the compute dtype.
+        # With adapters too it is stored like master weights, and not in the compute dtype.
         self.router = param(rngs, (D, E), ROUTER, normal(std), ctx.lora.params, exact=True)
         if model.router_bias:
             self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32), exact=True)
