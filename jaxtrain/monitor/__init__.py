@@ -30,9 +30,9 @@ __all__ = ["MfuAlert", "Monitor"]
 
 LOGGER = logging.getLogger("jaxtrain")
 SAMPLE_S = 1.0  # between two samples of a GPU; the driver's own figures are means over up to a second
-SILENT_S = 60.0  # after which a driver that has not answered is worth a word
-LISTEN_S = 5.0  # between two looks whether it has
-JOIN_S = 5.0  # at the end the thread may be in a call that never comes back
+SILENT_S = 60.0  # after which a driver without an answer is reported
+LISTEN_S = 5.0  # between two checks for its answer
+JOIN_S = 5.0  # at the end the thread may be in a call that never returns
 
 Pools = Mapping[int, Callable[[], Mapping[str, int] | None]]
 
@@ -64,11 +64,11 @@ class Monitor:
         self._pools: Pools = pools if every_s > 0 else {}
         self._every_s, self._process, self._nvml, self._environ = every_s, process, nvml, environ
         self._sample_s, self._clock = sample_s, clock
-        self._cards: dict[int, Card] = {}  # by place
-        self._lock = threading.Lock()  # of all below that the thread writes
+        self._cards: dict[int, Card] = {}  # by index
+        self._lock = threading.Lock()  # of everything below that the thread writes
         self._samples: dict[int, list[Sample]] = {}  # since the last line
-        self._gone: dict[int, str] = {}  # GPUs that are not asked any more, and why
-        self._failed = False  # the thread that asks has ended
+        self._gone: dict[int, str] = {}  # GPUs that are no longer sampled, and the reasons
+        self._failed = False  # the sampling thread has ended
         self._heard = 0.0  # when the driver last answered
         self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # NVLink's, at the end of the last line
         self._episodes = Episodes()
@@ -99,7 +99,7 @@ class Monitor:
         if self._cards:
             self._thread = threading.Thread(target=self._watch, name="monitor of GPUs", daemon=True)
             self._thread.start()
-            # The first hangs where the driver does.
+            # The first hangs if the driver does.
             threading.Thread(target=self._listen, name="monitor of the driver", daemon=True).start()
         else:
             nvml.nvmlShutdown()
@@ -110,7 +110,7 @@ class Monitor:
         if self._thread is None:
             return
         self._thread.join(JOIN_S)
-        if not self._thread.is_alive():  # else it is inside NVML, which must stay
+        if not self._thread.is_alive():  # otherwise it is inside NVML, which must stay open
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()
 
@@ -122,7 +122,7 @@ class Monitor:
                 self.sample()
                 if self._over.wait(self._sample_s):
                     return
-        except Exception as error:  # a library that fails in a way of its own must not end a run; it is told, once
+        except Exception as error:  # an unknown error of the library must not end a run; it is reported once
             self._failed = True
             LOGGER.warning("the GPUs are no longer monitored: %s: %s", type(error).__name__, error)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxtrain.commands import spelled
 
-THROTTLED = 0.2  # of a line's samples: a dip of a second is not worth a word
-CLEAN = 6  # lines in a row without any, after which throttling is over: it comes and goes as a GPU warms and cools
+THROTTLED = 0.2  # of a line's samples: a dip of a second is not reported
+CLEAN = 6  # consecutive lines without any, after which throttling has ended: it comes and goes as a GPU warms and cools
 CAP_W = 1.0  # below the board's default limit; drivers round
-OUTSIDE_GIB = 1.0  # that memory outside the pool may grow: NCCL and cuDNN take theirs in the first steps
-SETTLED = 3  # lines of a GPU after which it has; the middle one of them is what it takes
+OUTSIDE_GIB = 1.0  # allowed growth of memory outside the pool: NCCL and cuDNN allocate theirs in the first steps
+SETTLED = 3  # lines of a GPU after which that has happened; their median is the usual amount
 
-# What to look at, by reason (card.THROTTLING).
+# The remedy by reason (card.THROTTLING).
 LOOK = {
     "hw_slowdown": "the hardware halves the clocks, or worse: look at temperature and power supply",
     "sync_boost": "another GPU of its sync boost group is slower: look at the others",
@@ -50,7 +50,7 @@ class GpuAlerts:
 
     def __init__(self, episodes: Episodes):
         self._episodes = episodes
-        self._ecc: dict[int, int] = {}  # GPU -> errors told of, or there at the start
+        self._ecc: dict[int, int] = {}  # GPU -> errors reported, or present at the start
         self._clean: collections.Counter[int] = collections.Counter()  # GPU -> lines in a row without throttling
         self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
@@ -88,7 +88,7 @@ class GpuAlerts:
     def _memory_errors(self, gpu: int, errors: int | None) -> None:
         if errors is None:
             return
-        known = self._ecc.setdefault(gpu, errors)  # those before this run are preflight's to tell
+        known = self._ecc.setdefault(gpu, errors)  # preflight reports those from before this run
         if errors > known:
             self._episodes.said.append(
                 f"GPU {gpu} has {errors - known} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
@@ -105,7 +105,7 @@ class GpuAlerts:
         if len(first) < SETTLED:
             first.append(outside)
             return
-        before = statistics.median(first)  # one line that a visitor spoilt is no measure
+        before = statistics.median(first)  # one disturbed line is no measure
         begun = (
             f"GPU {gpu}: memory outside JAX's pool has grown from {before:.1f} to {outside:.1f} GiB. Another process uses "
             f"the GPU (nvidia-smi -i {gpu} lists them), or NCCL or cuDNN take more than at the start. Theirs is what "
@@ -124,7 +124,7 @@ class MfuAlert:
     """
 
     LINES = 8
-    BACK = 1.02  # times the part that must be reached for an episode to be over
+    BACK = 1.02  # times the threshold that must be reached to end an episode
 
     def __init__(self, longest_s: float | None, part: float):
         self._longest, self._part = longest_s, part

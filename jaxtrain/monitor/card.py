@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-# Why clocks are held below what was asked for, by NVML's bits (nvml.h, nvmlClocksEventReasons). Left out are those that say
-# nothing of trouble: an idle GPU (0x1), clocks as they were set (0x2, 0x100), and the power limit (0x4): a GPU at its limit is
-# what full load looks like, and power beside its limit shows it.
+# Reasons for reduced clocks, by NVML's bits (nvml.h, nvmlClocksEventReasons). Reasons that indicate no problem are left out: an
+# idle GPU (0x1), clocks as they were set (0x2, 0x100), and the power limit (0x4), which a GPU reaches under full load; the line
+# shows power and limit.
 THROTTLING = {
     0x8: "hw_slowdown",
     0x10: "sync_boost",
@@ -19,7 +19,7 @@ THROTTLING = {
 }
 ALL_LINKS = 0xFFFFFFFF  # the scope of an NVLink counter that is summed over all links of the GPU (nvml.h)
 # Member of NVML's union of values, by its type (nvmlValueType_t).
-MUTE = 3  # samples in a row in which a GPU answers nothing, after which it is taken for lost: one may be the driver's trouble
+MUTE = 3  # samples in a row without any answer, after which a GPU counts as lost: a single one may be a problem of the driver
 MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
@@ -32,7 +32,7 @@ class Sample:
     """The readings of a GPU, None for unknown ones."""
 
     at: float  # seconds, of the monitor's clock
-    utilization: float | None  # 0 to 1: part of the driver's last period in which a kernel ran
+    utilization: float | None  # 0 to 1: fraction of the driver's last period in which a kernel ran
     memory_used_gib: float | None  # of the whole card, other processes and the driver included
     power_w: float | None
     power_limit_w: float | None
@@ -49,7 +49,7 @@ class Card:
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
-        self._refused: Exception | None = None  # the last question that was not answered
+        self._refused: Exception | None = None  # the last question without an answer
         self._mute = 0  # samples in a row without any answer
         self.index = int(nvml.nvmlDeviceGetIndex(handle))
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
@@ -69,7 +69,7 @@ class Card:
             self._ask(nvml.nvmlDeviceGetTemperature, float, nvml.NVML_TEMPERATURE_GPU),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_SM),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_MEM),
-            # The older of its two names, which all drivers know.
+            # The older of two names, which all drivers support.
             self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, named),
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
             self._nvlink(),
