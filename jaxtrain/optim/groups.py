@@ -24,8 +24,8 @@ class Group:
 
     pattern: str
     lr: float = 1.0  # factor of the schedule's learning rate
-    weight_decay: float | None = None  # None: optimizer.weight_decay on matrices, 0 elsewhere
-    optimizer: str = ""  # adamw | muon; "": by what the parameter is
+    weight_decay: float | None = None  # None: optimizer.weight_decay on matrices, 0 otherwise
+    optimizer: str = ""  # adamw | muon; "": by the kind of the parameter
 
 
 def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:

@@ -7,12 +7,12 @@ dimension that data parallelism does not shard.
 from collections.abc import Sequence
 
 INT8 = "int8"
-BLOCK = 256  # values that share a scale, at most; Dettmers et al. 2023 (bitsandbytes from 0.38 on) use as many
-SMALLEST_BLOCK = 16  # below, the scales would take as much as the codes
+BLOCK = 256  # values that share a scale, at most; as Dettmers et al. 2023 (bitsandbytes from 0.38 on)
+SMALLEST_BLOCK = 16  # below, the scales would be as large as the codes
 SMALL = 4096  # tensors of fewer elements stay in float32 (Dettmers et al. 2022, arXiv:2110.02861, section 3)
-# Axes along which no block lies. Tensors that have the first stay in float32: embeddings as in the paper (its "stable embedding
-# layer"), and the head, whose rows of rare tokens have gradients of their own size too. The others are what fsdp splits, into
-# parts as small as the mesh is large, and what counts matrices.
+# Axes without blocks. Tensors with the first one stay in float32: embeddings as in the paper (its "stable embedding layer"),
+# and the head, whose rows of rare tokens also have gradients of another size. The others are axes that fsdp shards, into shards
+# as small as the mesh is large, and axes that count matrices.
 WIDE, SPLIT = "vocab", ("embed", "expert_embed", "experts")
 
 

@@ -22,14 +22,14 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Axes, Placement
 
-# x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] comes to lie in [0.68, 1.16].
+# x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] is mapped into [0.68, 1.16].
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2
-AT_ONCE = 1 << 26  # elements that a device makes orthogonal at one time: enough to fill a GPU, however small the matrices
+AT_ONCE = 1 << 26  # elements that a device orthogonalizes at one time: enough to fill a GPU, even with small matrices
 WIDTH = "head_dim"
 
-Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, made orthogonal
+Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, orthogonalized
 
 
 def dims(axes: Axes) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
         shape = x.shape
         matrix = (math.prod(shape[before : before + rows]), math.prod(shape[before + rows :]))
         x_SMN = x.reshape(-1, *matrix)
-        # A loop, since XLA would work on all parameters at once, and hold what five iterations make of each.
+        # A loop, since XLA would process all parameters at once, and keep the results of five iterations of each.
         most = max(1, AT_ONCE // math.prod(matrix))
         each = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= most)
         made = jax.lax.map(lambda some: newton_schulz(some, numerics), x_SMN.reshape(-1, each, *matrix))
@@ -118,14 +118,14 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
 
     def local(x: jax.Array) -> jax.Array:
         home = x.shape
-        # One dimension counts matrices, the others are the matrix's.
+        # One dimension counts matrices, the others are the dimensions of a matrix.
         x = x.reshape(-1, *home[before:])
         count = x.shape[0]
         x = padded(x, parts)
         for dim, names in of_matrix.items():
             x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - before + 1, tiled=True)
         mine = x.shape[0]
-        if replicas:  # they hold the same
+        if replicas:  # they have equal data
             x = padded(x, copies)
             each = x.shape[0] // copies
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replicas) * each, each)
@@ -137,7 +137,7 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
         return x[:count].reshape(home)
 
     spec = placement.spec(axes)
-    # The replication checker does not know that what is gathered from all replicas is the same on all.
+    # The replication checker cannot infer that a gather from all replicas is equal on all of them.
     return jax.shard_map(local, mesh=placement.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
@@ -157,7 +157,7 @@ def scale_by_muon(
         return jax.tree_util.tree_map_with_path(lambda path, x: optax.MaskedNode() if hidden(path) else x, tree)
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        # Of two trees and not of one with a choice in it: optax also calls this with a thing that stands for all parameters.
+        # Two trees, and not one with a choice in it: optax also calls this with a placeholder for all parameters.
         return optax.ScaleByAdamState(rest.init(params).count, rest.init(params).mu, rest.init(others(params)).nu)  # pyright: ignore
 
     def update(grads: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None):

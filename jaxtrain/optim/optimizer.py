@@ -34,7 +34,7 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
     if a decay follows at once, and the last step of a decay has lr_min. Without warm-up step 0 has lr.
     """
     o = optimizer
-    first = max(1, o.warmup_steps)  # steps up to the peak: the first one takes lr / warmup_steps, since 0 would change nothing
+    first = max(1, o.warmup_steps)  # steps up to the peak: the first one has lr / warmup_steps, since 0 would change nothing
     after, decay = max(1, steps - first), o.decay(steps)
     line = optax.linear_schedule(o.lr, o.lr_min, decay)
 
@@ -163,8 +163,8 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu_scales = nu_scales = None
         if INT8 in (m, v):
-            # A block's scale must be known before its codes. XLA would keep the new moments for that in float32, four times the
-            # gradients; so they are computed twice, and behind the barrier it does not see that they are the same.
+            # A block's scale must be known before its codes. For that XLA would keep the new moments in float32, four times the
+            # gradients. So they are computed twice, with a barrier that hides from XLA that they are equal.
             s: Any = exact(updates, state, params)[1]
             mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
             updates, state = jax.lax.optimization_barrier((updates, state))

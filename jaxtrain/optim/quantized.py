@@ -27,7 +27,7 @@ class Blocks:
     """An array in 8-bit blocks. Codes and scales are sharded like the array."""
 
     codes: Any  # uint8, in the array's shape
-    scales: Any  # float32, in the array's shape but for one dimension, which counts blocks
+    scales: Any  # float32, in the array's shape except for one dimension, which counts blocks
 
 
 jax.tree_util.register_dataclass(Blocks, ["codes", "scales"], [])
@@ -71,12 +71,12 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
     slope, first = jnp.zeros_like(a), jnp.zeros_like(a)
     below, at = 0.0, 0
     for count, power in _decades(signed):
-        over = a >= np.float32((below + positive[at]) / 2)  # nearer to this decade's first value than to what is below
+        over = a >= np.float32((below + positive[at]) / 2)  # nearer to this decade's first value than to the value below
         slope, first = jnp.where(over, np.float32(count / (0.9 * power)), slope), jnp.where(over, np.float32(count), first)
         at += count
         below = positive[at - 1]
-    # Parts of a decade are equal: k = count + floor((a / power - 0.1) / 0.9 x count). Up to the middle between two decades, a
-    # value above all parts belongs to the last one.
+    # Parts of a decade are equal: k = count + floor((a / power - 0.1) / 0.9 x count). A value above all parts, up to the middle
+    # between two decades, belongs to the last one.
     k = jnp.minimum(jnp.floor(a * slope + first * np.float32(8 / 9)), jnp.maximum(2 * first - 1, 0)).astype(jnp.int32)
     if signed:
         one = x >= np.float32((1 + below) / 2)

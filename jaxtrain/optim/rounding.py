@@ -37,7 +37,7 @@ class Rounding:
     """The random bits of stochastic rounding; static."""
 
     seed: int
-    layers: tuple[int | None, ...] | None = None  # for each place of a stack the layer there, None where it is empty
+    layers: tuple[int | None, ...] | None = None  # for each slot of a stack its layer, None for an empty slot
 
     def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
         """Return the updated weights `exact`, f32, in the dtypes of `params`.

@@ -22,7 +22,7 @@ from jaxtrain.optim.rounding import Rounding
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Placement
 
-# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), where False changes
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), False changes
 # nothing, step: int32 ()) -> (parameters, optimizer state)
 Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[Params, Any]]
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -94,7 +94,7 @@ def streamed(
         def of(tree: Params, names: Any) -> Params:
             return {name: tree[name] for name in names}
 
-        # Behind a barrier, or XLA's kernels would read host memory themselves, and wait for it.
+        # After a barrier, otherwise XLA's kernels would read host memory themselves, and wait for it.
         rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
         new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken, step)
         rest = moments(lambda m: moved(m, HOST), rest)
@@ -110,7 +110,7 @@ def streamed(
 
             one = moments(lambda m: moved(layer_of(m), DEVICE), stacked)
             new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken, step, i)
-            # The count of steps stays as it was: each layer is at the same step.
+            # The count of steps is unchanged: each layer is at the same step.
             return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
 
         stacked = moments(lambda m: moved(of(m, layer_axes), HOST), state)
