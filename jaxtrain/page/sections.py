@@ -22,7 +22,7 @@ BAR = 28  # characters of a bar on a terminal
 FOLDED = 60  # characters of a path that the page shows before it is opened
 FOLDED_TEXT = 16  # characters of a text column on a terminal, at least, if it is folded
 SOURCE = 28  # characters of a file:line on a terminal
-# Notebooks align all cells to the right, and have no style sheet of ours.
+# Notebooks align all cells to the right, and do not have the page's style sheet.
 NOTEBOOK_STYLE = ".wide :is(th, td, caption) {text-align: left} .wide .number {text-align: right}"
 
 
@@ -322,7 +322,7 @@ def _tag(tag: str, c: Column, markup: str, value: float | None = None) -> str:
 
 def _html_cell(c: Column, i: int) -> str:
     text = c.cells[i]
-    if c.kind == "bar":  # the number stands beside it, so screen readers skip the bar
+    if c.kind == "bar":  # the number is next to it, so screen readers skip the bar
         width = f"{100 * float(text):.2f}%"
         return f'<svg class="bar" aria-hidden="true"><rect width="{width}" height="100%" style="fill:var(--c1)"/></svg>'
     if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO
