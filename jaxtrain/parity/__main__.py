@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layouts, wrong = named.parse(meshes_of(parsed))
         runs, left_out, problems = load_runs(parsed, layouts)
         found[:] = [runs, left_out]
-        known = {str(p) for p in parsed.problems}  # those of the config, which each layout has too
+        known = {str(p) for p in parsed.problems}  # problems of the config, which each layout has too
         return [*find_problems(parsed), *wrong, *(p for p in problems if str(p) not in known)]
 
     def act(parsed: Parsed) -> int:
@@ -225,7 +225,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
             continue
         allowed = compare.bounds(base, exact, layout.devices * run.train.grad_accum, tokens)
         comparison = compare.compare(trained, base, allowed)
-        curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the rest is large
+        curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the other fields are large
         rows.append(report.Row(layout, curves, comparison, allowed, seconds=seconds))
     return rows, yardstick, types, ""
 

@@ -41,7 +41,7 @@ from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.state import create_state, to_host
 
-EXACT = 1e-5  # of everything but the weights, in float32
+EXACT = 1e-5  # of everything except the weights, in float32
 MOVED = 1e-3  # of the weights
 PARAMS, MOMENT = "params.", "optimizer.mu."
 

@@ -186,7 +186,7 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     width = {"f32": 4, "bf16": 2, INT8: 1}
     state = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
     on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
-    # On CPU devices every group along `data` has a state in the same memory. Gradients come with the first step.
+    # On CPU devices every group along `data` has a state in the same memory. Gradients are added at the first step.
     copies = max(dict(layout.mesh)["data"] for layout in layouts) if on_cpu else 0
     need = count * (copies * (state + 4) + 6 * 4) / 2**30  # and weights twice and a gradient once on the host, of two runs
     if need <= hardware.available_gib():
