@@ -211,11 +211,11 @@ def _act(parsed: Parsed) -> int:
     cudnn = None
     if not parsed.mode and not here:  # before JAX starts: XLA looks for its libraries once
         cudnn = _load_cudnn(parsed.options["cudnn"])
-    # A described machine needs only the compiler, and must not take memory of a GPU that is present and busy.
+    # A described machine needs only the compiler, and must not allocate memory of a present GPU that may be busy.
     if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little is run on them
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little runs on them
     start_jax(hardware.probe())
     import jax
 

@@ -24,8 +24,8 @@ from jaxtrain.train import compiler
 from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 
-# Kernels of a plan never run. Tuning them without a GPU would compile every candidate and take the first: more than half of a
-# plan's seconds. So would optimizing their machine code be in vain. Instructions, schedule and buffers stay the same.
+# Kernels of a plan never run. Tuning them without a GPU would compile every candidate and choose the first: more than half of a
+# plan's seconds. Optimizing their machine code has no effect either. Instructions, schedule and buffers stay the same.
 NO_TUNING: dict[str, str | bool] = {
     "xla_gpu_experimental_enable_fusion_autotuner": False,
     "xla_gpu_disable_gpuasm_optimizations": True,

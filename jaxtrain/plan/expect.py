@@ -17,7 +17,7 @@ from jaxtrain.train.memory import taken_gib
 from jaxtrain.train.program import Program
 
 APART = 0.15  # largest relative difference from a calibrated plan without a warning
-FIRST = 2  # lines of metrics left out: clocks and caches settle
+FIRST = 2  # lines of metrics left out while clocks and caches settle
 ENOUGH = 8  # lines after those that are compared
 
 
@@ -27,7 +27,7 @@ class Expected:
 
     step_s: float
     peak_gib: float
-    rates: str  # where the rates come from
+    rates: str  # the source of the rates
     range_s: tuple[float, float] | None = None  # of the step, by published runs of its kind, at published kernel rates
 
     @property

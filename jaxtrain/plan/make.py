@@ -118,12 +118,12 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
 
 
 def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
-    # In the bubble a stage runs the same kernels, for nothing.
+    # In the bubble a stage runs the same kernels, and their results are discarded.
     how = run, topology.total, program.kernel.name, program.context
     useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE))
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
-    # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
+    # FLOPs at the peak of every GPU during one step: the peak of bfloat16 also under fp8, whose steps multiply in both.
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
     mfu = per_token.causal * each / most

@@ -570,7 +570,7 @@ def _named_activations(program: Program) -> Named:
 def _saved_activations(program: Program, named: Named) -> Saved:
     """Return the activations that the forward pass saves for the backward pass, and the number of copies held at once."""
     counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
-    # What enters a layer has the shape of the residual stream. Other saved arrays can be called layers' inputs too.
+    # A layer's input has the shape of the residual stream. Other saved arrays can have the name of layers' inputs too.
     stream = next((shape for name, shape in named if name == "residual"), None)
     # A loop over layers saves a layer's input once, a pipeline once in each of its phases, into the same buffers.
     entry = next((k for k in counts if k.stacked and k.name == "layer input" and stream in (None, k.dims[1:])), None)
@@ -582,7 +582,7 @@ def _saved_activations(program: Program, named: Named) -> Saved:
             count = k.dims[0] * count // (counts[entry] if entry is not None else 1)
         local = k.dims[1:] if k.stacked else k.dims
         name = "select_n" if k.name == "layer input" else k.name.removeprefix("jvp(layers)/")
-        # The input of a layer outside of a loop is the sum that the layer before it returns.
+        # The input of a layer outside of a loop is the sum that the previous layer returns.
         if stream in (None, local) and (k.name == "layer input" or k.name.endswith("mlp)/add")):
             name = LAYER_INPUT
         found[name, local, k.dtype, "offload" if k.offloaded else "keep"] += count
@@ -604,7 +604,7 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
         how = (axes, program.placement.sharding(axes, name)) if known else (None, None)
         return _row(name, "activation", local, dtype, *how, copies, place)
 
-    # A saved array can have another dtype than where it is named: later operations can convert it first.
+    # A saved array can have another dtype than at its name: later operations can convert it first.
     rows = [row(name, local, _dtype(hlo), n, place) for (name, local, hlo, place), n in saved.items() if name != WEIGHT]
     names = {(name, local) for name, local, *_ in saved}
     rows += [row(*key, dtype, 1, "recompute") for key, dtype in named.items() if key not in names]

@@ -21,7 +21,7 @@ from jaxtrain import hardware
 from jaxtrain.sharding import node_of
 from jaxtrain.startup import quiet
 
-# Chip -> (most GPUs of a node, what joins them).
+# Chip -> (most GPUs of a node, the link between them).
 CHIPS: Mapping[str, tuple[int, str]] = {
     "a100": (16, "two HGX A100 boards hold"),
     "a100_40": (16, "two HGX A100 boards hold"),
@@ -33,7 +33,7 @@ CHIPS: Mapping[str, tuple[int, str]] = {
     "h200": (8, "an HGX H200 board holds"),
     "h200_nvl": (4, "an NVLink bridge joins"),
 }
-MOST_GPUS = 2**17  # in all, so that a typing error does not ask the compiler for millions
+MOST_GPUS = 2**17  # in total, so that a typing error does not ask the compiler for millions
 FORM = "CHIP:GPUS or CHIP:GPUSxNODES, such as h200:8 or h200:8x16"
 
 
@@ -50,7 +50,7 @@ class Topology:
     nodes: int
     device_kind: str  # as JAX names the device
     memory_bytes: int  # of one card, as CUDA reports it
-    description: str = dataclasses.field(repr=False)  # for the compiler; "": the GPUs present describe themselves
+    description: str = dataclasses.field(repr=False)  # for the compiler; "": the GPUs of this machine have their own
 
     @property
     def total(self) -> int:
@@ -132,7 +132,7 @@ def here() -> Topology:
         read = _read(chip)
         if read["device_kind"] == kinds[0]:
             return Topology(chip, counts[0], len(nodes), **{**read, "description": ""})
-    # The driver reports the whole memory. CUDA gives programs up to half a percent less.
+    # The driver reports the full memory. CUDA gives programs up to half a percent less.
     memory = int(hardware.probe().memory_gib * 2**30)
     return Topology(kinds[0], counts[0], len(nodes), kinds[0], memory, "")
 

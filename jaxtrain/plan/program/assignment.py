@@ -90,7 +90,7 @@ class Value:
     """An array of the program that has memory."""
 
     size: int  # bytes
-    instruction: str  # that makes it
+    instruction: str  # that computes it
     index: tuple[int, ...]  # into that instruction's result
 
 
@@ -99,7 +99,7 @@ class Allocation:
     """Memory on the device outside of the heap."""
 
     size: int  # bytes
-    parameter: int | None  # number of the entry's parameter here, results that alias its memory included
+    parameter: int | None  # number of the entry's parameter, also for results that alias its memory
     kind: str  # without a parameter: constants | outputs | temporaries
     value: int  # id of the first value there
 

@@ -25,7 +25,7 @@ from jaxtrain.train.program import Program
 
 GIB = 2**30
 POINTS = 400  # of the timeline
-LISTED = 1 << 20  # bytes from which a buffer gets its own line
+LISTED = 1 << 20  # least bytes of a buffer with its own line
 FLOATS = ("bf16", "f16", "f32", "f64", "f8")
 
 
@@ -57,7 +57,7 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     "weight".
     """
     found = saved_activations(program)
-    # Beside a loop over layers, the last one's backward pass follows at once, and saves nothing for long.
+    # With a loop over layers, the last layer's backward pass follows at once, and saves nothing for long.
     stacked = tuple(k for k in found if k.stacked)
     return stacked or found
 
@@ -82,11 +82,11 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
         for body in _inside(eqn):
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
-            # The loss scans over tokens, others over weights and gradients; the scan that runs backwards stacks gradients.
+            # The loss scans over tokens, other code over weights and gradients; the scan that runs backwards stacks gradients.
             elsewhere = _ELSEWHERE.search(here)
             if eqn.primitive.name == "scan" and not elsewhere and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
-                    if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the shape that it has inside
+                    if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the same shape inside
                         host = outer.aval.memory_space == jax.memory.Space.Host
                         name = _activation(body, inner)
                         yield Kept(name, _dtype(outer.aval.dtype), outer.aval.shape, True, repeated, host)
@@ -158,7 +158,7 @@ class Facts:
 
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
-    shards: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
+    shards: frozenset[tuple[int, ...]]  # those of sharded parameters, all layers together
     # Names of saved activations, by (stacked, again, dtype, `_plain` local dimensions).
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
@@ -319,7 +319,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     if names and "jvp(layers)" in text and not backward:
         return _saved(names)
     einsum = next((match[1] for match in map(_EINSUM.search, op_names) if match), "")
-    # Tokens can be as many as a weight has rows. A shape alone is no proof, unless it is a shard's or of a reduction.
+    # Tokens can be as many as a weight has rows. A shape alone is proof only for a shard's shape or in a reduction.
     reduced = dims in facts.shards or (
         dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
     )
@@ -341,7 +341,7 @@ _PHASES = (  # in this order: an op_name can hold several
     ("jvp(", "forward layers"),
     ("/optimizer/", "optimizer"),
 )
-# Instructions that mark a phase. Broadcasts, gathers and conversions run anywhere, long before they are needed.
+# Instructions that mark a phase. Broadcasts, gathers and conversions run anywhere, long before their results are needed.
 _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/optimizer/")
 
 

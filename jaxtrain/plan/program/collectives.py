@@ -25,9 +25,9 @@ import numpy as np
 
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
-_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other one
+_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other device
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
-# These name groups of replicas, and there is one replica, unless they say that they mean devices.
+# These name groups of replicas, of which there is one, unless they specify devices.
 _OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
 _LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
 _LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
@@ -45,7 +45,7 @@ class Found:
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
     dtype: str  # on the wire; several combined into one launch are joined by "+"
-    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" moves nothing
+    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" has no communication
     group: int  # devices in one group
     count: int  # launches a step
     wire_bytes: float
@@ -54,8 +54,8 @@ class Found:
     op_name: str
     instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
     loops: tuple[str, ...]  # names of the while loops around it, from outside in
-    hops: int = 0  # from node to node, one after the other
-    f32: float = 1.0  # of a launch that has float32 among its types, the part of the bytes that is
+    hops: int = 0  # between nodes, one after the other
+    f32: float = 1.0  # of a launch with float32 among its types: the fraction of bytes in float32
 
     @property
     def message(self) -> float:
@@ -78,7 +78,7 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict
         raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
     mesh = _Mesh(mesh_shape, gpus_per_node)
     found: dict[str, Found] = {}
-    inside: set[str] = set()  # reached through a launch that has been counted
+    inside: set[str] = set()  # reached through a launch that was counted
     for i, computation, times, loops in walk(module):
         if i.name in inside:
             continue
@@ -123,7 +123,7 @@ def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Co
 
 def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction, times: int, loops: tuple[str, ...]) -> Found:
     kind = _kind(i) or ""
-    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the others say where the parts begin
+    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the others contain the offsets of the parts
     arrays = [leaf for o in operands for leaf in leaves(where.by_name[o].type)]
     size = sum(a.bytes for a in arrays)
     if kind == "collective-permute":

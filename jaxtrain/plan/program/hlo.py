@@ -50,7 +50,7 @@ _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[2]
-# An instruction of these files is traced to the line that calls them.
+# An instruction of these files is attributed to the line that calls them.
 HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
@@ -94,7 +94,7 @@ class Instruction:
     opcode: str
     type: Type
     operands: tuple[str, ...]
-    called: tuple[str, ...]  # computations that it names, in the order of the text
+    called: tuple[str, ...]  # computations that it calls, in the order of the text
     attributes: dict[str, str]  # name -> raw text; a constant's value is under "literal"
     op_name: str  # the path of named scopes in the Python program; "" if the compiler made the instruction
     source: str  # file:line of the innermost frame in this package, else of the innermost one; "" without any
@@ -138,7 +138,7 @@ class Module:
     entry: Computation
     num_partitions: int
     is_scheduled: bool
-    further_rounds: int = 0  # of experts' exchange, after the first, each time it runs: experts' loads are data
+    further_rounds: int = 0  # rounds of experts' dispatch after the first, each time it runs: experts' loads are data
 
     @functools.cached_property
     def owners(self) -> dict[str, Computation]:
@@ -349,7 +349,7 @@ def _short(path: str) -> str:
     return path.removeprefix(f"{_PACKAGE.parent}/") if path.startswith(f"{_PACKAGE.parent}/") else path.rsplit("/", 1)[-1]
 
 
-# ---- How often
+# ---- Trip counts
 
 
 def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, Computation, int, tuple[str, ...]]]:

@@ -17,10 +17,10 @@ from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PALLAS_FRACTION, fp8_attention, fraction, over_length
 
-# Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
-# (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
+# Shortest time of a kernel: its launch and its tail. An assumption, as in XLA's own cost model (kKernelLaunchOverhead). It
+# matters only for the scalars of loops and of the optimizer.
 KERNEL_US = 1.0
-# FLOPs of a flash attention backward pass over those of its forward: five matmuls of (T, S) where that has two.
+# FLOPs of a flash attention backward pass over those of its forward: five matmuls of (T, S) instead of two.
 ATTENTION_BACKWARD = 2.5
 HOST_SPACE = 5  # memory space of pinned host memory
 
@@ -40,7 +40,7 @@ ELEMENTWISE = _words(
     "shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh xor bitcast-convert map copy bitcast reshape "
     "transpose reverse"
 )
-SLICES = _words("slice dynamic-slice gather broadcast pad")  # read of their first operand no more than they make
+SLICES = _words("slice dynamic-slice gather broadcast pad")  # read no more of their first operand than they output
 REDUCTIONS = _words("reduce reduce-window select-and-scatter concatenate")
 UPDATES = ("dynamic-update-slice", "scatter")
 OTHER = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDATES)
@@ -50,8 +50,8 @@ FUSIONS = ("fusion", "fusion-start")
 FP8_CALL = "__cublas$lt$matmul$f8"
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", FP8_CALL)
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
-# Our own kernels (kernels/attention/pallas.py) have what they compute in their names. Their backward pass is two kernels, which
-# compute the scores twice: seven matmuls where a count of FLOPs, and the rate with it, has five.
+# jaxtrain's own kernels (kernels/attention/pallas.py) have their computation in their names. Their backward pass is two
+# kernels, which compute the scores twice: seven matmuls, of which a count of FLOPs, and so the rate, includes five.
 MOSAIC = "mosaic_gpu_v2"
 PALLAS_CALL = re.compile(r"\bjaxtrain_attention_(forward|forward_fp8|backward_q|backward_kv)_(causal|all|window(\d+))\b")
 PALLAS_CALLS = {
@@ -63,10 +63,10 @@ PALLAS_CALLS = {
 PALLAS_FIRST = 3  # operand that holds the queries; before it, the tiles to visit, segments and positions
 # Grouped matmuls (kernels/experts/pallas.py); the last two operands are multiplied.
 EXPERTS_CALL = re.compile(r"\bjaxtrain_experts_(?:times_[DF]|outer_R|times8_(?:fast|full))\b")
-# How often a sort reads or writes its arrays. With a GPU at hand XLA calls CUB's radix sort (8 bits of a 32-bit key at a time,
-# and a pass that counts them); for a described one it writes a slower kernel, which would not run.
+# Passes of a sort over its arrays. With a present GPU, XLA calls CUB's radix sort (8 bits of a 32-bit key at a time, and a pass
+# that counts them); for a described one it writes a slower kernel, which would not run.
 SORT_PASSES = 2 * 4 + 1
-ALLOCATION = "AllocateBuffer"  # host memory for activations that a loop offloads; nothing is written to it
+ALLOCATION = "AllocateBuffer"  # host memory for activations that a loop offloads; it is not written
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
 
@@ -82,8 +82,8 @@ class Work:
     message: float = 0.0  # of communication: bytes of the message, which its rate depends on
     hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
-    keys: int = ATTENTION_AT  # of a call of attention; its rate rises with them
-    share: float = 1.0  # of the rate, for a kernel that is slower than the one of the rate
+    keys: int = ATTENTION_AT  # of a call of attention; its rate rises with their number
+    share: float = 1.0  # fraction of the rate, for a kernel slower than the one that the rate is for
     fp8: bool = False  # of GEMMs: in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
@@ -137,7 +137,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
-    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other that is started is (arguments, result, context)
+    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other start is (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
     if opcode in FREE or i.target == ALLOCATION:
@@ -326,7 +326,7 @@ def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tup
     operands = [inside.by_name[o] for o in i.operands]
     part = here / max(_elements(i), 1)
     if i.opcode in UPDATES:
-        # In place, the rest of the array stays where it is. A scatter combines with what is there, so it reads that.
+        # In place, the rest of the array is not written. A scatter combines with the old values, so it reads them.
         update = _elements(inside.by_name[_update(i)])
         touched = update if i.opcode == "scatter" else 0
         yield operands[0], touched if _in_place(inside, i) is not None else max(here - update, touched)

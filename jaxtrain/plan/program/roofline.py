@@ -29,7 +29,7 @@ from jaxtrain.train.kernel import attention_specs
 from jaxtrain.train.stages import Arrangement
 
 GIB = 2**30
-LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
+LINKS = ("communication", "host")  # kinds of work with their own stream
 COMPUTE, COPY = "compute", "copy"  # the other streams: of kernels, and of asynchronous copies inside the device
 KIND_OF_WORK = {  # kind of work -> its name in a report
     "gemm": "matmul",
@@ -39,7 +39,7 @@ KIND_OF_WORK = {  # kind of work -> its name in a report
     "communication": "communication",
     "host": "host copies",
 }
-EXPOSED = "exposed "  # in front of one of them: time that the compute stream waits for it
+EXPOSED = "exposed "  # prefix of one of them: time that the compute stream waits for it
 
 # (instruction's name, kind of work or "exposed" and its link, start, end), s; a call for each run of an instruction.
 type Listener = Callable[[str, str, float, float], None]
@@ -58,7 +58,7 @@ class Roofline:
     step_ms: float
     flops: float  # executed in a step: GEMMs, and attention inside its mask
     gemm_flops: float
-    gemm_least_ms: float  # time of its GEMMs by their FLOPs alone
+    gemm_least_ms: float  # time of its matmuls by their FLOPs alone
     collectives: tuple[result.Collective, ...]  # in the order of the schedule
     kernels: tuple[result.Kernel, ...]  # longest first
     bound_by: str
@@ -108,7 +108,7 @@ class _Schedule:
         self.walk(self.module.entry, clock, 1)
         ms = {k: v * 1e3 for k, v in self.seconds.items()}
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
-        # One in a branch that is not the slowest takes no time.
+        # An operation in a branch that is not the slowest takes no time.
         collectives = tuple(
             self.over_step(found, self.link_ms[name], self.exposed_ms[name]) for name, found in self.wires.items()
         )
@@ -239,7 +239,7 @@ class _Schedule:
 
     def count(self, i: Instruction, done: Work, seconds: float, times: int) -> None:
         op_name, source = i.op_name, i.source
-        if "/" not in op_name and i.called:  # made by the compiler: named after its GEMM, else its last operation
+        if "/" not in op_name and i.called:  # made by the compiler: named after its matmul, otherwise its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
             inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
@@ -253,7 +253,7 @@ class _Schedule:
             self.gemm_least_s += done.flops * times / (rate * 1e12)
 
 
-# Parts of a path of scopes that JAX adds by itself.
+# Parts of a path of scopes that JAX adds.
 LOST = re.compile(
     r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
     r"pallas_call|mpmd_map)"
@@ -315,8 +315,8 @@ def first(op_name: str) -> str:
 
 ALONE = Context()
 
-# FLOPs of attention's backward pass over those of its forward, and whether it skips what the mask hides. The two kernels in XLA
-# compute the whole square, and the one in chunks computes its scores again.
+# FLOPs of attention's backward pass over those of its forward, and whether it skips masked scores. The two kernels in XLA
+# compute the whole square, and the one in chunks recomputes its scores.
 _ATTENTION = {
     "cudnn": (ATTENTION_BACKWARD, True),
     "pallas": (ATTENTION_BACKWARD, True),
@@ -339,7 +339,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
     everything = flops.training(run) + flops.beyond(run)
     one = flops.attention(run.model, run.data.seq_len)
-    # The usual count of training takes the backward pass for twice the forward pass.
+    # The usual count of training counts the backward pass as twice the forward pass.
     back = flops.passes_layers(run)
     linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _again(run)))
     backward, masked = _ATTENTION[attention]

@@ -37,7 +37,7 @@ from jaxtrain.train.compiler import local_bytes
 from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.program import Program
 
-# Part -> pattern of its kernels' labels and sources; the first that fits.
+# Part -> pattern of its kernels' labels and sources; the first match counts.
 PARTS: dict[str, str] = {
     "optimizer": r"^optimizer",
     "loss and head": r"^loss|\bloss\b",
@@ -58,7 +58,7 @@ class Part:
     name: str
     counted_gb: float
     least_gb: float
-    times: int = 0  # that a layer runs in a step, for parts of layers (the last norm counts as theirs)
+    times: int = 0  # passes through a layer in a step, for parts of layers (the last norm counts as theirs)
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
@@ -86,15 +86,15 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     grads = DTYPES[run.dtypes.grads].itemsize
     micro = run.train.grad_accum
     tensor = p.size(p.mesh_axes("mlp"))
-    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside the blocks
-    narrow = n / tensor  # and between them
+    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside blocks
+    narrow = n / tensor  # tokens between blocks
     D, F, H, V = m.d_model, m.d_ff / tensor, m.head_dim, m.vocab_size / p.size(p.mesh_axes("vocab"))
     heads = (m.num_heads + m.num_kv_heads) / p.size(p.mesh_axes("heads"))
     L, have = m.num_layers, kept(run.remat)
     everything = run.remat.policy == "none"
 
     again = 0 if everything or "residual" in have else 3
-    norms = (L * (2 * 4 + 2 * 5 + again) + 2 + 3) * narrow * D * c  # the last norm has nothing to add
+    norms = (L * (2 * 4 + 2 * 5 + again) + 2 + 3) * narrow * D * c  # the last norm has no residual to add
     rotated = 2 + (0 if everything or {"q", "k"} <= have else 1)
     rotary = L * rotated * n * (2 * heads * H * c + 2 * 4 * H)
     swiglu = L * 9 * n * F * c
@@ -104,7 +104,7 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     weights = layer * L * (master + c) * gathers
     gradients = layer_learnt * L * (reduce + grads) + (layer_learnt * L + table_learnt) * grads * (1 - 1 / micro)
     gathered_table = V * D
-    head = table_learnt / table  # the part of the two tables that is trained
+    head = table_learnt / table  # the trained fraction of the two tables
     loss = n * V * (4 + 4 + c) + head * gathered_table * (4 + reduce) + table / 2 * (master + c + head * (reduce + grads))
     embedding = 2 * n * D * c + head * n * D * (c + 8) + table_learnt / 2 * grads
     update = (layer_learnt * L + table_learnt) * (2 * master + 2 * grads) + 2 * local_bytes(program.state.optimizer)

@@ -33,14 +33,14 @@ from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE
 from jaxtrain.train.state import abstract_tensors
 
-LARGE = 1 << 20  # bytes of a launch, or of an array, from which it deserves a warning
-EXPOSED = 0.02  # of the step: exposed communication from which it deserves a warning
-SLACK = 1.25  # no schedule overlaps all that it could
+LARGE = 1 << 20  # least bytes of a launch, or of an array, for a warning
+EXPOSED = 0.02  # of the step: least exposed communication for a warning
+SLACK = 1.25  # no schedule overlaps everything that it could
 NAMED = 4  # arrays in one warning; the others are counted
-# Operations of the loop over microbatches itself, and of no loop inside it; inside those, "/while/body" comes again.
+# Operations of the loop over microbatches itself, outside of inner loops, which have "/while/body" again.
 MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value as it is, or round it
+SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value unchanged, or round it
 CONTEXT = "kernels/context"  # sources of rings over mesh.seq
 # Matmuls of attention and of the loss belong to no weight of a layer.
 NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
@@ -106,7 +106,7 @@ def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
             yield f"{start}precision is {run.precision}. Fix: cast before the gather, as Placement.gather does."
-        # Over a ring, gradients of keys and values add up in float32, as inside one device.
+        # In a ring, gradients of keys and values are summed in float32, as inside one device.
         narrow = DTYPES[run.dtypes.reduce].itemsize < 4
         if f.kind in ("reduce-scatter", "all-reduce") and narrow and CONTEXT not in f.source:
             yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Fix: cast before the reduction."
@@ -147,7 +147,7 @@ def _invariant(body: Computation, value: Instruction) -> bool:
             elif source.opcode != "parameter" or not _passed_through(body, index):
                 return False
         elif i.opcode in SAME_VALUE or i.opcode in ("fusion", "constant"):
-            # A fusion that slices by iteration has the loop's counter among its operands, and that changes.
+            # A fusion that slices by iteration has the loop's counter, which changes, among its operands.
             todo += [body.by_name[o] for o in i.operands]
         else:
             return False
@@ -251,7 +251,7 @@ def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> I
     weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
     paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
     trained = [trains for _, trains in paired]
-    # Forward, the gradient of x, and that of what is trained. The first layer's x has none if nothing before it is trained.
+    # Forward, the gradient of x, and that of trained weights. The first layer's x has none if nothing before it is trained.
     asked = sum(2 + trains for trains in trained)
     if uneven(run):
         asked -= sum(trains for path, trains in paired if ".".join(key.key for key in path) in EXPERTS)
@@ -335,7 +335,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
     arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
     weights = [c for c in moved if c.axes <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
     communication, exposed = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
-    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once a step
+    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once per step
     if often and communication > arithmetic > 0 and exposed > EXPOSED * timed.step_ms:
         enough = SLACK * rows * communication / arithmetic
         yield (
@@ -343,7 +343,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
             f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timed)} are exposed. "
             f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run, parts, rows, enough)}"
         )
-    # In 8 bits both halve: the bytes of a weight, and the time to multiply by it.
+    # In 8 bits both halve: the bytes of a weight, and the time of its matmul.
     balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
     idle = timed.gemm_ms - timed.gemm_least_ms
     if rows < balance and idle > EXPOSED * timed.step_ms:

@@ -35,7 +35,7 @@ LANE_COLOURS = {
     "host copies": "--c6",
 }
 HEIGHT = 280  # px of the chart of memory; page.css has the same
-LETTER = 7.5  # px of an average letter of a label, generously
+LETTER = 7.5  # px of an average letter of a label, a generous estimate
 NARROW, WIDE = 560, 900  # px of the chart at least: on a narrow page, and where .roomy is shown (page.css)
 
 
@@ -220,7 +220,7 @@ def memory_chart(plan: Plan) -> str:
     )
     out = [f'<svg role="img" aria-label="{escape(alternative)}">']
     for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
-        # A point covers the stretch up to the next one, so bands meet there.
+        # A point covers the range up to the next one, so bands meet there.
         begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
         if n % 2 == 0:
             out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
@@ -247,7 +247,7 @@ def memory_chart(plan: Plan) -> str:
     out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
 
     out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(m.usable_gib):.1f}" y2="{y(m.usable_gib):.1f}"/>')
-    # The two labels keep to opposite halves, so they never meet.
+    # The two labels stay in opposite halves, so they never meet.
     right = highest > last / 2
     edge, anchor = ("6", "start") if right else ("99.5%", "end")
     out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))

@@ -183,7 +183,7 @@ def describe_remat(run: RunConfig) -> str:
 def command(plan: Plan) -> str:
     """Return the command line that makes this plan again."""
     overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
-    # A machine without a description in specs/ is the one that the plan was made on.
+    # A machine without a description in specs/ is the one on which the plan was made.
     machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
     load = plan.experts.load if plan.experts else 1
     busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
@@ -481,7 +481,7 @@ def experts(plan: Plan) -> list[str]:
     return lines
 
 
-# ---- how it was counted
+# ---- sources of the figures
 
 
 def rates(plan: Plan) -> str:

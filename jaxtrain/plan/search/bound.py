@@ -46,7 +46,7 @@ from jaxtrain.train.stages import Schedule
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
-# A plan needs this much more than the lower bound, besides weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
+# A plan needs this much more than the lower bound, without weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
 ABOVE = 1.2
 # Parts of the model (flops.parameters), and the logical axes that shard their weights.
 PARTS = {
@@ -192,7 +192,7 @@ class Layout:
     def activations(self) -> dict[str, float]:
         """Return bytes of the activations of one layer, per token of a device."""
         found = auto_remat.bytes_per_token(self.run, self.shards) | {"layer input": self.residual * self.compute_bytes}
-        # Only matmuls read the norms' outputs. Without a name they are saved in the type of the matmul.
+        # Only matmuls read the norms' outputs. Without a name they are saved in the dtype of the matmul.
         return found | dict.fromkeys(("attention_norm", "mlp_norm"), self.residual * self.weight_bytes)
 
     @functools.cached_property
@@ -246,7 +246,7 @@ def moment_bytes(layout: Layout) -> float:
     wide = params["embedding"] + params["head"] + params["norms"]
     rest = sum(params.values()) - wide
     muon = run.optimizer.name == "muon"
-    # The model alone knows which parameters a group moves to another optimizer.
+    # Only the model shows which parameters a group moves to another optimizer.
     moved = any(optimizer == "muon" for _, optimizer in groups.moved(run.optimizer.groups))
     second = (0.0 if moved else wide, 0.0) if muon else (wide, rest)
     held = ((run.dtypes.m, wide, rest), (run.dtypes.v, *second))
@@ -282,7 +282,8 @@ def _memory_bytes(layout: Layout) -> float:
     by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
     summed = by_layer and (run.train.grad_accum > 1 or layout.once)
     made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if summed else 1)
-    # One checkpoint computes again, and holds at one time, all activations of several layers; of one the inputs of its SwiGLU.
+    # A checkpoint of several layers recomputes, and holds at one time, all their activations; a checkpoint of one layer holds
+    # the inputs of its SwiGLU.
     again = READ_BACKWARD if run.remat.every > 1 else {"mlp_gate", "mlp_up"}
     recomputed = run.remat.every * sum(layout.activations[name] for name in again - kept(run.remat))
     if run.remat.policy == "none":
@@ -336,7 +337,7 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     if run.attention.forward == "fp8":
         forward *= fp8_attention(run.data.seq_len)  # which rises with the length
     calls = 1 / forward, ATTENTION_BACKWARD / backward
-    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it is made of GEMMs
+    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it consists of matmuls
         calls = 1 / max(forward, gemm), 2 / max(backward, gemm)
     repeated = attention * (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
     again = flops.recompute(m, run.remat, run.data.seq_len, rows).causal - repeated
@@ -358,7 +359,7 @@ def memory_bound_s(layout: Layout, rates: Rates) -> float:
         moved += 2 * (master_bytes(layout) + moment_bytes(layout))
     if micro > 1:
         moved += micro * sum(layout.gradients.values()) * (2 * grads + 2)
-    norms = 2 * (2 + 3) * layout.residual  # two norms move two rows forward and three backward
+    norms = 2 * (2 + 3) * layout.residual  # two norms access two rows forward and three backward
     rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
     swiglu = (3 + 5) * rows / layout.shards["mlp"]
     moved += layout.tokens * layout.layers * c * (norms + swiglu)
@@ -388,7 +389,7 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     row = m.d_model * c
     yield axes, 8 * layout.layers * layout.tokens * row * _others(p.size(axes)), int(2 * launches), 0.5
     if exchange := p.compute_axes("experts"):
-        # Each device of a tensor group sends whole rows. A capacity below 1 drops some.
+        # Each device of a tensor group sends complete rows. A capacity below 1 drops some.
         sent = layout.tokens * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * _others(p.size(exchange))
         yield exchange, 4 * layout.layers * sent, int(launches), 0.5
 
@@ -399,7 +400,7 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     how = run.parallel.context, run.attention.ulysses, shards["sequence"], m.num_heads // shards["heads"], kv_heads
     context = make_context(*how)
     if context.size > 1 and not m.sliding_window:
-        # Keys and values travel forward, and backward with their float32 gradients. Ulysses trades tokens for heads.
+        # Keys and values are sent forward, and backward with their float32 gradients. Ulysses exchanges tokens for heads.
         u, r = context.ulysses, context.ring
         elements = layout.tokens * layout.layers * flops.head_dim(m)
         queries = elements * m.num_heads / shards["heads"]
@@ -428,7 +429,7 @@ def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
     elif run.sharding.zero == 2:
         gathered, wide, reduced = layers, everything - layers, micro * (layers + head)
     else:
-        # The embedding's rows travel by its own kernel. The last layer's weights need not be gathered again.
+        # The embedding's rows are exchanged by its own kernel. The last layer's weights need not be gathered again.
         again = layers * (1 - 1 / layout.layers) if run.sharding.gather == "layer" else 0.0
         gathered, wide, reduced = micro * (layers + again), micro * head, micro * (layers + head)
     reduce = BYTES[run.dtypes.reduce]
@@ -445,7 +446,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
     if group == 1:
         return {"nvlink": 0.0, "network": 0.0}
     crossing = (_nodes(layout, axes) - 1) / (group - 1)
-    # No launch is faster than the shortest message. A device in a group of two sends half of it.
+    # A launch takes at least the time of the shortest message. A device in a group of two sends half of it.
     (shortest, part), *_ = rates.collective_curve
     nvlink = max(wire * (1 - crossing), launches * shortest / 2 / part) / (rates.nvlink_gb_s * 1e9)
     network = wire * crossing / (rates.network_gb_s * 1e9) + bool(crossing) * launches * rates.network_latency_us * 1e-6

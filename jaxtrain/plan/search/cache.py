@@ -30,7 +30,7 @@ LOGGER = logging.getLogger("jaxtrain")
 
 # Effects of config keys that change neither the program of the train step nor its plan.
 UNRELATED = (NOTHING, TIME, INPUTS)
-# Parts of jaxtrain that plan.make does not import, directly or not; a test checks this. All other files count.
+# Parts of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All other files count.
 OTHER_CODE = (
     *("api", "bench", "checkpoint", "command_line", "corruption", "data", "divergence", "explain", "generation"),
     *("goodput", "hf", "ledger", "lm_eval", "lora", "main", "monitor", "page.sections", "parity", "position"),

@@ -22,7 +22,7 @@ from typing import Any
 from jaxtrain.plan.search.cache import Cache, Outcome, Request
 
 MAKE = "jaxtrain.plan.make:make_plan"
-TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs no longer
+TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs about the same
 POLL_S = 0.1
 
 # A child's program. Before it imports anything large, it asks the kernel to kill it when its parent ends.

@@ -16,10 +16,10 @@ from jaxtrain.validate import validate_step
 Overrides = tuple[tuple[str, Any], ...]
 Check = Callable[[RunConfig], Sequence[Problem]]
 
-LONG = 32_768  # tokens from which sequences are also divided over GPUs
+LONG = 32_768  # tokens from which sequences are also sharded over GPUs
 VIRTUAL_STAGES = 2  # of interleaved schedules that are tried
-FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small GEMMs.
-# Storage types of the state, by rank: higher ranks round more. Of each those are tried that are narrower than the config's.
+FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small matmuls.
+# Storage dtypes of the state, by rank: higher ranks round more. Those narrower than the config's are tried.
 MOMENTS = (("dtypes.m", "bf16"), ("dtypes.v", "bf16"))
 STORAGE: tuple[Overrides, ...] = (
     (),
@@ -85,7 +85,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
         shards = sizes["mesh.data"] * sizes["mesh.fsdp"] * sizes["mesh.expert"]
         sharded = sizes["mesh.fsdp"] * sizes["mesh.expert"] * sizes["mesh.seq"] > 1
         for accum in _divisors(run.train.global_batch):
-            # With fewer microbatches than stages a pipeline idles for half of the step.
+            # With fewer microbatches than stages a pipeline is idle for half of the step.
             if run.train.global_batch % (accum * shards) or accum < sizes["mesh.stage"]:
                 continue
             placed = (*mesh, ("train.grad_accum", accum))
@@ -139,7 +139,7 @@ def _divisors(n: int) -> list[int]:
 
 def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
     """Return the run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
-    # Only changed sections become dicts and back: a search asks for thousands of runs.
+    # Only changed sections are converted to dicts and back: a search needs thousands of runs.
     tree: dict[str, Any] = {config.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
     for key, value in overrides:
         *sections, name = key.split(".")
