@@ -33,7 +33,7 @@ from jaxtrain.preflight.table import Context
 from jaxtrain.validate.places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
-LATE_S = 10.0  # beyond the limit: every step has a limit of its own, and this one is for what was overlooked
+LATE_S = 10.0  # beyond the limit: every step has its own limit, and this one is for missed cases
 SAVE_S = 5.0  # for a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -199,7 +199,7 @@ class Results:
         self.begin(what, key)
         try:
             self.answer["measured"][key] = measure_it()
-        except Exception as error:  # compiler, driver, memory: the other measurements still have a use
+        except Exception as error:  # compiler, driver, memory: the other measurements are still useful
             traceback.print_exc()
             text = self.answer["left_out"][key] = child.error_line(error)
             if not NO_FAULT.search(str(error)):
