@@ -47,9 +47,9 @@ class Op:
     label: str  # named scopes, and the operation in them
     source: str  # file:line
     count: float  # launches
-    ms: float  # time of the step: shared with what runs at the same time, and only exposed for LINKS
+    ms: float  # time of the step: shared with concurrent operations, and only exposed for LINKS
     ran_ms: float  # from start to end, summed over launches
-    overlapped_ms: float  # of LINKS: beside computation
+    overlapped_ms: float  # of LINKS: during computation
     gflop: float | None  # by the program; None if unknown
     gb: float | None  # of device memory; for communication, on the wire
     planned_ms: float | None  # at the plan's rates of this GPU
@@ -77,7 +77,7 @@ class Profile:
     step_ms: float  # mean over steps and devices
     step_range_ms: tuple[float, float]  # shortest and longest
     by_kind: dict[str, float]  # ms of a step; sums to step_ms
-    overlapped: dict[str, float]  # ms of LINKS beside computation
+    overlapped: dict[str, float]  # ms of LINKS during computation
     by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
     named: float  # fraction of the busy and exposed time that belongs to a part
     ops: tuple[Op, ...]  # longest first
@@ -230,7 +230,7 @@ def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: M
     if module:  # in the order of the schedule, without the operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
     times = len(marked) or max(Counter(counts.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
-    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of a step that was cut
+    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of an incomplete step
     if not once:
         return ()
     last = once[-1] if module else max(once, key=lambda op: max(e.end for e in events if e.op == op))

@@ -28,13 +28,13 @@ KINDS: tuple[str, ...] = (
     "exposed host copies",
     "idle",
 )
-LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run beside computation: overlapped, else exposed
+LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run during computation: overlapped, otherwise exposed
 NO_SCOPE = "no scope"
-CONTROL = ("while", "conditional", "call")  # the time of these is that of the operations in them
+CONTROL = ("while", "conditional", "call")  # their time is that of the operations in them
 ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
 _COPIES = frozenset(("copy", "transpose", "bitcast", "reshape", "copy-start", "parameter", "tuple"))
-# Kernels that the trace names no operation for, by their own names.
+# Kernels without an operation's name in the trace, by their own names.
 _KERNELS = (
     (re.compile(r"nccl", re.I), "communication"),
     (re.compile(r"memcpyH2D|memcpyD2H", re.I), "host copies"),
@@ -101,7 +101,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             for operand in i.operands:
                 users[operand].append(i)
         for i in where.instructions:
-            # The start of an asynchronous operation stands for it.
+            # The start of an asynchronous operation represents it.
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
