@@ -26,7 +26,8 @@ from jaxtrain.receipt import collect, figures, machine
 from jaxtrain.receipt.diff import differences
 from jaxtrain.receipt.format import FORMAT, NAME, load, now
 
-# What the file keeps of an earlier attempt. The newest one that saved is kept whole, until its successor was compared with it.
+# The fields of an earlier attempt that the file keeps. The newest one that saved is kept completely, until its successor was
+# compared with it.
 SUMMARY = (
     *("id", "attempt", "started", "ended", "exit_code", "reason", "command"),
     *("resumed_from_step", "loaded", "origin", "changed", "saves"),
@@ -112,9 +113,9 @@ class Receipt:
         every = sorted([*before.pop("attempts"), before], key=lambda one: one["attempt"])
         saved = [one for one in every if one.get("saves") and "source" in one]
         self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]
-        here = json.loads(json.dumps(found))  # as a file has it: no tuples
+        here = json.loads(json.dumps(found))  # as in a file: no tuples
         changed = differences({**saved[-1], "loaded": None}, here) if saved else []
-        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # those are conditions of the run that ended
+        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # conditions of the run that ended
         return {"attempt": len(every) + 1, "changed": [(d.group, d.name, d.a, d.b) for d in at_start]}
 
     def update(self, **fields: Any) -> None:

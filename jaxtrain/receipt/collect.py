@@ -19,7 +19,7 @@ from jaxtrain.runtime import variables
 
 ENVIRONMENT_PREFIXES = (
     *("XLA_", "JAX_", "JAXTRAIN_", "NCCL_", "CUDA_", "CUDNN_", "CUBLAS", "NVIDIA_TF32_OVERRIDE", "TF_GPU_", "FI_", "UCX_"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD"),  # another cuDNN or NCCL may come before that of the wheels
+    *("LD_LIBRARY_PATH", "LD_PRELOAD"),  # another cuDNN or NCCL may be loaded before that of the wheels
     *("OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_PROCID"),
 )
 # Variables of one attempt, which a receipt has as `restart` and `preflight`, and the spelling of commands.

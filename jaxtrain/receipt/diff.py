@@ -17,7 +17,7 @@ from jaxtrain.receipt.format import Run, flatten
 from jaxtrain.resume import NOTHING, effect
 
 GROUPS = ("code", "config", "versions", "environment", "hardware", "data")
-# Beginning of a flattened path -> (group, what replaces it in the name).
+# Beginning of a flattened path -> (group, its replacement in the name).
 PREFIXES = {
     "source.files.": ("code", ""),
     "resolved.": ("config", ""),
@@ -32,7 +32,7 @@ PREFIXES = {
     "eval_data.": ("data", "eval_data."),
     "origin": ("data", "first state"),
 }
-# What a fingerprint of data has from the config, and paths; files are compared by `_files`.
+# Fields of a data fingerprint that come from the config, and paths; files are compared by `_files`.
 DATA = (
     "source",
     "source_schedule",
@@ -50,7 +50,7 @@ IGNORED = (
     *(f"eval_data.*.{name}" for name in DATA),
     *("devices.processes.*", "devices.platform"),
     *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w", "nics")),  # nics: of older receipts
-    *("hardware.before.*", "hardware.after.*"),  # one sample is no description of a run; see `_conditions`
+    *("hardware.before.*", "hardware.after.*"),  # one sample does not describe a run; see `_conditions`
 )
 VARIABLES_IGNORED = (
     *HARMLESS,
@@ -215,7 +215,7 @@ def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
             text = f"{file['tokens']:,} tokens, sha256 {file['content_sha256'][:12]}, weight {file['weight']:g}"
             out["data", prefix + name] = text
         if order[1:]:
-            out["data", prefix + ORDER] = order  # a file's shuffle depends on its place
+            out["data", prefix + ORDER] = order  # a file's shuffle depends on its index
     return out
 
 
@@ -228,7 +228,7 @@ def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
         out.add("data.eval_source")
     out.add("init.from" if all("origin" in side for side in (a, b)) else "first state")
     meshes = [side.get("mesh") or {} for side in (a, b)]
-    return out | {f"mesh.{axis}" for axis, size in meshes[0].items() if meshes[1].get(axis) == size}  # -1 is what is left
+    return out | {f"mesh.{axis}" for axis, size in meshes[0].items() if meshes[1].get(axis) == size}  # -1 is the remainder
 
 
 def changed_lines(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:

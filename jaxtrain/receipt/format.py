@@ -14,8 +14,8 @@ from jaxtrain.receipt import figures
 
 NAME = "receipt.json"
 FORMAT = 3
-FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # fields that a reader looks for
-# Fields with a table of their own or a file beside the receipt (config.json), and long ones.
+FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # fields that a reader needs most
+# Fields with their own table or a file next to the receipt (config.json), and long ones.
 HIDDEN = ("attempts", "format", "resolved", "ranks", "devices.processes", "source.patch", "source.files", "changed")
 FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
 
