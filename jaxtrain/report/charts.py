@@ -38,7 +38,7 @@ COLOURS = {
     "hang": "var(--quiet)",
     "other": "var(--rule)",
     "down": "var(--ink)",
-    "stopped": "",  # nobody missed the run: left empty
+    "stopped": "",  # between attempts: left empty
 }
 # (title, {key: name}, factor); several runs show the first key, by its name.
 SPEED = (
@@ -190,7 +190,7 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     """Return the mean of each value and its neighbours on both sides, without gaps, NaN and infinities."""
     reach = min(MOST, len(values) // SMOOTH)
     kept = [v if is_number(v) else None for v in values]
-    # Sums of integers are exact: one loss of 1e30 must not take the digits of all later sums.
+    # Sums of integers are exact: one loss of 1e30 must not erase the digits of all later sums.
     sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
     counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
     out: list[float | None] = []

@@ -20,10 +20,10 @@ from jaxtrain.receipt import format as receipts
 
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of them is a run
 WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files that a run writes while it trains
-# Seconds without a write after which a run counts as dead. The ledger of goodput is touched every second; the other files can
+# Seconds without a write after which a run counts as ended. The ledger of goodput is written every second; the other files can
 # stay unchanged for minutes while a large model compiles.
 QUIET_S = {True: 60.0, False: 900.0}
-ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)  # where an entry of a log begins
+ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)  # the beginning of a log entry
 ALERT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* (?:WARNING|ERROR|CRITICAL) ")
 EXIT_CODES = {
     1: "an error",
@@ -108,7 +108,7 @@ class Run(receipts.Run):
     def gpu(self) -> list[dict[str, Any]]:
         """Return the lines of kind "gpu" of all processes, by time. Raises MetricsError for a damaged file."""
         paths = sorted(self.folder.glob("metrics.*.jsonl"))
-        others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # those set aside have other names
+        others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # moved files have other names
         found = (line for line in itertools.chain(self.lines, *map(metrics.read, others)) if line["kind"] == "gpu")
         return sorted(found, key=lambda line: line["time_unix"])
 
