@@ -19,7 +19,7 @@ PORT = 12321
 PATIENCE_S = 60.0
 UNREACHED = 255  # ssh's own exit code
 REFUSED = 2
-# No other variable comes along: a node has its own environment.
+# No other variable is passed: a node has its own environment.
 SENT = (RESTART, LAUNCHED, "JAXTRAIN_CUDA", "JAXTRAIN_PREFLIGHT_ALLOW")
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -7,7 +7,7 @@ from jaxtrain.runtime.messages import Refusal
 from jaxtrain.runtime.nodes import Nodes
 
 PLACES = ("--coordinator", "--num-processes", "--process-id")
-# With these the trainer answers and trains nothing.
+# With these the trainer prints an answer and trains nothing.
 ANSWERS = ("--help", "--explain", "--replay")
 
 

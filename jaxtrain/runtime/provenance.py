@@ -33,7 +33,7 @@ def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # A broken GPU can block nvidia-smi in the kernel, so nobody waits for its end.
+        process.kill()  # A broken GPU can block nvidia-smi in the kernel, so its end is not awaited.
         return None
     return output if process.returncode == 0 else None
 
@@ -78,7 +78,7 @@ def checkout(root: Path) -> tuple[str, str, str]:
 
     commit = git("rev-parse", "HEAD")
     if commit is None:
-        # git has no exit code of its own for a refusal, which its user can mend.
+        # git has no exit code of its own for a refusal, which the user can fix.
         owned = not (root / ".git").exists() or (root / ".git").stat().st_uid == os.getuid()
         fix = f"git refuses a checkout of another user (git config --global --add safe.directory {root})"
         return "", "", "this is no git checkout" if owned else fix

@@ -27,8 +27,8 @@ LONGEST_PAUSE_S = 60
 LAST_OF_A_JOB_S = 600
 POLL_S = 0.1
 MEANINGS = {AGAIN: "start me again: a peer died, its time limit, or a signal", HANG: "the watchdog ended a hang"}
-# A run that took all memory would take it again. A fault in native code is to be looked at, and may have harmed the files
-# that a restart reads. Neither is started again.
+# After running out of memory, a run would do so again. A fault in native code needs a look, and may have damaged files that a
+# restart reads. Neither is restarted.
 DEATHS = {
     signal.SIGABRT: ", as jax ends a run whose peer died",
     signal.SIGTERM: ", before or after the run",
@@ -95,7 +95,7 @@ class Signals:
         """
         self._early.clear()
         self.check(again)
-        # The process inherits this: until the trainer listens, a request for a trace would end it.
+        # The process inherits this: until the trainer handles it, a request for a trace would end it.
         before = signal.signal(TRACE, signal.SIG_IGN)
         try:
             child = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL if quiet else None)
@@ -134,7 +134,7 @@ class Attempt:
                     waits_in_vain = True
                     child.terminate()
         signals.ended()
-        # The other processes leave by themselves, at the latest when they miss this one.
+        # The other processes end by themselves, at the latest when they notice the loss of this one.
         deadline = time.monotonic() + self.patience_s
         ends = {other.host: other.end(deadline) for other in others}
         return verdict(code, ends, signals.asked is not None)
@@ -210,7 +210,7 @@ class Supervisor:
             whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1),
             whole_number(environ, "JAXTRAIN_RESTART_RESET", 600),
         )
-        # Those of another run.sh. A node that was reached by ssh has some from the first node.
+        # Restarts of another run.sh. A node that was reached by ssh has some from the first node.
         for name in (NOTE, PREFLIGHT) if EXPECTED in environ else OF_AN_ATTEMPT:
             self.environ.pop(name, None)
 
@@ -231,7 +231,7 @@ class Supervisor:
         if nodes:
             ssh_command(self.environ)
             nodes.announce()
-            # A mistake in the config is told here, and once.
+            # A mistake in the config is reported here, and only once.
             command = self._command("main", [*self.options.arguments, *nodes.arguments(0), "--explain"])
             code = Attempt(command, self.environ, {}, self.patience_s).run(self.signals, again=False, quiet=True)
             self.signals.check(again=False)
@@ -360,7 +360,7 @@ class Supervisor:
         self.signals.check(again=False)
         return os.execve(words[0], words, self.environ)
 
-    # ---- Words
+    # ---- Texts
 
     def _announce_variables(self) -> None:
         """Print the variables that are set for the run only, if JAXTRAIN_VERBOSE=1."""
