@@ -14,8 +14,8 @@ from typing import Any
 from jaxtrain.metrics import tagged
 from jaxtrain.samples import Sample
 
-SUFFIX = ".jaxtrain."  # in the name of every event file written here, and the only ones ever removed
-FLUSH_S = 5.0  # a flush waits for the disk; what is lost in a kill comes back from metrics.jsonl
+SUFFIX = ".jaxtrain."  # in the name of every event file written here; only these are ever removed
+FLUSH_S = 5.0  # a flush waits for the disk; lines lost in a kill are restored from metrics.jsonl
 
 
 class TensorBoard:
@@ -24,7 +24,7 @@ class TensorBoard:
     def __init__(self, workdir: str | Path):
         self.folder = Path(workdir) / "tb"
         self._events: _EventFile | None = None
-        self._step = 0  # of the newest line: where facts stand
+        self._step = 0  # of the newest line, for facts
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
         """Write the event files again from the lines, including events that a kill lost before they were flushed. The old files
@@ -34,7 +34,7 @@ class TensorBoard:
         wall = 0.0
         for line in lines:
             if self._events is None:
-                # Step 0 as the restart makes an open TensorBoard drop what it had read from the stale files.
+                # Step 0 as the restart makes an open TensorBoard drop the data of the stale files.
                 self._events = _EventFile(self.folder, restart_at=0 if stale else None)
             wall = line.get("time_unix") or wall  # eval lines carry no time: that of the line before
             self._add(line, wall)
@@ -42,7 +42,7 @@ class TensorBoard:
             self.samples(list(samples))
             self._events.flush()
         for path in stale:
-            # Emptied now and removed next time: a TensorBoard that has the file open reads on only while it exists.
+            # Emptied now and removed next time: a TensorBoard that has the file open continues to read only while it exists.
             if path.stat().st_size:
                 os.truncate(path, 0)
             else:
@@ -82,7 +82,7 @@ class _EventFile:
     def __init__(self, folder: Path, restart_at: int | None = None):
         from tensorboardX.event_file_writer import EventsWriter
 
-        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # generated code, opaque to type checkers
+        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # generated code without types
         summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
         folder.mkdir(parents=True, exist_ok=True)
         # The library names files by the second and overwrites; nanoseconds keep two starts within one second apart.

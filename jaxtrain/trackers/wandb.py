@@ -20,7 +20,7 @@ from jaxtrain.metrics import tagged, write_atomic
 from jaxtrain.samples import Sample
 
 FORMAT = 1
-FINISH_S = 300.0  # at most, for what is not sent yet when the run ends; it stays on disk for `wandb sync`
+FINISH_S = 300.0  # limit, for data not sent yet when the run ends; it stays on disk for `wandb sync`
 LOGGER = logging.getLogger("jaxtrain")
 
 
@@ -57,10 +57,10 @@ class WandB:
         path = workdir / "wandb.json"
         known = load(path) if resumed and path.exists() else None
         known = known if known and known["where"] == where else None
-        self._new = known is None  # what the trainer's run has seen so far is news to this W&B run
-        self._attempt = known["attempt"] + 1 if known else 1  # how often this W&B run was begun
+        self._new = known is None  # this W&B run does not have the lines that the trainer has written so far
+        self._attempt = known["attempt"] + 1 if known else 1  # number of starts of this W&B run
         entity, _, project = where.rpartition("/")
-        settings: dict[str, Any] = {"console": "off"}  # log.txt has what the run says
+        settings: dict[str, Any] = {"console": "off"}  # log.txt has the run's output
         if "WANDB_FINISH_TIMEOUT" not in os.environ:
             settings |= {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
         run_id = known["id"] if known else os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:12]
@@ -74,9 +74,7 @@ class WandB:
                 id=run_id,
                 name=os.environ.get("WANDB_NAME") or workdir.absolute().name,
                 dir=str(workdir),
-                resume=None
-                if offline
-                else "allow",  # offline nothing can be asked of the server, and the id is what joins them
+                resume=None if offline else "allow",  # offline the server cannot be asked, and the id joins the parts
                 settings=wandb.Settings(**settings),
             )
         except Exception as error:  # no login, no such entity, no network, a variable with a wrong value
@@ -132,7 +130,7 @@ class WandB:
     def close(self, exit_code: int | None) -> None:
         if exit_code is not None:
             self._run.finish(exit_code=exit_code)
-            self.broken = True  # nothing may follow
+            self.broken = True  # no call may follow
 
     def _log(self, line: Mapping[str, Any]) -> None:
         self._run.log({**tagged(line), "step": line["step"], "attempt": self._attempt})
