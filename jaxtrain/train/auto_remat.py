@@ -16,10 +16,10 @@ from jaxtrain.config import Model, Remat, RunConfig
 from jaxtrain.shapes import FURTHER_ROUND
 from jaxtrain.train.stages import Arrangement, Schedule
 
-# Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
+# Fraction of the usable memory that `auto` leaves free: a plan's peak and an allocator's need not agree exactly.
 MARGIN = 0.03
 
-# Activations that are saved or not, together. Latents are of multi-head latent attention alone.
+# Activations that are saved or not saved together. Latents are of multi-head latent attention only.
 GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 

@@ -28,9 +28,9 @@ class Balance:
 
     moe: Moe
     count: int  # of experts
-    rows: tuple[int, ...]  # of the statistics, for each layer the one that it made
-    places: tuple[int | None, ...]  # of the stack of layers, for each place the layer there
-    moves: Params  # which parameters are biases that move
+    rows: tuple[int, ...]  # of the statistics: for each layer, its number
+    places: tuple[int | None, ...]  # of the stack of layers: for each slot, its layer
+    moves: Params  # the parameters that are such biases
 
     @property
     def zeros(self) -> jax.Array:

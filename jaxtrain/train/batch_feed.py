@@ -16,7 +16,7 @@ from jaxtrain.context import Context
 from jaxtrain.train.batch import HostBatch, place_batch, rows_here
 from jaxtrain.train.loss import Batch
 
-POLL_S = 0.05  # between two looks whether a batch is still wanted
+POLL_S = 0.05  # between two checks whether a batch is still wanted
 
 
 class BatchFeed:

@@ -20,11 +20,11 @@ from jaxtrain.config import ConfigError, Problem, parse_options
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
 
-# XLA plans schedules for this part of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc): what it adds
-# for overlap, and what it would compute twice to save memory, both follow from it.
+# XLA plans schedules for this fraction of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc). Both the memory
+# it adds for overlap and its recomputation to save memory depend on it.
 XLA_SHARE = 0.8
 SLOP = "xla_gpu_memory_limit_slop_factor"
-IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # collectives that may have begun and not ended
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # concurrent collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,30 +62,31 @@ def on_device(program: Program) -> Any:
     return (state.step, state.params, state.guard, program.batch) if program.offload else (state, program.batch)
 
 
-# Attention kernels that are a loop themselves.
+# Attention kernels that are loops themselves.
 LOOPS = ("chunked",)
 # Passes that are switched off.
 WITHOUT = (
-    # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not know of
-    # memory shared in loops, and where it finds too little it gathers weights a second time.
+    # Recomputation is decided by remat.policy. XLA's own pass uses an estimate without memory shared in loops, and if that
+    # seems too large it gathers weights a second time.
     "rematerialization",
-    # It makes one GEMM of the query, key and value projections, and copies three weights side by side for it at every use.
+    # It merges the query, key and value projections into one matmul, and for that copies three weights next to each other at
+    # every use.
     "dot-merger",
-    # Copies between a stack and a layer would run on a stream of their own, for which the scheduler reckons 5 ms each: it then
-    # starts gathers behind them, too late.
+    # Copies between a stack and a layer would run on their own stream, for which the scheduler assumes 5 ms each: it then
+    # starts later gathers too late.
     "dynamic-slice-copy-fusion-async-wrapper",
-    # Where layers stand one by one and their weights are not gathered, it makes bfloat16 of a whole stack of 8-bit weights at
-    # once: products of its slices are then no FP8 calls.
+    # If layers are unrolled and their weights are not gathered, it converts a whole stack of 8-bit weights to bfloat16 at once:
+    # matmuls of its slices are then no FP8 calls.
     "slice-sinker",
 )
 
 
-# XLA starts a microbatch's first collective during the one before, and computes again whatever that needs. With a gather of
-# weights it needs nothing. Where the first collective is one of activations, over the tensor axis, it needs the forward pass.
+# XLA starts a microbatch's first collective during the previous one, and recomputes its inputs. A gather of weights has no such
+# inputs. If the first collective is of activations, over the tensor axis, its input is the forward pass.
 EARLY = "collective-pipeliner-backward"
 
 
-# The oldest GPUs whose compiled steps these options were chosen by, as compute capability times ten: Hopper.
+# The oldest GPUs for which these options were chosen, by their compiled steps, as compute capability times ten: Hopper.
 EVIDENCE = 90
 
 
@@ -94,8 +95,8 @@ class Chosen:
     """XLA's options for a program, and the reasons for them."""
 
     options: dict[str, str | bool]
-    why: str  # whose they are, for the log; "" where there is nothing to choose
-    dropped: tuple[str, ...]  # names that this version of XLA does not know
+    why: str  # their name, for the log; "" without a choice
+    dropped: tuple[str, ...]  # names that this version of XLA does not have
 
     def warnings(self) -> list[str]:
         """Return the warnings about the options for the user."""
@@ -126,10 +127,10 @@ def choose(program: Program, card: Card | None) -> Chosen:
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after which XLA itself ends the process: a backstop behind the watchdog
-# Which kinds of kernels XLA puts into CUDA graphs; "" for none. A trace does not tell the kernels of a graph apart, and XLA's
-# own way around that (no graphs while a profiler listens) leaves xprof's table of operations empty (xprof #2544, #3070).
+# The kinds of kernels in CUDA graphs; "" for none. A trace does not distinguish the kernels of a graph, and XLA's own
+# workaround (no graphs while a profiler runs) leaves xprof's table of operations empty (xprof #2544, #3070).
 GRAPHS = "xla_gpu_enable_command_buffer"
-AUTOTUNED = "autotuned.txt"  # in a run's folder: which kernels XLA chose by trying them, for the next attempt to take the same
+AUTOTUNED = "autotuned.txt"  # in a run's folder: XLA's autotuning results, for the next attempt to use
 LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
 
@@ -147,7 +148,7 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     if gpu and repeatable:
         path = workdir / AUTOTUNED
         more[LOAD if path.exists() else DUMP] = str(path)
-    # Asked with no file: the run's folder may not be there yet, and is not for the answer.
+    # Requested without a file: the run's folder may not exist yet, and is not needed for the answer.
     lost = [name for name, value in more.items() if not _known(name, value if name == TIMEOUT else "")]
     options = chosen.options | {name: value for name, value in more.items() if name not in lost}
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
@@ -187,35 +188,34 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
         return {}, f"XLA's own, since {kind!r} is not in jaxtrain/hardware.py"
     held = local_bytes(on_device(program)) / 2**30
     chosen: dict[str, str | bool] = {
-        # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
-        # backward pass in three kernels instead of one.
+        # Matmuls by cuBLAS. XLA separates candidates for Triton matmuls before it fuses other operations, and then leaves
+        # SwiGLU's backward pass in three kernels instead of one.
         "xla_gpu_enable_triton_gemm": False,
-        # XLA would write a GEMM's result straight into the stack that is kept for the backward pass, and run the same GEMM a
-        # second time for whoever else reads it: a tenth of a step that keeps gate, up and queries.
+        # XLA would write a matmul's result straight into the stack of saved activations, and run the same matmul a second time
+        # for other readers: a tenth of a step that saves gate, up and queries.
         "xla_gpu_enable_dynamic_slice_fusion": False,
         "xla_disable_hlo_passes": ",".join(_without(program)),
     }
-    # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
+    # XLA's limit is held + slop% of (its share - held). If its share is less than the held memory, no slop helps.
     spare = XLA_SHARE * card.memory_gib - held
     if spare > 0:
         chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
     if gpu.sm < EVIDENCE:
         return chosen, f"jaxtrain's, without what was only tried for newer GPUs than {gpu.name}"
-    # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last reduction of
+    # Collectives of the next layer start during this one, and loops are unrolled twice for it. Otherwise the last reduction of
     # a layer and the first gathers of the next wait for each other.
     if not _nested_loops(program):
         chosen["optimization_level"] = "O1"
     if program.run.model.num_experts and program.placement.gather_axes("experts", "expert_embed"):
-        # A layer of experts has six large gathers and sums, and the kernels that could hide them are Pallas' and cuDNN's, which
-        # XLA's scheduler takes to be over in 10 us each: one at a time, it leaves half of them with nothing to hide behind.
+        # A layer of experts has six large gathers and reductions. The kernels that could overlap them are Pallas' and cuDNN's,
+        # for which XLA's scheduler assumes 10 us each. One at a time, half of the collectives would be exposed.
         chosen[IN_FLIGHT] = "8"
     elif program.context.ring > 1:
-        # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
-        # hide behind.
+        # In the backward pass, a ring sends gradients and keys; one at a time, only one of the two would be overlapped.
         chosen[IN_FLIGHT] = "2"
     elif program.gathers_where_used and program.placement.crosses_nodes(program.placement.gather_axes("embed")):
-        # A layer's gradients are reduced while the layer before gathers its weights. One at a time, the reduction is waited for
-        # wherever gathers take long, as over a network: 2.1 of 2.2 s exposed in a step of Llama 3 70B on 64 GPUs by plan.
+        # A layer's gradients are reduced while the previous layer gathers its weights. One at a time, the reduction is exposed
+        # if gathers take long, as over a network: 2.1 of 2.2 s exposed in a planned step of Llama 3 70B on 64 GPUs.
         chosen[IN_FLIGHT] = "2"
     return chosen, "jaxtrain's (jaxtrain/train/compiler.py)"
 

@@ -20,8 +20,8 @@ from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.zero import Zero
 
 EXPERTS = "experts"
-# The loss of a batch, and what else its loss reports (Loss.reports); under EXPERTS the statistics of its experts. Those of a
-# microbatch count by its fraction of what the loss is divided by.
+# The loss of a batch, and the other metrics of its loss (Loss.reports); under EXPERTS the statistics of its experts. Those of a
+# microbatch are weighted by its fraction of the loss's denominator.
 Report = tuple[jax.Array, Sums]
 
 
@@ -32,7 +32,7 @@ class Objective:
     placement: Placement
     loss: Loss
     spec: LossSpec
-    balance: Balance | None = None  # the losses that keep experts evenly loaded, beside the first
+    balance: Balance | None = None  # the auxiliary losses of experts, in addition to the first
 
     @property
     def nothing(self) -> Report:
@@ -60,7 +60,7 @@ class Objective:
             value, sums = jax.tree.map(lambda x: x / total / alike, of_loss)
             if self.balance is None:
                 return value, (value, sums)
-            # Statistics are those of all devices' tokens.
+            # Statistics are over all devices' tokens.
             share = all_reduce(self.loss.count(micro), p.token_axes) / total / p.mesh.size
             return value + share * self.balance.penalty(statistics), (value, sums | {EXPERTS: share * statistics})
 
@@ -68,7 +68,7 @@ class Objective:
 def total_count(batch: Batch, objective: Objective) -> jax.Array:
     """Return the denominator of a batch's summed losses, f32 (): 1 if it would be 0."""
     total = all_reduce(objective.loss.count(batch), objective.placement.token_axes)
-    # A batch without targets has nothing to learn from, and must not divide by zero. A positive total below 1 is kept.
+    # A batch without targets has no gradient, and must not divide by zero. A positive total below 1 is kept.
     return jnp.where(total > 0, total, 1.0)
 
 
@@ -99,7 +99,7 @@ def make_gradients(
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
         learnt = part(base, trained)
-        # remat.Plan.run gives the gradients of the stack, autodiff those of the rest.
+        # remat.Plan.run computes the gradients of the stack, autodiff the others.
         stack = {name: w for name, w in learnt.items() if definition.uses_plan_run and name == STACK}
         rest = {name: w for name, w in learnt.items() if name not in stack}
 
@@ -113,7 +113,7 @@ def make_gradients(
 
         def accumulate(carry: tuple[Report, Params], micro: Batch) -> tuple[tuple[Report, Params], None]:
             if batch["tokens"].shape[0] == 2:
-                # XLA makes no loop of two iterations, and would run the second forward pass before the first backward pass
+                # XLA unrolls a loop of two iterations, and would run the second forward pass before the first backward pass
                 # ends: both would hold their saved activations.
                 micro, carry = jax.lax.optimization_barrier((micro, carry))
             report, sums = carry

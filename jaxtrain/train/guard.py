@@ -11,14 +11,14 @@ taken again with the same batch.
 import jax
 import jax.numpy as jnp
 
-# What became of a step, as its metric `verdict` says.
+# The outcome of a step, its metric `verdict`.
 TAKEN, NOT_FINITE, SPIKE, HELD = range(4)
 NAMES = {TAKEN: "taken", NOT_FINITE: "not finite", SPIKE: "spike", HELD: "held"}
 
-WINDOW = 128  # taken steps that a loss is compared with
-LEAST = 32  # of them before anything counts as a spike
+WINDOW = 128  # applied steps that a loss is compared with
+LEAST = 32  # applied steps before anything counts as a spike
 SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation (Rousseeuw and Croux 1993)
-FLAT = 0.01  # of the median is the least that counts as a deviation: losses that stand still have none
+FLAT = 0.01  # fraction of the median that is the least deviation: constant losses have none
 
 Guard = dict[str, jax.Array]
 

@@ -37,10 +37,10 @@ class Start:
     step: int  # 0, or the checkpoint to resume from
     resumed: bool
     cast: bool  # stored tensors are converted to this run's dtypes
-    position: Position  # the data that each step reads
+    position: Position  # the data of each step
     notes: tuple[str, ...]  # changes to the config since the checkpoint
     data: Mapping[str, Any]  # the checkpoint's facts about the data it was trained on; {} for a new run
-    base: str = ""  # the checkpoint with the weights that this run's adapters belong to; "": the run has no adapters
+    base: str = ""  # the checkpoint of the base of this run's adapters; "": the run has no adapters
     damaged: Mapping[int, str] = types.MappingProxyType({})  # newer steps that cannot be restored, with the reason
 
 
@@ -100,7 +100,7 @@ def choose_start(
     """
     reasons = dict(damaged)
     per_step = run.train.global_batch * run.data.seq_len
-    # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
+    # An explicit step is used for any state of the newest one: it is the way to bypass a damaged one.
     at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
         beginning = position.position(checkpoints.directory, 0, 0, per_step)
@@ -123,7 +123,7 @@ def choose_start(
     if problems:
         raise ConfigError(problems)
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
-    # Scales of norms are float32 beside weights in bfloat16; older checkpoints have them in bfloat16 too.
+    # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = ""
     if program.adapters:
@@ -158,7 +158,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     problems = []
     of, family = there.get("family", ""), run.model.family
     if {of, family} <= models.FAMILIES.keys() and models.family(of).STRUCTURE != models.family(family).STRUCTURE:
-        # Tensors of the same names and shapes, of which another function is computed.
+        # Settings of another function with tensors of the same names and shapes.
         rule = f"its weights are those of model.family = {of}, which computes otherwise: {models.family(of).STRUCTURE}"
         problems.append(config.Problem("model.family", family, rule, f"Set model.family to {of}."))
     if source.hugging_face and run.init.what != "weights":
@@ -248,7 +248,7 @@ class Restored:
 
     state: state.TrainState
     start: Start
-    base: dict[str, str]  # path and digest of the weights that adapters belong to, for checkpoints; {} without adapters
+    base: dict[str, str]  # path and digest of the base of adapters, for checkpoints; {} without adapters
 
 
 def restore(
@@ -326,7 +326,7 @@ def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str]
         return
     for k, phase in enumerate(data.mixture.phases):
         if k + 1 < len(data.mixture.phases) and data.mixture.phases[k + 1].step <= start.step:
-            continue  # it is over
+            continue  # it is in the past
         weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
         never = f" (not reached: train.steps={run.train.steps})" if phase.step >= run.train.steps else ""
         say(f"data: mixture from step {phase.step}: {weights}{never}")

@@ -56,7 +56,7 @@ def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel
     def asked(spec: attention.Spec) -> tuple[attention.Spec, int]:
         if context.ring == 1:
             return spec, run.data.seq_len
-        # A place of the ring computes a chunk at a time against a chunk.
+        # A rank of the ring computes one chunk against one chunk at a time.
         if not window.applies(spec, places, split):
             return spec, places // 2
         return window.inner_spec(spec), places // 2 + window.halo_tokens(spec, places // 2, split)

@@ -29,8 +29,8 @@ from jaxtrain.train.setup import Compiled, Setup
 from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
 from jaxtrain.train.timing import GarbageCollector, SlowSteps, StartTimes
 
-ROLLBACKS = 3  # to one checkpoint: after so many the data is not the cause
-AGREE_S = 5400.0  # processes wait for each other so long: one may compile a step that others found in their caches
+ROLLBACKS = 3  # to one checkpoint: after this many the data is not the cause
+AGREE_S = 5400.0  # timeout of processes that wait for each other: one may compile a step that others found in their caches
 
 
 class Loop:
@@ -53,7 +53,7 @@ class Loop:
         self.current: Any = restored.state
         self.start, self.base = restored.start, restored.base
         self.done = self.start.step
-        self.loss: float | None = None  # of the newest step that was taken and whose metrics were read
+        self.loss: float | None = None  # of the newest step that was applied and whose metrics were read
         self.held_out = HeldOut(self.run, self.program, setup.held_out, services)
         self.samples = SampleWriter(self.run, self.program, setup.tokenizer, services)
         self.metrics = PendingMetrics()
@@ -90,7 +90,7 @@ class Loop:
         services, steps = self.services, self.run.train.steps
         try:
             with GarbageCollector() as collector, services.watchdog.phase("step"):
-                # From here on a stop request ends in a save. No process may leave at once after another has begun to step.
+                # From here on a stop request ends in a save. No process may exit alone after another has begun to step.
                 services.peers.gather("settled", "", AGREE_S)
                 services.ledger.base("step")
                 services.stop.at_once = None
@@ -104,7 +104,7 @@ class Loop:
                 if self.done > 0:
                     self.save()
         finally:
-            # The newest metrics and not the state: a step that failed has consumed the state.
+            # The newest metrics and not the state: a failed step has consumed the state.
             self._tracer.close(self.metrics.on_device)
             self.feed.close()
 
@@ -192,10 +192,10 @@ class Loop:
             self._times.between_s = time.perf_counter() - began
         every = self.run.checkpoint.every_steps
         if done == self.run.train.steps or self._save_due or (every and done % every == 0):
-            rates.exclude(more=1)  # the step after the one that is only queued waits for the copies
+            rates.exclude(more=1)  # the step after the queued one waits for the copies
             if self._read_metrics():
                 return
-            # While steps are skipped the state is the one before them. It is saved once a step is taken.
+            # While steps are skipped, the state is older than its step. It is saved after the next applied step.
             self._save_due = bool(self.skips.in_a_row) and done < self.run.train.steps
             if not self._save_due:
                 self.save()
@@ -333,7 +333,7 @@ class Loop:
         tokens_read = checkpoints.meta(back)["data"]["tokens"]
         place = position.position(directory, back, tokens_read, self.run.tokens_per_step, known)
         self.start = dataclasses.replace(self.start, position=place)
-        if asked:  # the step that all agreed to stop at is ahead again
+        if asked:  # the last step that all agreed on is ahead again
             services.peers.stop_here(asked)
         services.console.warn(
             f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")

@@ -43,7 +43,7 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
         "batch": held(program.batch),
         "temporaries": analysis.temp_size_in_bytes / 2**30,
     }
-    # XLA's CPU compiler reports a peak that leaves its own temporaries out; what it says there is no peak.
+    # XLA's CPU compiler reports a peak without its own temporaries; that figure is not a peak.
     if program.placement.mesh.devices.flat[0].platform != "cpu":
         classes["peak"] = analysis.peak_memory_in_bytes / 2**30
     return classes
@@ -126,7 +126,7 @@ def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> N
 
     These are the copies of the state for a save, offloaded moments, and offloaded activations, `waiting` bytes of each device.
     """
-    # Replicas share the work of a save's copies; what rests or waits on the host, each device has of its own.
+    # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
     held = jax.tree.leaves(program.saved(program.state))
     saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
     each = waiting + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
@@ -148,7 +148,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
     `bytes_in_use`, which includes memory of other users and ignores fragmentation. CPUs report nothing.
     """
     analysis = compiled.memory_analysis()
-    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # beside what is written in place
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without memory that is written in place
     need = analysis.temp_size_in_bytes + outputs
     held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
     for device in devices:

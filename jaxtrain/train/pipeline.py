@@ -33,10 +33,10 @@ Buffers = list[jax.Array]  # of all saved activations: each (slots x checkpoints
 class Pass(NamedTuple):
     """The pass of one microbatch through one group of layers."""
 
-    shared: Any  # what all layers share of the microbatch
+    shared: Any  # the arrays of the microbatch that all layers share
     group: jax.Array
     slot: jax.Array
-    valid: jax.Array  # bool (); False in a stage's bubble: it computes too, and the result is discarded
+    valid: jax.Array  # bool (); False in a stage's bubble: it executes, and the result is discarded
 
 
 class StageLayers:
@@ -110,7 +110,7 @@ class StageLayers:
         vjp = jax.tree.unflatten(tree, found)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
         for q, of_layer in enumerate(grads):
-            # Of a pass that is not valid the gradient may be anything, NaN too.
+            # The gradient of an invalid pass may be anything, including NaN.
             added = [jnp.where(this.valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
             sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
         return dx, sums
@@ -141,7 +141,7 @@ class StageLayers:
         def step(carry: Any, c: jax.Array) -> Any:
             x, buffers, dy, sums = carry
             found = self._find(back, buffers, mirror := self._checkpoints - 1 - c)
-            # Nothing is written before this is read, or the compiler would keep a copy of the buffers to read it from.
+            # No write happens before this read, otherwise the compiler would keep a copy of the buffers.
             found, slot = jax.lax.optimization_barrier((found, out.slot))
             dx, sums = self._step_back(back, dy, tree, found, sums, mirror)
             return *self._step(out, x, buffers, c, slot), dx, sums
@@ -244,12 +244,12 @@ class _Carry:
     """The arrays that are carried from tick to tick."""
 
     entering: Any  # embeddings of the microbatch that enters next
-    arrived: Any  # from the stage before: the output of its last pass
+    arrived: Any  # from the previous stage: the output of its last pass
     returned: Any  # from the next stage: the gradient of its last pass's input
     buffers: Buffers
-    ready: Any  # gradients of the last layer's outputs, by microbatch as far as they must wait
-    stack: list[jax.Array]  # gradients of the layers so far
-    ends: Params  # and of all other weights
+    ready: Any  # gradients of the last layer's outputs, by microbatch, if they must wait
+    stack: list[jax.Array]  # sums of the layers' gradients
+    ends: Params  # sums of the gradients of all other weights
     report: Any
 
 
@@ -285,7 +285,7 @@ class _Step:
         self.forward_table, self.backward_table = (jnp.asarray(t, jnp.int32) for t in (forward, backward))
         forward_slots, backward_slots, self.slots = schedule.slots
         self.forward_slots, self.backward_slots = (jnp.asarray(s, jnp.int32) for s in (forward_slots, backward_slots))
-        # Only where all are forward before any is backward does the gradient of an output wait.
+        # The gradient of an output waits only if all forward passes come before all backward passes.
         self.waiting = schedule.microbatches if schedule.wait >= schedule.forward_ticks else 1
 
     def micro(self, m: jax.Array) -> Batch:
@@ -399,7 +399,7 @@ class _Step:
             carry = jax.lax.scan(one, carry, later)[0] if count > 1 else one(carry, later[0])[0]
         grads: Params = dict(carry.ends)
         if STACK in self.zeros:
-            # By name, which is the order of a module's leaves too.
+            # By name, which is also the order of a module's leaves.
             grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)
         return carry.report, grads
 

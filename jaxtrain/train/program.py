@@ -44,14 +44,14 @@ class Program:
     placement: Placement
     definition: Definition
     kernel: Kernel  # attention
-    kernel_reason: str  # why it was chosen
+    kernel_reason: str  # the reason for the choice
     tx: optax.GradientTransformation
-    trained: Params  # which parameters are trained
+    trained: Params  # the trained parameters
     state: TrainState  # abstract
     batch: Batch  # abstract, (A, B, T)
     eval_batch: Batch  # abstract, (1, B, T)
     train_step: Any  # jitted: (state, batch) -> (state, metrics)
-    eval_step: Any  # jitted: (params, eval_batch) -> (sum of the loss, what to divide it by, sums that the loss reports)
+    eval_step: Any  # jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums that the loss reports)
     gradients: Any  # jitted: (params, batch) -> ((loss, other sums), gradients)
     log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
 
@@ -119,7 +119,7 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
     if run.train.accumulate == "layer" and not definition.uses_plan_run:
         rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
         raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
-    # Inside a loop, adding in place prevents that XLA overlaps a layer's reduce-scatters with the next iteration.
+    # In a loop, adding in place prevents XLA from overlapping a layer's reduce-scatters with the next iteration.
     asked = not run.parallel.scan_layers if run.train.accumulate == "auto" else run.train.accumulate == "layer"
     return definition.uses_plan_run and asked
 

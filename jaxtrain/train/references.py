@@ -43,7 +43,7 @@ from jaxtrain.train.services import Services
 FORMAT, VERSION = "jaxtrain reference log-probabilities", 1
 FOLDER = "reference"
 META = "reference"  # the digest of the reference's weights, in a checkpoint's meta.json
-SAVE_S = 30.0  # between two writes of a file that is being made, and two lines about it
+SAVE_S = 30.0  # between two writes of an unfinished file, and two lines about it
 AGREE_S = 600.0
 ANEW = "Start a new run in another --workdir (--config.init.from starts it from the model that is to be the reference)."
 
@@ -68,7 +68,7 @@ class References:
     def __init__(self, run: RunConfig, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
         """Args: saved: meta.json of the checkpoint that the run resumes from; {} without."""
         self._run, self._program, self._services = run, program, services
-        self._params: Params | None = None  # the reference's; None where training has changed them
+        self._params: Params | None = None  # the reference's; None if training has changed them
         weights = state.weights(restored.state)
         if program.adapters:
             self._params = without_adapters(weights)
@@ -100,7 +100,7 @@ class References:
             log_probs, fault = read(path, about, header["documents"], self._params is None)
             if fault:
                 self._services.console.warn(f"{path}: {fault}. It is made anew.")
-        if peers.count > 1:  # others need not see the files of process 0
+        if peers.count > 1:  # other processes may not see the files of process 0
             log_probs = np.array(multihost_utils.broadcast_one_to_all(log_probs))
         row_R = rows_without(source, log_probs)
         return self._compute(path, about, batches, source, row_R, log_probs) if len(row_R) else log_probs

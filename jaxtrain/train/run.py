@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from etils import epath
 
 DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
-AGREE_S = 600.0  # processes wait for each other so long at the start
+AGREE_S = 600.0  # timeout of processes that wait for each other at the start
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """The end of a run, or of an attempt."""
 
-    exit_code: int  # as that of the command: 0 done; 75 or 130 asked to leave by a signal, and saved
+    exit_code: int  # as that of the command: 0 done; 75 or 130 stopped by a signal, and saved
     reason: str  # in words, as in receipt.json
     step: int  # optimizer steps done
     metrics: dict[str, Any]  # the newest train line of metrics.jsonl; empty if there is none
@@ -147,7 +147,7 @@ class Ending:
         self.code, self.reason = FAILED, "ended by an exception"
         self.error: Exception | None = None  # an expected failure of training
         self.over = False  # the attempt has ended by itself
-        self._once = threading.Lock()  # around the end that another thread brings about
+        self._once = threading.Lock()  # held while another thread ends the run
         self.watch: Watch | None = None  # planned and measured step times; None without a plan
         self.receipt: Receipt | None = None
         self.ledger: Ledger | None = None
@@ -405,7 +405,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
         try:
             ending.code, ending.reason = train_steps(setup, services, saver, start_times, ending)
         except BaseException:
-            saver.finish()  # the save before a step that failed may be under way, and its end belongs in the log
+            saver.finish()  # the save before a failed step may be running, and its end must be in the log
             raise
 
 
@@ -428,11 +428,11 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         if restored.start.step == steps:
             services.receipt.took_no_step = True
             return DONE, nothing_left(setup, restored, services)
-        # The last checkpoint was damaged, and the one before is not the end.
+        # The last checkpoint was damaged, and the one before is not the last step.
     metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
     start_times.end("open")
     if run.checkpoint.every_steps:
-        saver.snapshots.reserve()  # takes minutes for a large state, beside compiling
+        saver.snapshots.reserve()  # takes minutes for a large state, so it runs during compilation
     with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
         setup, compiled = compile_steps(setup, services)
         watch = ending.watch = expected_times(setup, compiled, services)
@@ -458,7 +458,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         with Monitor(pools, setup.run.log.gpu_every_s, process=services.peers.process_index) as monitor:
             log = StepLog(setup.run, setup.data, services, monitor, watch)
             loop = Loop(setup, compiled, restored, services, saver, log, start_times, restore_newest)
-            del restored  # its state is given to the first step
+            del restored  # its state is donated to the first step
             ending.facts = loop.facts
             try:
                 loop.train()

@@ -18,8 +18,8 @@ from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
 from jaxtrain.train.state import TrainState
 
-MOST_FAILURES = 3  # in a row end a run: it would go on without a checkpoint
-RETRY_S = 5.0  # before the save of a last step is tried again
+MOST_FAILURES = 3  # in a row end a run: it would continue without a checkpoint
+RETRY_S = 5.0  # before the save of a last step is repeated
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")  # their versions decide the contents of a checkpoint
 
 
@@ -36,10 +36,10 @@ class Saver:
             "receipt": services.receipt.id,
             "versions": installed.versions(PACKAGES),
         }
-        self.newest = -1  # the newest step that is saved, or that the run began from
+        self.newest = -1  # the newest step that is saved, or from which the run began
         self.failures = 0  # in a row
         self._host_memory = HostMemory()
-        self.blocked_s = 0.0  # the loop waited for saves, since the loop set it to 0
+        self.blocked_s = 0.0  # seconds the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
 
     def remember(self, **facts: Any) -> None:
@@ -62,7 +62,7 @@ class Saver:
         services, began = self._services, time.perf_counter()
         with services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
-            # All processes come here at the same step, so they all end here.
+            # All processes are here at the same step, so they all end here.
             if self.failures >= MOST_FAILURES:
                 newest = self.newest if self.newest >= 0 else "none"
                 raise CheckpointError(
@@ -120,7 +120,7 @@ class HostMemory:
 
     SAVES = 6  # in a row, each above the one before
     LEAST_GIB = 1.0
-    SHARE = 0.1  # of the memory after the first of them
+    SHARE = 0.1  # fraction of the memory after the first of them
 
     def __init__(self):
         self._after: collections.deque[tuple[int, float]] = collections.deque(maxlen=self.SAVES)

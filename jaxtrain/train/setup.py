@@ -41,8 +41,8 @@ from jaxtrain.watchdog import parse_budgets
 class Setup:
     """Config, program, data and start of an attempt."""
 
-    asked: RunConfig  # as the user gave it
-    run: RunConfig  # with the settings that follow from the data, and from compiling (remat.policy=auto)
+    asked: RunConfig  # the config as the user gave it
+    run: RunConfig  # with settings from the data, and from compiling (remat.policy=auto)
     workdir: Path
     launch: Launch
     program: Program
@@ -88,7 +88,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
-        # Samples come late. A tokenizer that is missing, or of another model, must not end the run then.
+        # Samples come late. A missing tokenizer, or one of another model, must not end the run then.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)

@@ -25,7 +25,7 @@ import heapq
 
 from jaxtrain.config import RunConfig, choices
 
-IDLE = 0.1  # of a step: more than this is worth a word
+IDLE = 0.1  # fraction of a step: a larger bubble is reported
 SCHEDULES = choices("pipeline.schedule")
 
 STAGE = "stage"  # the mesh axis
@@ -82,9 +82,9 @@ class Phase:
     """Consecutive ticks of one kind."""
 
     ticks: range
-    forward: bool  # stages run units forward
+    forward: bool  # stages run forward units
     backward: bool
-    ends: bool  # microbatches may enter in the next tick, and gradients come back to where they entered
+    ends: bool  # microbatches may enter in the next tick, and gradients arrive back at their entry
     leaves: bool  # a microbatch leaves the last stage
 
     def later(self, ticks: int) -> "Phase":
@@ -163,8 +163,8 @@ class Schedule:
         first = period - 1  # the tick in which the first microbatch leaves the last stage
 
         def kind(t: int) -> tuple[bool, bool, bool, bool]:
-            # Once in each period a run of microbatches enters, another leaves, and the gradient of a third is back at where it
-            # entered. Entries are prepared a tick early: so all three are in the same ticks.
+            # Once per period a run of microbatches enters, another leaves, and the gradient of a third arrives back at its
+            # entry. Entries are prepared a tick early, so all three are in the same ticks.
             ends = self.groups == 1 or (t + 1) % period < self.stages
             forward = t < self.forward_ticks
             return forward, t >= self.wait, ends, ends and forward and t >= first

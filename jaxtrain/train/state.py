@@ -32,9 +32,9 @@ class TrainState:
 
     step: Any  # int32 (): steps done, skipped ones too
     params: Params  # master weights
-    optimizer: Any  # optax state: moments split like their parameters
-    guard: Any = ()  # which steps are taken (jaxtrain/train/guard.py); on every device
-    # Where layers lie in their stacks, whose empty places hold zeros. None: layer i at place i, and nothing is empty.
+    optimizer: Any  # optax state: moments sharded like their parameters
+    guard: Any = ()  # the statistics for skipping steps (jaxtrain/train/guard.py); on every device
+    # The order of layers in their stacks, whose empty slots hold zeros. None: layer i in slot i, and no empty slots.
     layers: Arrangement | None = None
 
 
@@ -139,7 +139,7 @@ def create_state(
     learnt = chosen(params, trained)
     leaves, tree = jax.tree.flatten(shardings(abstract.optimizer))
     if any(sharding.memory_kind == ON_HOST for sharding in leaves):
-        # One at a time: on its way to the host each is on the device, where there may be no room for all.
+        # One at a time: on its way to the host each is on the device, which may have no memory for all.
         made = [
             jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(learnt)
             for i, sharding in enumerate(leaves)
@@ -177,7 +177,7 @@ class NamedLeaf(NamedTuple):
     """An array of a state, or its shape."""
 
     name: str
-    order: tuple[int | None, ...]  # for each place on its axis 0 the layer there, None where it is empty; () without layers
+    order: tuple[int | None, ...]  # for each slot on its axis 0 the layer, None for an empty one; () without layers
     array: Any
 
     @property
@@ -252,7 +252,7 @@ def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str |
     made = compiled(*arrays) if compiled else digests.of_layers(arrays, [leaf.stacked for leaf in here])
     out += [(leaf.rows, digest) for leaf, digest in zip(here, made, strict=True)]
     for leaf in (leaf for leaf in found if leaf.array.sharding.memory_kind == ON_HOST):
-        for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no room for all
+        for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
             part = stacks.copy_to_device(leaf.array, place) if leaf.stacked else leaf.array
             out.append(([name], digests.of_many({name: part})[name]))
     return out

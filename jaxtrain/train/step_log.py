@@ -23,12 +23,12 @@ from jaxtrain.train.services import Services
 class StepMetrics:
     """The metrics of one step, on the host."""
 
-    step: int  # its number: so many steps are done after it
+    step: int  # its number: the steps done after it
     loss: float
     grad_norm: float
     lr: float
     verdict: int  # guard.TAKEN, or the reason why the step was skipped
-    more: dict[str, float]  # of a model with experts EXPERT_METRICS, of a loss of pairs REWARD_METRICS
+    more: dict[str, float]  # EXPERT_METRICS of a model with experts, REWARD_METRICS of a loss of pairs
     batch: HostBatch  # the rows of this process
 
     @property

@@ -87,16 +87,16 @@ class SlowSteps:
     WINDOW = 64  # steps whose times are known
     ENOUGH = 16  # times that make a median
     TIMES = 2.0
-    LEAST_S = 0.25  # a shorter pause is no matter, however short the steps
-    SHARE = 0.01  # of the excess; a smaller part is left out of the line
+    LEAST_S = 0.25  # a shorter pause is ignored, even for short steps
+    SHARE = 0.01  # of the excess; a smaller share is left out of the line
     APART = 20  # steps between two lines, at least
     SLOWER = 3.0  # times the median at the run's start
-    SLOWER_S = 0.1  # and so much more
+    SLOWER_S = 0.1  # and at least this many seconds more
 
     def __init__(self):
         self._times: collections.deque[float] = collections.deque(maxlen=self.WINDOW)
         self._at_start: float | None = None  # the first median, s
-        self._slower = False  # it was reported that all steps are slower
+        self._slower = False  # it was reported that all steps have become slower
         self._reported: int | None = None  # the step of the last line
         self._left_out = 0
 
