@@ -28,14 +28,14 @@ from jaxtrain.validate.layout import check_layout, mesh_sizes
 from jaxtrain.validate.places import check_places
 from jaxtrain.watchdog import parse_budgets
 
-# Precisions that people ask for, and why they are not there.
+# Precisions that people ask for, and why they are not supported.
 REFUSED = {
     "fp16": "float16 overflows without loss scaling, which jaxtrain does not have",
     "int8": "training in 8-bit integers is not supported",
     "mxfp8": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
     "nvfp4": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
 }
-# A plan gives the reason: 4 x 32.9 GiB over PCIe at 53 GB/s, beside 6.4 s, for configs/llama3_70b.py on h200:8.
+# The reason, from a plan: 4 x 32.9 GiB over PCIe at 53 GB/s take longer than 6.4 s, for configs/llama3_70b.py on h200:8.
 NO_PARAMS = (
     "weights are read twice in each microbatch, and read and written by the update: of llama3_70b on h200:8 each GPU would "
     "move 131 GiB a step over PCIe, 2.7 s beside 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
@@ -43,7 +43,7 @@ NO_PARAMS = (
 )
 ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
 
-SLOWEST = 0.98  # decay of a second moment in bfloat16, with which updates are still right to 1%
+SLOWEST = 0.98  # decay of a second moment in bfloat16, up to which updates are accurate to 1%
 
 
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
@@ -56,7 +56,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += check_places(run, workdir)
     problems += _shown(run)
     problems += _host_memory(run, devices, bad)
-    # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
+    # Imported here: the data pipeline is in a higher layer, and the imports depend on the source.
     from jaxtrain.data import pipeline
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
@@ -187,7 +187,7 @@ def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     if "precision" in bad:
         return
     yield from unsupported(run, devices)
-    if run.model.family in FAMILIES:  # of others the names are known once they are made
+    if run.model.family in FAMILIES:  # names of other models are known after they are built
         yield from eight_bit(run, matmuls(run.model))[1]
 
 
@@ -259,7 +259,7 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"Set {steps} or less.")
     elif o.schedule != "constant":
         decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-        if max(1, o.warmup_steps) + decay > steps:  # the first step is taken at the peak where there is no warm-up
+        if max(1, o.warmup_steps) + decay > steps:  # the first step has the peak without a warm-up
             named = "optimizer.decay_steps" if o.decay_steps else "optimizer.warmup_steps"
             value = o.decay_steps or o.warmup_steps
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
@@ -309,7 +309,7 @@ def _environment(run: RunConfig, devices: Devices, bad: set[str]) -> list[Proble
 
 
 WIDTH = {"f32": 4.0, "bf16": 2.0, INT8: 1.0}  # bytes of a number; the scales of int8's blocks are left out
-# Logical axes of the weights. A mesh axis that splits none of them holds replicas.
+# Logical axes of the weights. A mesh axis that shards none of them holds replicas.
 OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts", "expert_embed")
 
 
@@ -328,7 +328,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     trained = not (run.lora.rank or run.train.freeze.strip())
     moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ())
     held = ("params", *moments, "grads") if trained else ("params",)
-    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # as adapters' base is kept
+    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # the base of adapters
     each = sum(WIDTH.get(name, 0.0) for name in types)
     split = {axis for name, onto in config.rules_in_use(run, sizes).items() if name in OF_WEIGHTS for axis in onto}
     copies = math.prod(size for axis, size in sizes.items() if axis not in split)

@@ -9,7 +9,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.precision import EXPERTS, eight_bit, matmuls
 
-# Keys that are read only where there are experts, with what they are elsewhere.
+# Keys that are read only with experts, with their values otherwise.
 OF_MODEL = (
     *("experts_per_token", "router", "renormalize", "router_bias", "router_logit_bias", "expert_bias", "shared_d_ff"),
     *("routed_scaling", "router_groups", "groups_per_token"),
@@ -102,7 +102,7 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
     """Yield a problem if 8-bit matmuls of uneven numbers of rows are not supported (kernels/experts/eight.py)."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
-    # Another family's weights have names that are known once it is made.
+    # The names of another family's weights are known after it is built.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:
         return
     names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))

@@ -7,7 +7,7 @@ from jaxtrain.config import Model, Problem, RunConfig
 # Keys that are read only with another one.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Keys of other attention, that latent attention is built without.
+# Keys of other attention, which latent attention does not support.
 WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
 
 

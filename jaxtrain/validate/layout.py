@@ -13,8 +13,8 @@ from jaxtrain.optim.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axi
 from jaxtrain.validate.experts import check_experts
 from jaxtrain.validate.pipeline import check_kinds, check_pipeline
 
-SHARED = "mlp.gate"  # of a model with experts, that of the expert that all tokens share
-# Arrays of the model by their logical axes: no mesh axis may split two of one array.
+SHARED = "mlp.gate"  # in a model with experts, that of the shared expert
+# Arrays of the model by their logical axes: no mesh axis may shard two of one array.
 ARRAYS = {
     "embed.embedding": ("vocab", "embed"),  # and the head
     "attention.wq": ("layers", "embed", "heads", "head_dim"),
@@ -27,14 +27,14 @@ ARRAYS = {
     "feed-forward activations": ("batch", "sequence", "mlp"),
     "logits": ("batch", "sequence", "vocab"),
 }
-# Those that a model with experts has instead of SHARED, or beside it.
+# Arrays of a model with experts, instead of SHARED or in addition to it.
 EXPERTS = {
     "mlp.router": ("layers", "embed"),
     "an expert's mlp.gate": ("layers", "experts", "expert_embed", "mlp"),
 }
 
 
-# Those of latent attention, instead of ATTENTION. Their latents are sharded as the model dimension is.
+# Arrays of latent attention, instead of ATTENTION. Their latents are sharded like the model dimension.
 ATTENTION = ("attention.wq", "attention.wk")
 LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layers", "embed", "heads", "head_dim")}
 
@@ -57,7 +57,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from _stages(run, bad)
     if sizes is None:  # dimensions that do not divide over a wrong mesh are its consequences
         return
-    # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
+    # Mesh axes of size above 1 that shard each logical axis; unknown ones are reported by _rules.
     table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}
     split = list(_context(run, devices, sizes, table, bad))
     for problem in _divisions(run, sizes, table, bad):
@@ -160,7 +160,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         section, _, name = key.partition(".")
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
         if axis == "kv_heads" and parts % value == 0:
-            continue  # each is held by several ranks
+            continue  # each is replicated over several ranks
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"

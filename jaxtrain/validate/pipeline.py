@@ -57,7 +57,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     if lying is None or run.model.stacked_layers < lying.stages * lying.groups:
         return
     kinds, first = windows.kinds(run.model), windows.kinds(run.model)[0]
-    # An empty place runs as a layer of the first kind does.
+    # An empty slot runs as a layer of the first kind.
     places = "".join(first if layer is None else kinds[layer] for layer in lying.order)
     groups = [places[i : i + lying.per_group] for i in range(0, len(places), lying.per_group)]
     other = next((group for group in groups if group != groups[0]), None)

@@ -18,7 +18,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         written["checkpoint.dir"] = run.checkpoint.dir
     if run.paths.cache:
         written["paths.cache"] = run.paths.cache
-    # Imported here: the data pipeline sits on a higher floor.
+    # Imported here: the data pipeline is in a higher layer.
     from jaxtrain.data.pipeline import parse_sets
 
     if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
@@ -51,7 +51,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
     asked = run.checkpoint.step
     if asked >= 0:
-        # A restarted run may have deleted the step that it went back to.
+        # A restarted run may have deleted the step that it rolled back to.
         if asked in steps or RESTART in os.environ:
             return []
         known = ", ".join(map(str, steps)) or "none"
