@@ -17,8 +17,8 @@
 `help(jaxtrain.api)` describes each function. `python -m jaxtrain` lists the commands.
 """
 
-# Importing jaxtrain touches no device and imports no jax. This file runs on Python 3.8 too, so that a start outside the
-# environment ends with a sentence.
+# Importing jaxtrain touches no device and imports no jax. This file runs on Python 3.8 too, so a start outside the environment
+# ends with a message.
 
 import importlib
 import importlib.util

@@ -6,7 +6,7 @@ is not recomputed. Imports no jax: FLOP counts and config checks read it.
 
 from jaxtrain.config import Problem, Remat, choices, nearest
 
-# Name of an activation -> what it is.
+# Name of an activation -> its description.
 ACTIVATIONS = {
     "attention_norm": "normalised input of the attention block",
     "q_latent": "latent of queries, before its norm (latent attention)",
@@ -23,8 +23,8 @@ ACTIVATIONS = {
     "mlp_up": "up projection",
     "mlp_down": "output of the feed-forward block",
 }
-# Logical axes of each, of what enters a layer, and of the experts that tokens go to. Experts' mlp_gate and mlp_up have fewer
-# dimensions, and no axes: their rows are those that arrived at a device.
+# Logical axes of each, of a layer's input, and of the tokens that are sent to experts. Experts' mlp_gate and mlp_up have no
+# axes: their rows are the tokens that arrived at a device.
 AXES: dict[str, tuple[str | None, ...]] = {
     "layer_input": ("batch", "residual", None),
     "attention_norm": ("batch", "residual", None),
@@ -49,13 +49,13 @@ GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down
 
 LATENTS = ("q_latent", "kv_latent")  # of multi-head latent attention alone
 
-# Policy -> activations it keeps. "none" keeps unnamed ones too, all but gathered weights; "custom" is read from remat.tensors.
+# Policy -> activations it saves. "none" saves unnamed ones too, except gathered weights; "custom" is read from remat.tensors.
 KEPT = {
     "none": tuple(ACTIVATIONS),
     "full": (),
     "dots": (*LATENTS, *GEMM_OUTPUTS),
     "attention": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse"),
-    # What costs a GEMM or an attention call; less where that does not fit (auto_remat.py).
+    # Results of matmuls and attention calls; fewer if they do not fit (auto_remat.py).
     "auto": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
 }
 POLICIES = choices("remat.policy")

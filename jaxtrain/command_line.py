@@ -108,7 +108,7 @@ class Option:
         return None
 
 
-# The place of a process in a run of several (jaxtrain.distributed.cluster reads them).
+# The rank of a process in a run of several (jaxtrain.distributed.cluster reads them).
 PROCESS_OPTIONS = (
     Option("coordinator", "address of process 0, for a run of several processes", "HOST:PORT"),
     Option("num-processes", "count of processes", "N"),

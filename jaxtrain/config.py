@@ -20,14 +20,15 @@ import ml_collections
 from jaxtrain.commands import spelled
 from jaxtrain.synonyms import nearest_key
 
-# From the outermost, whose neighbours may be nodes apart, to the innermost. Optional ones are part of a mesh only where used.
+# From the outermost, whose neighbours may be on different nodes, to the innermost. Optional ones are part of a mesh only if
+# used.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
-EXPERT_AXIS = "expert"  # the mesh axis along which tokens travel to experts
-MOST_DOCUMENTS = 32  # in a sequence, where `data.max_segments` leaves the number open
+EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
+MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
 
-# Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
-# as its config adds a rule for each.
+# Logical axis -> mesh axes that shard it, joined by "+"; "" replicates the axis. A model may use further names if its config
+# adds a rule for each.
 RULES = {
     "batch": "data+fsdp+expert",
     "sequence": "seq",
@@ -58,7 +59,7 @@ RULE_DOCS = {
 }
 
 
-# Logical axis -> the mesh axes that its rule may name, in this order: those that the step has collectives for.
+# Logical axis -> the mesh axes that its rule may name, in this order: those with collectives in the step.
 ALLOWED = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("seq",),
@@ -773,7 +774,7 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
     if run.sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
-    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}  # tokens move to experts
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}  # tokens are sent to experts
     return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
 
 

@@ -20,9 +20,9 @@ METHODS = choices("parallel.context")
 class Context:
     """The context parallelism of a sequence: `ulysses` x `ring` ranks. (1, 1): the sequence is on one device."""
 
-    ulysses: int = 1  # ranks that trade tokens for heads around an attention that sees all tokens of the group
-    ring: int = 1  # places whose keys and values travel
-    gathered: bool = False  # keys and values are gathered over the places at once; else they go round
+    ulysses: int = 1  # ranks that exchange tokens for heads around an attention over all tokens of the group
+    ring: int = 1  # ring ranks whose keys and values are exchanged
+    gathered: bool = False  # keys and values are gathered over the ring ranks at once; otherwise they go round the ring
 
     def __str__(self) -> str:
         places = f"keys gathered over {self.ring}" if self.gathered else f"a ring of {self.ring}"

@@ -21,7 +21,7 @@ from jaxtrain.stacks import ON_HOST
 from jaxtrain.train import state
 from jaxtrain.train.state import TrainState
 
-PROBE = 512  # rows and columns of the matrices that each device multiplies when something is wrong
+PROBE = 512  # rows and columns of the matrices that each device multiplies after a mismatch
 
 
 class Corrupted(RuntimeError):

@@ -40,7 +40,8 @@ def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> 
         stride *= shape[axis] if shape else x.shape[axis]
     weighted = w * ((index * jnp.uint32(KNUTH)) | jnp.uint32(1))
     wrong = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
-    # One reduction of all three: of three, XLA's CPU compiler would write their operands to memory, six times a bfloat16 array.
+    # One reduction for all three: for three reductions, XLA's CPU compiler would write their operands to memory, six times a
+    # bfloat16 array.
     zeros = (jnp.uint32(0),) * 3
     return jnp.stack(jax.lax.reduce((w, weighted, wrong.astype(jnp.uint32)), zeros, _added, tuple(range(x.ndim))))
 
@@ -85,7 +86,7 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
                 every = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), mine, (begin[0], 0))
             else:
                 every = sums(x, begin, shape)[None]
-            # Devices that hold the same part: one of them counts.
+            # Of the devices with the same shard, only one counts.
             used = {axis for part in spec for axis in axes_of(part)}
             first = jnp.asarray(True)
             for axis in mesh.axis_names:

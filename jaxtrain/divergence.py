@@ -19,7 +19,7 @@ class Diverged(RuntimeError):
 class Bad:
     """A skipped step."""
 
-    step: int  # the number of the step: how many are done after it
+    step: int  # the number of the step: the steps done after it
     verdict: int  # guard.NOT_FINITE or guard.SPIKE
     loss: float
     grad_norm: float
@@ -42,7 +42,7 @@ class Bads:
     def __init__(self, in_a_row: int, skipped: int, most: int):
         self.in_a_row, self.skipped = in_a_row, skipped
         self._most = most
-        self.row: list[Bad] = []  # of the row that has not ended, as far as this attempt saw it
+        self.row: list[Bad] = []  # of the current row, as far as this attempt has seen it
 
     def took(self) -> None:
         """Note a step that was applied: it ends the row of skipped steps."""

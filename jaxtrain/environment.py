@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from jaxtrain.config import Problem, RunConfig, parts_of
 from jaxtrain.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
 
-# Variable -> (value, why); the value None: it stays unset, for the reason given.
+# Variable -> (value, reason); value None: it stays unset.
 Table = Mapping[str, tuple[str | None, str]]
 
 ALL: Table = {
@@ -22,7 +22,7 @@ ALL: Table = {
     "NCCL_NVLS_ENABLE": (None, "NCCL sums in the switches where there are any; train.deterministic forbids it"),
     "NCCL_PROTO": (None, "NCCL chooses by size; one protocol for all sizes costs the others"),
 }
-# By compute capability (hardware.Gpu.sm): what differs from one generation to the next.
+# By compute capability (hardware.Gpu.sm): the differences between generations.
 TABLES: Mapping[int, Table] = {
     80: ALL
     | {
@@ -45,32 +45,32 @@ TABLES: Mapping[int, Table] = {
     },
 }
 
-# Names that change what is computed or how fast it is.
+# Names that change results or speed.
 PREFIXES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", "NVTE_", "TF_", "NVIDIA_TF32_OVERRIDE")
-# Of those, the ones that do not, or that somebody else looks after.
+# Exceptions: names without an effect, and names that another module handles.
 HARMLESS = (
     *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_TIMESTAMP*", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE"),
     *("JAX_LOGGING_LEVEL", "JAX_DEBUG_LOG_MODULES", "JAX_TRACEBACK_FILTERING", "CUDA_CACHE_*"),
     *("TF_CLI_*", "TF_VAR_*", "TF_DATA_DIR", "TF_LOG*", "TF_PLUGIN_*", "TF_TOKEN_*"),  # Terraform's
-    # What images of NVIDIA's say of themselves, and where a toolkit lies.
+    # Variables of NVIDIA's images about themselves, and paths of a toolkit.
     *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT", "CUDA_DIR", "CUDA_INSTALL_PATH", "CUDA_TOOLKIT_ROOT_DIR"),
     *("CUDA_BIN_PATH", "CUDNN_HOME", "CUDNN_PATH", "CUDNN_ROOT*", "CUDNN_*DIR", "NCCL_HOME", "NCCL_ROOT*", "NCCL_*_DIR"),
-    # Which devices and processes there are: hardware.probe and distributed.detect read them.
+    # Selection of devices and processes: hardware.probe and distributed.detect read them.
     *("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS"),
-    # The memory budget: hardware.memory_environment refuses what contradicts it.
+    # The memory budget: hardware.memory_environment refuses contradictions.
     *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
     *("XLA_PYTHON_CLIENT_ALLOCATOR", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
 )
-# Where a site's network is: no part of a run, and different from host to host.
+# A site's network: not part of a run, and different from host to host.
 SITE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")
-# In the name of a variable whose value belongs into no log and no receipt.
+# Parts of the name of a variable whose value must not be in a log or receipt.
 SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
-# Read by the loader, by the shell, or before the config is: setting them here would do nothing, or too little.
+# Read by the loader, by the shell, or before the config is: setting them here would be too late.
 TOO_LATE = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"),
     *("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_*", "JAXTRAIN_*", "SLURM_*"),
 )
-EXPORTED = "JAXTRAIN_EXPORTED"  # names of what an earlier run of this process has set
+EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process has set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Overlay:
     """The variables that a run sets, with the reasons, and those that it inherits from the shell."""
 
     set: dict[str, str] = dataclasses.field(default_factory=dict)
-    why: dict[str, str] = dataclasses.field(default_factory=dict)  # of those set
+    why: dict[str, str] = dataclasses.field(default_factory=dict)  # of the variables that are set
     inherited: dict[str, str] = dataclasses.field(default_factory=dict)
     unset: dict[str, str] = dataclasses.field(default_factory=dict)  # variables left unset on purpose, with the reason
 
@@ -156,7 +156,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     if devices.kind != "gpu" or devices.count < 1:
         return _overlay(chosen, environ), problems
     known = table(devices.sm) if env.defaults else {}
-    # An inherited variable stands above the table: the config named it.
+    # An inherited variable overrides the table: the config names it.
     stays = {name for name in environ if _matches(name, env.inherit)}
     stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
     unset = {name: why for name, (v, why) in known.items() if v is None and not environ.get(name)}

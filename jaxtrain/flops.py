@@ -66,7 +66,7 @@ def value_dim(model: Model) -> int:
     return model.v_head_dim or head_dim(model)
 
 
-# Weights of a model's matrix products -> the activations they make. A tied head is the embedding. wkv_up makes v too.
+# Weights of a model's matmuls -> the activations they make. A tied head is the embedding. wkv_up makes v too.
 _ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wo": "attention_proj"}
 _ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
 _MADE = {
@@ -75,7 +75,7 @@ _MADE = {
     **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     "layers.mlp.router": "router",
 }
-_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # all that is below the last norm
+_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # everything below the last norm
 _EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 
 
@@ -211,8 +211,8 @@ def training(run: RunConfig) -> Flops:
     if passes_layers(run):
         return total
     within = forward(m, run.data.seq_len) + Flops(-head, -head)
-    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass is all of activations
-    to_norm = 0 if learns(run, "final_norm.scale") else head  # nobody wants the gradient of the last hidden states
+    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
+    to_norm = 0 if learns(run, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
@@ -237,7 +237,7 @@ def beyond(run: RunConfig) -> Flops:
         return extra + Flops(twice, twice)
     spare = layers(run.model, rows) - layers(run.model)
     again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
-    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: of activations, and of weights that learn
+    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: gradients of activations and weights
     return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
 
 

@@ -36,9 +36,9 @@ class Sampler:
 
     def __init__(self, run: RunConfig, placement: Placement):
         run = for_inference(run)
-        self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too little to shard
-        # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not do.
-        # No token sees farther back than tokens did in training: rotary angles beyond that were never learnt.
+        self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
+        # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not support.
+        # Attention is limited to the distances of training, since rotary angles beyond them were not trained.
         specs = tuple(
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
             for spec in attention_specs(run)

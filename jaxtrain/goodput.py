@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtrain.progress import duration
 
-# Cause -> what it means. "other" is the way out, after the last step.
+# Cause -> its meaning. "other" is the end of the process, after the last step.
 MEANING = {
     "step": "steps that counted",
     "startup": "from the birth of the process to the first step, but for compiling, restoring and data",
@@ -29,9 +29,9 @@ MEANING = {
     "stopped": "nothing ran, because that was wanted",
 }
 CAUSES = tuple(MEANING)
-REPEATABLE = ("step", "data", "eval")  # what a step that is lost had cost
+REPEATABLE = ("step", "data", "eval")  # time of a step that was lost
 HUNG = 124  # the watchdog's exit code
-WANTED = (0, 130)  # exit codes after which nobody misses the run
+WANTED = (0, 130)  # exit codes of a planned end
 FILE = "goodput.jsonl"
 LINE_S = 30.0  # from one line of the ledger to the next at most
 
@@ -56,7 +56,7 @@ class Goodput:
     parts: dict[str, float]
     attempts: int
     steps: int  # done
-    steps_repeated: int  # at least: those of a killed attempt's last seconds nobody has counted
+    steps_repeated: int  # at least: the last seconds of a killed attempt are not counted
     spans: list[Span] = dataclasses.field(default_factory=list)
 
     @property
@@ -99,17 +99,17 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
     spans: list[Span] = []
     attempts = at = repeated = 0
     began = until = 0.0
-    doing: str | None = None  # in the attempt under way; None between attempts
+    doing: str | None = None  # in the present attempt; None between attempts
     away = "down"
     last_seen: float | None = None
     for line in lines:
         kind = line["kind"]
         if kind == "begin":
-            if doing is not None:  # killed: until it was last seen it did what it did
+            if doing is not None:  # killed: until it was last seen, its last activity continued
                 until = _tail(spans, attempts, until, line["seen"], doing, at)
                 away = "down"
                 for span in _without_progress(spans, attempts):
-                    span.last = None  # it was at work on steps that it has not finished
+                    span.last = None  # it was working on unfinished steps
             if attempts:
                 gap = max(0.0, line["time"] - until)
                 spans.append(Span(0, until, until + gap, {away: gap}, at, at))
@@ -175,7 +175,7 @@ def _repeat(spans: list[Span], step: int) -> None:
             if lost:
                 span.seconds[cause] -= lost
                 span.seconds["repeated"] = span.seconds.get("repeated", 0.0) + lost
-        # What is left of it is of steps that stand; a later `back` may take from them too.
+        # The rest belongs to steps that count; a later `back` may reduce it too.
         span.last = step if not whole else span.first
 
 

@@ -16,8 +16,8 @@ import pynvml
 
 from jaxtrain.config import Problem
 
-# GiB of every GPU left to NCCL buffers and the CUDA context, neither of which JAX allocates. cuDNN's workspace is none of it:
-# XLA allocates that. A stated budget, not a measurement: raise or lower what JAX gets with train.memory_fraction.
+# GiB of every GPU left to NCCL buffers and the CUDA context, neither of which JAX allocates. cuDNN's workspace is not part of
+# it: XLA allocates that. A stated budget, not a measurement: change JAX's share with train.memory_fraction.
 RESERVE_GIB = 6.0
 # On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25
@@ -54,23 +54,22 @@ GH200_SHEET = "NVIDIA GH200 data sheet"
 B200_SHEET = "NVIDIA HGX B200 specifications, per GPU"
 GB200_SHEET = "NVIDIA GB200 NVL72 specifications, divided by its 72 GPUs"
 
-# Pattern of the whole device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so that a MIG slice, a
-# GB300 or a cut-down export model is unknown rather than taken for its bigger relative. The more specific come first.
-# fmt: off
+# Pattern of the full device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so a MIG slice, a GB300 or a
+# reduced export model is unknown and not mistaken for a similar GPU. The more specific come first. fmt: off
 TABLE: tuple[tuple[str, Gpu], ...] = (
-    (r"A100-SXM4-40GB",            Gpu("A100 SXM 40GB",  80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
-    (r"A100-PCIE-40GB",            Gpu("A100 PCIe 40GB", 80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
-    (r"A100-SXM4-80GB",            Gpu("A100 SXM 80GB",  80,  312.0,    0.0,  156.0, 19.5,  80, 2.039,  600, A100_SHEET)),
-    (r"A100 80GB PCIe",            Gpu("A100 PCIe 80GB", 80,  312.0,    0.0,  156.0, 19.5,  80, 1.935,  600, A100_SHEET)),
-    (r"H100 NVL",                  Gpu("H100 NVL",       90,  835.5, 1670.5,  417.5, 60.0,  94, 3.9,    600, H100_SHEET)),
-    (r"H100 PCIe",                 Gpu("H100 PCIe",      90,  756.0, 1513.0,  378.0, 51.0,  80, 2.0,    600, H100_SHEET)),
-    (r"H100( SXM5?)?( 80GB HBM3)", Gpu("H100 SXM",       90,  989.4, 1978.9,  494.7, 66.9,  80, 3.35,   900, H100_SHEET)),
-    (r"H200 NVL",                  Gpu("H200 NVL",       90,  835.5, 1670.5,  417.5, 60.0, 141, 4.8,    900, H200_SHEET)),
-    (r"H200( SXM5?)?( 141GB HBM3e)?", Gpu("H200 SXM",    90,  989.4, 1978.9,  494.7, 66.9, 141, 4.8,    900, H200_SHEET)),
-    (r"GH200 144G HBM3e",          Gpu("GH200 144GB",    90,  989.4, 1978.9,  494.7, 66.9, 144, 4.9,    900, GH200_SHEET)),
-    (r"GH200 480GB",               Gpu("GH200 96GB",     90,  989.4, 1978.9,  494.7, 66.9,  96, 4.0,    900, GH200_SHEET)),
-    (r"B200",                      Gpu("B200",          100, 2250.0, 4500.0, 1125.0, 75.0, 180, 8.0,   1800, B200_SHEET)),
-    (r"GB200",                     Gpu("GB200",         100, 2500.0, 5000.0, 1250.0, 80.0, 186, 8.0,   1800, GB200_SHEET)),
+    (r"A100-SXM4-40GB", Gpu("A100 SXM 40GB", 80, 312.0, 0.0, 156.0, 19.5, 40, 1.555, 600, A100_SHEET)),
+    (r"A100-PCIE-40GB", Gpu("A100 PCIe 40GB", 80, 312.0, 0.0, 156.0, 19.5, 40, 1.555, 600, A100_SHEET)),
+    (r"A100-SXM4-80GB", Gpu("A100 SXM 80GB", 80, 312.0, 0.0, 156.0, 19.5, 80, 2.039, 600, A100_SHEET)),
+    (r"A100 80GB PCIe", Gpu("A100 PCIe 80GB", 80, 312.0, 0.0, 156.0, 19.5, 80, 1.935, 600, A100_SHEET)),
+    (r"H100 NVL", Gpu("H100 NVL", 90, 835.5, 1670.5, 417.5, 60.0, 94, 3.9, 600, H100_SHEET)),
+    (r"H100 PCIe", Gpu("H100 PCIe", 90, 756.0, 1513.0, 378.0, 51.0, 80, 2.0, 600, H100_SHEET)),
+    (r"H100( SXM5?)?( 80GB HBM3)", Gpu("H100 SXM", 90, 989.4, 1978.9, 494.7, 66.9, 80, 3.35, 900, H100_SHEET)),
+    (r"H200 NVL", Gpu("H200 NVL", 90, 835.5, 1670.5, 417.5, 60.0, 141, 4.8, 900, H200_SHEET)),
+    (r"H200( SXM5?)?( 141GB HBM3e)?", Gpu("H200 SXM", 90, 989.4, 1978.9, 494.7, 66.9, 141, 4.8, 900, H200_SHEET)),
+    (r"GH200 144G HBM3e", Gpu("GH200 144GB", 90, 989.4, 1978.9, 494.7, 66.9, 144, 4.9, 900, GH200_SHEET)),
+    (r"GH200 480GB", Gpu("GH200 96GB", 90, 989.4, 1978.9, 494.7, 66.9, 96, 4.0, 900, GH200_SHEET)),
+    (r"B200", Gpu("B200", 100, 2250.0, 4500.0, 1125.0, 75.0, 180, 8.0, 1800, B200_SHEET)),
+    (r"GB200", Gpu("GB200", 100, 2500.0, 5000.0, 1250.0, 80.0, 186, 8.0, 1800, GB200_SHEET)),
 )
 # fmt: on
 
@@ -129,7 +128,7 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
     if found:
-        # The mesh wants equal devices; the first one's name, and the least memory and capability, stand for all.
+        # The mesh needs equal devices: the name of the first one, and the least memory and capability of all.
         names, memories, sms = zip(*found, strict=True)
         return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
     if platform in ("cuda", "gpu"):
@@ -235,8 +234,8 @@ def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
     return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
 
 
-# What makes programs on GPUs give the same bits each time: XLA's options, and NCCL's algorithms (as in Megatron-LM's guide to
-# deterministic training).
+# Settings for the same bits at each run of a program on GPUs: XLA's options, and NCCL's algorithms (as in Megatron-LM's guide
+# to deterministic training).
 REPEATABLE = {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True}
 NCCL_ALGO = "^NVLS"
 
@@ -265,7 +264,8 @@ def available_gib(root: str | os.PathLike[str] = "/") -> float:
             continue
         mount, name = (mounts / "memory", "memory.limit_in_bytes") if v1 else (mounts, "memory.max")
         group = Path(group.lstrip("/"))
-        # A limit of a parent binds its children too. In a container the path may be that of the host, and the mount is its own.
+        # A limit of a parent applies to its children too. In a container the path may be that of the host, while the mount is
+        # the container's.
         limits += [int(text) for each in (group, *group.parents) if (text := _text(mount / each / name).strip()).isdigit()]
     return min(limits) / 2**30
 

@@ -5,13 +5,14 @@ import hashlib
 import importlib.metadata
 from pathlib import Path
 
-# Those that compute something.
+# Packages that compute.
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_collections", "ml_dtypes", "tokenizers",
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
     "nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas",
 )  # fmt: skip
-# Of a run besides: ptxas and libdevice, which make its kernels, NVSHMEM, and what reads and writes the arrays of checkpoints.
+# Further packages of a run: ptxas and libdevice, which compile its kernels, NVSHMEM, and packages that read and write
+# checkpoints.
 OF_A_RUN = (
     *PACKAGES,
     "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "tensorstore",

@@ -41,7 +41,7 @@ NO_DROPOUT = (
 )
 
 
-# The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for all else.
+# The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for other types.
 BARE = "\0"
 # Rules of a command line.
 NO_VALUE, NO_OPTION, LEFT_OVER = "needs a value", "no such option", "left over: it belongs to no option"
@@ -152,7 +152,7 @@ def length(o: Optimizer, steps: int) -> int:
     if o.schedule == "constant":
         return o.warmup_steps
     decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-    return max(1, o.warmup_steps) + decay  # the first step is taken at the peak where there is no warm-up
+    return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
 
 
 def _changed(config: ml_collections.ConfigDict) -> set[str]:
@@ -282,7 +282,7 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
         return did_you_mean(f"--{n}" for n in begun)
     given = "=VALUE" if given and OTHER_UNIT.search(name) else given
     meant = [name] if name in known else nearest_keys(name, known) if known else []
-    # Other trainers' names can mean options of main, which this command may lack.
+    # Names from other trainers can mean options of main, which this command may not have.
     if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
         return did_you_mean(_as_option(setting, given) for setting in found)
     return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
@@ -338,7 +338,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         config = module.get_config(variant) if variant else module.get_config()
     except ConfigError as e:
         return None, 0, e.problems
-    # A config file is a user's program: whatever it raises is a mistake in that file, to be shown with its line.
+    # A config file is a user's program: every exception is a mistake in that file, shown with its line.
     except Exception as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(file)]
         line = e.lineno if isinstance(e, SyntaxError) else (lines[-1] if lines else None)
@@ -373,7 +373,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
         keys = [k for k in known if k.startswith(f"{key}.")]
         return [Problem(key, shown, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
     if old is None:
-        # A file that wrote None; `resolve` reports it, and there is no type to read the text by.
+        # A file that wrote None; `resolve` reports it, and there is no type for the text.
         return []
     if text == BARE and not isinstance(old, bool):
         return [Problem(key, None, "needs a value", f"Write --config.{key}=VALUE.")]

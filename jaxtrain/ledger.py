@@ -22,7 +22,7 @@ from jaxtrain.goodput import LINE_S, Goodput, read, summarise
 LOGGER = logging.getLogger("jaxtrain")
 
 BEAT_S = 1.0
-PATIENCE_S = 2.0  # with another thread that hangs in a write
+PATIENCE_S = 2.0  # for another thread that hangs in a write
 
 
 class Ledger:
@@ -34,11 +34,11 @@ class Ledger:
 
     def __init__(self, path: Path, began: float, active: bool = True):
         self.path, self._active, self._kept = path, active, active
-        self._offset = time.time() - time.monotonic()  # one clock for the whole attempt, whatever NTP does meanwhile
-        self._since = self._line = began  # when the cause under way began; when the last line was written
+        self._offset = time.time() - time.monotonic()  # one clock for the whole attempt, independent of NTP
+        self._since = self._line = began  # when the present cause began; when the last line was written
         self._stack = ["startup"]
         self._spent: dict[str, float] = {}  # since the last line
-        self._step: int | None = None  # not known before there is a state
+        self._step: int | None = None  # unknown before there is a state
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._failed = False
@@ -93,7 +93,7 @@ class Ledger:
     def end(self, exit_code: int, reason: str) -> None:
         """Record the end of the attempt. Nothing is written after it."""
         self._over.set()
-        if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, say, must get on
+        if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, for example, must not wait
             return
         try:
             if self._active:
@@ -140,7 +140,7 @@ class Ledger:
                 if file.write(whole) != len(whole):  # the disk is full
                     raise OSError(errno.ENOSPC, "only a part of a line could be written")
         except OSError as error:
-            with contextlib.suppress(OSError):  # what was written of it would spoil the next line
+            with contextlib.suppress(OSError):  # a partial line would spoil the next one
                 os.truncate(self.path, size)
             if not self._failed:
                 LOGGER.warning("%s", f"{self.path} cannot be written ({error}): the time it lacks counts as lost")
@@ -155,7 +155,7 @@ class Ledger:
                 if self._since - self._line >= LINE_S:
                     self._write()
                 now = self._since
-            with contextlib.suppress(OSError):  # the next line of the ledger tells as well
+            with contextlib.suppress(OSError):  # the next line of the ledger includes this time
                 os.utime(self.path, (now, now))
 
 

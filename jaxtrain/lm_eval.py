@@ -23,7 +23,7 @@ from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.startup import start_jax
 
-MAX_TOKENS = 256  # written where a task does not say how many, as with the harness's other models
+MAX_TOKENS = 256  # if a task has no number, as with the harness's other models
 ROWS = 8
 
 
@@ -56,7 +56,7 @@ def harness_model() -> type:
             from jaxtrain.scoring import Scorer
 
             super().__init__()
-            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # those two the harness always gives
+            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # the harness always sets these two
                 raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
@@ -82,11 +82,11 @@ def harness_model() -> type:
             return self.scorer.max_length
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            # As a document begins, unless the harness puts something before it itself.
+            # As at the beginning of a document, unless the harness prepends a token itself.
             return self._known([*(self.ids.bos if add_special_tokens is not False else ()), *self.ids.encode(string)])
 
         def _known(self, ids: list[int]) -> list[int]:
-            # A tokenizer may have more ids than the model, for pictures or for nothing: what counts is what is asked.
+            # A tokenizer may have more ids than the model, for images or as padding: only the requested ids are checked.
             if ids and max(ids) >= self._vocab:
                 raise TaskError(f"tokenizer {self.ids.name!r} gives the id {max(ids)}, and the model has {self._vocab}")
             return ids
@@ -134,7 +134,7 @@ def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
     lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
     if rest.pop("do_sample", False) or rest.pop("temperature", 0):
         raise TaskError(f"generation arguments {asked}: only the likeliest token at a time; pass --gen_kwargs do_sample=False")
-    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without meaning where nothing is drawn
+    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without an effect in greedy decoding
     if unknown := sorted(rest.keys() - drawing):
         raise TaskError(f"generation argument {unknown[0]!r} is not supported")
     stops = [until] if isinstance(until, str) else list(until)
@@ -188,13 +188,13 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "max_length": args.max_length}
     own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
     before_this = sys.argv
-    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options there and nowhere else
+    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options only there
     setup_logging()
     try:
         harness = HarnessCLI()
         harness.execute(harness.parse_args())
     except ValueError as error:
-        if not str(error).startswith("Tasks not found"):  # the harness's words for a name that it does not know
+        if not str(error).startswith("Tasks not found"):  # the harness's message for an unknown name
             raise
         names = str(error).partition(":")[2].strip()
         raise TaskError(f"--tasks: the harness has no task {names}. List its tasks with: lm_eval ls tasks") from error

@@ -132,5 +132,5 @@ def product(name: str, a: Any, b: Any) -> np.ndarray:
     """Return a b in float32, with its dimensions in the order of the weight `name`."""
     xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
     made = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
-    letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as the product has them
+    letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as in the matmul
     return made.transpose([letters.index(c) for c in ws])

@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return launch.report(problems)
     if style:
         return 0
-    overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # what is wrong with it, `validate` has told
+    overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # `validate` has reported its problems
     set_environment(overlay)
-    # Imported here: everything above must answer in a moment, and the environment must be set before jax is imported.
+    # Imported here: everything above must be fast, and the environment must be set before jax is imported.
     alone = cluster is None or not own_process
     try:
         start_jax(devices, cluster)
@@ -103,12 +103,12 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             raise
         traceback.print_exc()
         distributed.leave(1)
-    except KeyboardInterrupt:  # of a caller that is no command: before the run listens to signals, and after
+    except KeyboardInterrupt:  # of a caller that is no command: before and after the run handles signals
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
     if not alone:
-        distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
+        distributed.leave(code)  # Python's own exit waits for the others, for minutes if one of them has failed
     return code
 
 
@@ -158,5 +158,5 @@ def again(bundle: Path, run: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a trace; before there are steps to trace it must end nothing
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks for a trace; before the first step it must not end the process
     sys.exit(main(own_process=True))

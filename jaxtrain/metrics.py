@@ -65,7 +65,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write. It becomes `path` when the block ends, and is removed if the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The watchdog and the listener for signals write too, at a run's end, from threads of their own.
+    # The watchdog and the signal thread write too, at a run's end, from their own threads.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:

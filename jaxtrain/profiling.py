@@ -78,7 +78,7 @@ class Tracer:
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        # By default a trace is called after the second in which it began, and two of short steps would share it.
+        # By default a trace's name is the second in which it began, which two traces of short steps would share.
         options.session_id = f"{time.strftime('%Y_%m_%d_%H_%M_%S')}_step_{step}"
         self.folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(self.folder, profiler_options=options)
@@ -109,7 +109,7 @@ class Tracer:
             self._annotation = None
         self._tracing = False
         try:
-            jax.block_until_ready(result)  # the device works behind the loop: without this the last steps are cut off
+            jax.block_until_ready(result)  # the device runs behind the loop: without this the last steps are cut off
         finally:
             jax.profiler.stop_trace()
         written = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)

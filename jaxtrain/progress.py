@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LOGGER = logging.getLogger("jaxtrain")
-# The columns of a progress line, by the metric they show; a metric without a value, or of 0 tokens dropped, is left out.
+# The columns of a progress line, by metric. A metric without a value, or of 0 dropped tokens, is left out.
 COLUMNS = {
     "loss": "loss {:.4f}",
     "rewards/accuracies": "accuracy {:.0%}",  # of pairs
@@ -29,11 +29,11 @@ COLUMNS = {
     "tokens_per_s": "{:,.0f} tok/s",
     "mfu_causal": "MFU {:.1%}",
     "peak_memory_gib": "{:.1f} GiB",
-    "expert_load_max": "load {:.2f}x",  # of the fullest expert, in even shares
+    "expert_load_max": "load {:.2f}x",  # load of the fullest expert over an even load
     "dropped_tokens": "dropped {:.2%}",
 }
-WIDE = 118  # columns from which the bar fits beside the numbers; too narrow a line loses its end
-REDRAW_S = 0.1  # drawing more often shows nothing new and takes time from the loop
+WIDE = 118  # least columns for the bar next to the numbers; a narrower line loses its end
+REDRAW_S = 0.1  # drawing more often shows nothing new and slows the loop
 
 
 class Console:
@@ -43,7 +43,7 @@ class Console:
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
         self._process_index = process_index
         self._total = total_steps
-        self.of_fp8: float | None = None  # under precision=fp8, what MFU times this is: the MFU of the FP8 peak
+        self.of_fp8: float | None = None  # under precision=fp8, the factor from MFU to the MFU of the FP8 peak
         self._stream = stream or sys.stdout  # None once it is gone
         self._live: Progress | None = None
         self._drawn = 0.0
@@ -70,7 +70,7 @@ class Console:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.end_live()
         if error is not None and not isinstance(error, SystemExit):
-            # To the file alone: Python prints the traceback on the terminal itself.
+            # Only to the file: Python prints the traceback on the terminal itself.
             LOGGER.error("the run ends with an error", exc_info=error, extra={"file_only": True})
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
@@ -144,7 +144,7 @@ class Console:
             self._live = Progress(*columns, console=screen, auto_refresh=False)
             self._live.add_task("train", total=self._total, numbers="")
             self._live.start()
-            screen.show_cursor(True)  # a process that is killed could not bring it back
+            screen.show_cursor(True)  # a killed process could not show it again
         self._live.update(self._live.task_ids[0], completed=step, numbers=self._numbers, refresh=True)
 
     def _print(self, text: str, warning: bool) -> None:
@@ -163,7 +163,8 @@ class Console:
         except (OSError, SystemExit) as error:  # rich turns a broken pipe into SystemExit
             stream, self._stream, self._live = self._stream, None, None
             if stream is not None:
-                # What the stream still holds must go somewhere, or Python fails at exit and the exit code is lost.
+                # Buffered output of the stream must be written somewhere, otherwise Python fails at exit and the exit code is
+                # lost.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)

@@ -133,7 +133,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     same = digests.together((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
-    held = jax.tree.map(jnp.copy, params)  # the step gives its state away
+    held = jax.tree.map(jnp.copy, params)  # the step donates its state
     _, values = compiler.compile_train(program, _options(folder, run, record, program, say))(current, batch)
     now = {name: float(values[name]) for name in FIGURES}
     then = {name: float(record[name]) for name in FIGURES}
@@ -176,7 +176,7 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     return TrainState(done, params, optimizer, guarded, abstract.layers)
 
 
-# ---- Where it comes from
+# ---- Origin of the bad value
 
 
 def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
@@ -224,7 +224,7 @@ def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str
         some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
         return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))
 
-    first = run.model.dense_layers  # the stack that is shortened begins there
+    first = run.model.dense_layers  # the shortened stack begins there
     low, high = first, run.model.num_layers
     if not spoiled(high):
         return ""
@@ -261,7 +261,7 @@ def _in_gradients(program: Program, params: Any, batch: Any) -> str:
         return "every value is finite: the largest gradients are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
     number = batch["tokens"].shape[0]
     for micro in range(number if number > 1 else 0):
-        # In every place: a pipeline has a schedule for all of them.
+        # In every slot: a pipeline has a schedule for all of them.
         alone = {n: jax.device_put(jnp.broadcast_to(x[micro : micro + 1], x.shape), x.sharding) for n, x in batch.items()}
         of_one = _gradients(program, params, alone)
         if one := _order((name for name, x in of_one.items() if x[0]), backward=True):

@@ -15,7 +15,7 @@ from jaxtrain.optim import groups
 
 # Effects of a change on training, each greater than those before it.
 NOTHING = "nothing"  # neither losses nor speed
-TIME = "time"  # work beside the steps: no training loss changes
+TIME = "time"  # work between the steps: no training loss changes
 INPUTS = "inputs"  # the same program computes other numbers
 MACHINE = "machine"  # the same step by other kernels, or with other memory: losses differ by rounding
 LAYOUT = "layout"  # the same step in another layout or order: losses differ by rounding
@@ -32,9 +32,9 @@ class Row:
     effect: str = FUNCTION
 
 
-# free: changes where, how fast, how long or how visibly the run goes on, or is changed on purpose all the time; noted at start.
-# ask: changes what is learnt, in a way that an edited config file could do unnoticed; must be named in checkpoint.allow_change.
-# never: the tensors or the meaning of token ids would not fit.
+# free: changes place, speed, length or output of the run, or is often changed on purpose; noted at start. ask: changes the
+# training, and could be an unnoticed edit of a config file; must be named in checkpoint.allow_change. never: the tensors or the
+# meaning of token ids would not fit.
 TABLE = (
     Row(
         ("mesh.*", "sharding.*"),
@@ -182,7 +182,7 @@ TABLE = (
 )
 
 EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # of a microbatch each
-# Which tokens a device holds at a time.
+# The tokens on a device at a time.
 DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", "attention.ulysses")
 
 

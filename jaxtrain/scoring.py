@@ -25,7 +25,7 @@ from jaxtrain.train.kernel import attention_specs
 
 SHORTEST = 64  # padded length of the shortest texts
 CHUNKS = (4096, 512, 64, 8, 1)  # tokens of prompts that are read at a time: few sizes, few programs
-LOGITS = 2048  # tokens whose logits exist at one time; of a batch at least one token of each row
+LOGITS = 2048  # tokens whose logits exist at one time; at least one token of each row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scorer:
         shards = self.placement.size(self.placement.mesh_axes("batch"))
         self.rows = -(-rows // shards) * shards
         self.max_length = max_length or run.data.seq_len
-        # Each row is one document, so nothing is packed, however the model was trained.
+        # Each row is one document, so nothing is packed, for any packing in training.
         specs = tuple(dataclasses.replace(spec, packed=False, max_segments=1) for spec in attention_specs(run))
         longest = padded(self.max_length)
         name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
@@ -102,7 +102,7 @@ class Scorer:
                 )
         kept = [Scored(one.tokens[-(self.max_length + 1) :], one.count) for one in asked]
         out: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
-        # Of similar length together, the longest first: what does not fit into memory fails at once.
+        # Similar lengths together, the longest first: a batch that does not fit into memory fails at once.
         order = sorted((i for i, one in enumerate(kept) if one.count), key=lambda i: -len(kept[i].tokens))
         for start in range(0, len(order), self.rows):
             batch = order[start : start + self.rows]

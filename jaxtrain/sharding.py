@@ -91,7 +91,7 @@ class Placement:
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
-    tokens_replicated: bool = False  # every device has all tokens, as in sampling; weights stay sharded as the rules say
+    tokens_replicated: bool = False  # every device has all tokens, as in sampling; weights stay sharded by the rules
 
     # ---- Mesh axes of a logical axis; all of size above 1
 
@@ -193,7 +193,7 @@ class Placement:
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
         """Return `f`, which computes with local shards, as a function of global arrays. Manual over the whole mesh."""
-        # The replication checker knows no axis_index_groups, no Pallas interpreter, and no sums over some axes only.
+        # The replication checker does not support axis_index_groups, the Pallas interpreter, and sums over some axes only.
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -261,7 +261,7 @@ def to_block(x_BTD: jax.Array, p: Placement) -> jax.Array:
 class GatherSpec:
     """The gather of one weight, and the reduction of its gradient. Static."""
 
-    dims: tuple[tuple[int, tuple[str, ...]], ...]  # gathered dimensions, and along which mesh axes
+    dims: tuple[tuple[int, tuple[str, ...]], ...]  # gathered dimensions, and their mesh axes
     summed: tuple[str, ...]  # replica axes: the gradient is all-reduced over them, after the reduce-scatters
     compute: jnp.dtype
     reduce: jnp.dtype

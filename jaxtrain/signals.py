@@ -17,7 +17,7 @@ from typing import Any
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 TRACE = signal.SIGUSR2
 
-# A terminal signals the whole process group and a launcher may pass the same signal on: that is one request, not two.
+# A terminal signals the whole process group and a launcher may forward the same signal: that counts as one request.
 SAME_REQUEST_S = 0.2
 
 CLOSE = 0  # no signal has this number
@@ -44,7 +44,7 @@ class Stop:
         self._ask = ask
         self.reason: str | None = None  # the name of the signal, once one has come
         self.exit_code: int | None = None
-        self.traces = 0  # how often a trace was asked for
+        self.traces = 0  # number of requested traces
         self._signals = signals
         self._first = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -69,7 +69,7 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             return self
         self._pipe = reading, writing = os.pipe()
-        os.set_blocking(writing, False)  # as the interpreter demands: its handler must never wait
+        os.set_blocking(writing, False)  # required by the interpreter: its handler must never wait
         self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
         self._thread.start()
@@ -114,7 +114,7 @@ class Stop:
         elif self.reason is None:
             self._first = now
             self.exit_code = EXIT_CODES[number]
-            self.reason = number.name  # last: the loop looks at this one
+            self.reason = number.name  # last: the loop checks this one
             if self.at_once is not None:
                 _say(f"\n{self.name}: leaving, there is nothing to save yet.\n")
                 try:
@@ -134,6 +134,6 @@ def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 def _say(text: str) -> None:
     try:
-        os.write(2, text.encode())  # not through sys.stderr: its lock may be held by the thread that was interrupted
+        os.write(2, text.encode())  # not through sys.stderr: its lock may be held by the interrupted thread
     except OSError:
-        return  # the terminal is gone; the run's end is written to its receipt all the same
+        return  # the terminal is gone; the run's end is still written to its receipt

@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
-    order: tuple[int | None, ...]  # the layer at each place of axis 0 (state.NamedLeaf): each is copied by itself
+    order: tuple[int | None, ...]  # the layer in each slot of axis 0 (state.NamedLeaf): each is copied by itself
 
     @property
     def stacked(self) -> bool:
@@ -102,7 +102,7 @@ class Snapshots:
         They stay valid after the state is donated to the next step, until the next call of `take`. Before that call, their
         readers must be done, or `forget` must be called.
         """
-        # Whether it went well or not: what was in the way, a full disk or memory, may be gone, and what is missing is made now.
+        # After success or failure: a full disk or too little memory may be temporary, and missing parts are made now.
         concurrent.futures.wait([self.prepare()])
         began = time.perf_counter()
         if not self._keeps:
@@ -159,7 +159,7 @@ def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
     like = copies(leaves)
 
     def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        del memory  # only its place is wanted
+        del memory  # only its memory is used
         out: list[jax.Array] = []
         sums: list[jax.Array] = []
         for a, leaf, found in zip(arrays, leaves, summed(*arrays), strict=True):

@@ -31,7 +31,7 @@ def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host) if on_gpu else x
 
 
-# ---- How one layer is split
+# ---- Sharding of one layer
 
 
 def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
@@ -167,7 +167,7 @@ def _stacking(order: tuple[int | None, ...], shape: tuple[int, ...], sharding: N
 
     def local(layers: list[jax.Array]) -> jax.Array:
         parts = stacked(layers)
-        if dim is not None:  # every stage has a part of every layer, and gets all parts of its own
+        if dim is not None:  # every stage has a shard of every layer, and gets all shards of its own layers
             return jax.lax.all_to_all(parts, over, split_axis=0, concat_axis=dim + 1, tiled=True)
         count = len(order) // math.prod(sharding.mesh.shape[a] for a in over)
         return jax.lax.dynamic_slice_in_dim(parts, jax.lax.axis_index(over) * count, count)

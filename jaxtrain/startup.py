@@ -20,7 +20,7 @@ from jaxtrain.distributed import Cluster, start
 from jaxtrain.environment import EXPORTED, Overlay
 from jaxtrain.hardware import Devices
 
-THREADS = "PJRT_NPROC"  # how many cores XLA's CPU client believes there are
+THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
 
 
@@ -43,9 +43,9 @@ def _started_on_gpus() -> bool:
     if "jax" not in sys.modules:
         return False
     import jax
-    from jax._src import xla_bridge  # there is no public way to ask
+    from jax._src import xla_bridge  # there is no public API to ask
 
-    # Plugins may be there before devices are (`plan` describes machines by them), and have read the variables by then.
+    # Plugins may be loaded before devices are (`plan` describes machines by them), and have read the variables by then.
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
@@ -92,7 +92,7 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
         import jax
 
         if devices.kind == "cpu":
-            jax.config.update("jax_platforms", "cpu")  # where jax was imported before, it has read the variable
+            jax.config.update("jax_platforms", "cpu")  # if jax was imported before, it has read the variable
     if cluster is not None:
         with quiet():
             start(cluster)
@@ -128,7 +128,7 @@ def quiet() -> Iterator[None]:
         with open(reading, "rb") as lines:
             for line in lines:
                 if not NOTES.search(line):
-                    with contextlib.suppress(OSError):  # the terminal has gone; the pipe must be read all the same
+                    with contextlib.suppress(OSError):  # the terminal is gone; the pipe must still be read
                         os.write(saved, line)
 
     thread = threading.Thread(target=pass_on, daemon=True)

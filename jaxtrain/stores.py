@@ -11,7 +11,7 @@ from jaxtrain import installed
 
 BUCKETS = {"gs://": "gcsfs", "s3://": "s3fs"}  # -> package of the client, which an extra installs
 EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}
-SPECIAL = "#[]*?"  # to the clients a version of an object, and patterns of names
+SPECIAL = "#[]*?"  # to the clients: a version of an object, and patterns of names
 
 
 def is_bucket(path: object) -> bool:
@@ -25,7 +25,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
     checkpoints: whether it is for checkpoints. All other files must be on a mounted file system.
     """
     scheme, separator, rest = path.partition("://")
-    one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves one, too
+    one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves a single one, too
     if not separator and not one_slash:
         return None
     if one_slash and checkpoints:

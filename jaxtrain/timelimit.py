@@ -13,7 +13,7 @@ from jaxtrain.runtime.variables import LAUNCHED, NOTE
 
 END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
 LEAST_S = 60.0  # left for the last save
-MOST = 0.25  # of the whole time, at most, is left for it
+MOST = 0.25  # limit, of the whole time
 LOOK_S = 1.0
 WHY = "time limit"
 
@@ -27,7 +27,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> float | None:
 def tell_launcher(why: str, environ: Mapping[str, str] = os.environ) -> None:
     """Ask run.sh, if there is one, not to restart this run, which ends for its time limit."""
     if why.startswith(WHY) and NOTE in environ:
-        with contextlib.suppress(OSError):  # then it tries again, and finds the time over
+        with contextlib.suppress(OSError):  # a later attempt finds the time over
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
 
 

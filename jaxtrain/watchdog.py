@@ -39,7 +39,7 @@ BUDGETS: dict[str, float] = {  # seconds; 0: not watched
     "checkpoint": 1800.0,
     "data": 900.0,
 }
-CAUSES = {  # what a phase that took too long is called; the seconds follow
+CAUSES = {  # the name of a phase that took too long; the seconds follow
     "startup": "the run has not started after",
     "compile": "compiling has not finished after",
     "step": "no step finished within",
@@ -47,10 +47,10 @@ CAUSES = {  # what a phase that took too long is called; the seconds follow
     "data": "waiting for data for",
 }
 
-# The end has budgets too, seconds for each attempt: file systems, devices and terminals may be what hangs.
+# The end has budgets too, seconds for each attempt: file systems, devices and terminals may be the part that hangs.
 STACKS_S, FACTS_S, REPORT_S, LOG_S, ENDED_S = 3.0, 3.0, 2.0, 2.0, 5.0
 
-POLL_S = 2.0  # the longest between two looks at the clock
+POLL_S = 2.0  # the longest interval between two checks
 
 
 def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
@@ -87,10 +87,10 @@ class _Activity:
     """A running activity, and the used part of its budget."""
 
     def __init__(self, name: str, what: str | None, budget: float):
-        self.name, self.what, self.budget = name, what, budget  # what: beside the main thread alone; seconds, 0: none
+        self.name, self.what, self.budget = name, what, budget  # what: only for background activities; seconds, 0: none
         self.began = self.since = time.monotonic()
         self.used = 0.0  # seconds of the budget, those after `since` not counted
-        self.stands = False  # its clock, while a phase within it runs
+        self.stands = False  # its clock, paused while a phase within it runs
 
     def seconds(self, now: float) -> float:
         """Return the used seconds of the budget."""
@@ -226,7 +226,7 @@ class Watchdog:
                     report = self._overdue(now)
                 if report:
                     self._leave(report)
-        except Exception:  # of this file, or no space for a few lines: no reason to end a run that is well
+        except Exception:  # of this file, or no space for a few lines: no reason to end a healthy run
             LOGGER.exception("the watchdog has failed; the run goes on without it")
 
     def _under_way(self) -> list[_Activity]:
@@ -238,7 +238,7 @@ class Watchdog:
         A call into C that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
         """
         for activity in self._under_way():
-            activity.since = min(activity.since + late, now)  # one that began after the pause has nothing to get back
+            activity.since = min(activity.since + late, now)  # an activity that began after the pause is not extended
 
     def _overdue(self, now: float) -> dict[str, Any] | None:
         """Return the report of the activity that is furthest beyond its budget, or None."""
@@ -260,7 +260,7 @@ class Watchdog:
         """Write the evidence and end the process, even if something else hangs or fails."""
         try:
             cause, faults = report["cause"], []
-            # The stacks first: asking a device for facts may be the end of this process. Elsewhere if the run's folder hangs.
+            # The stacks first: asking a device for facts may end this process. They go elsewhere if the run's folder hangs.
             for place in (self._workdir, Path(tempfile.gettempdir())):
                 folder = _folder(place)
                 _, fault = _within(STACKS_S, lambda folder=folder: self._write_stacks(folder, cause))
@@ -279,13 +279,13 @@ class Watchdog:
             if fault is not None:
                 _within(LOG_S, lambda: LOGGER.error("%s", f"the run could not be closed in good order: {fault}"))
         finally:
-            os._exit(EXIT_CODE)  # sys.exit would end this thread alone, and the main thread does not listen
+            os._exit(EXIT_CODE)  # sys.exit would end only this thread, and the main thread hangs
 
     def _write_stacks(self, folder: Path, cause: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _name("cause", "txt", self.process_index)).write_text(cause + "\n")
         names = [f"  Thread 0x{t.ident or 0:016x}  {t.native_id}  {t.name}" for t in threading.enumerate()]
-        # Not into the folder at once: faulthandler keeps the GIL while it writes, and with it all of Python if that hangs.
+        # Not into the folder at once: faulthandler holds the GIL while it writes, and would block Python if the folder hangs.
         with tempfile.TemporaryFile("w+") as dumped:
             faulthandler.dump_traceback(dumped, all_threads=True)
             dumped.seek(0)
@@ -301,7 +301,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
     def run() -> None:
         try:
             found.append((call(), None))
-        except BaseException as error:  # SystemExit too: the caller ends the process, and the fault is told
+        except BaseException as error:  # SystemExit too: the caller ends the process, and the error is reported
             found.append((None, repr(error)))
 
     try:
@@ -346,11 +346,11 @@ def _native_threads(pid: int) -> str:
             name = (task / "comm").read_text().strip()
             state = _state(task / "stat")
         except OSError:
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
         try:
             waits = (task / "wchan").read_text().strip("0")
         except OSError:
-            waits = ""  # not for us to read
+            waits = ""  # not readable for this user
         lines.append(f"  {task.name}  {name}  {state}  {waits}".rstrip())
     return "\n".join(lines) + "\n"
 

@@ -271,7 +271,7 @@ def make_zero(run: RunConfig, placement: Placement, numerics: Numerics) -> Zero:
     """Return the `Zero` of `sharding.zero` and `sharding.gather`."""
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    # A pipeline accumulates over microbatches however few they are.
+    # A pipeline accumulates over any number of microbatches.
     several = run.train.grad_accum > 1 or placement.size("stage") > 1
     sums_once = several or placement.crosses_nodes(placement.gather_axes("embed"))
     return Zero(placement, numerics, once, once or s.zero == 2, sums_once, DTYPES[run.dtypes.grads])
