@@ -1,6 +1,6 @@
-"""Kernels of a train step (bench/kernel_workloads.py) against their floors.
+"""Kernels of a train step (bench/kernel_workloads.py), compared with the lower bound of their time.
 
-A kernel's floor is the longer of two times: its FLOPs at the data sheet's peak, and its bytes, each read and written once, at
+The lower bound is the longer of two times: its FLOPs at the data sheet's peak, and its bytes, each read and written once, at
 the memory bandwidth.
 """
 
@@ -107,7 +107,7 @@ def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
-    """Time these kinds, each in a process of its own. Return 0, or 1 where one failed."""
+    """Time these kinds, each in a process of its own. Return 0, or 1 if one failed."""
     found: list[dict[str, Any]] = []
     try:
         for kind in kinds:

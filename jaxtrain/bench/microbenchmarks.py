@@ -162,8 +162,8 @@ def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
 def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
     """Return x, with one element that depends on all of `made`: the next iteration waits for them, and none is dead code.
 
-    The rest of x keeps its random values: a GPU that multiplies zeros uses less power and runs faster. The barrier keeps XLA
-    from computing only the element that is used.
+    The other elements of x keep their random values: a GPU that multiplies zeros uses less power and runs faster. The barrier
+    keeps XLA from computing only the element that is used.
     """
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
     drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
@@ -378,8 +378,8 @@ def host(
 def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, sizes: Sizes) -> Reading:
     """Time one collective of bfloat16 over these devices, in one or several processes.
 
-    Work is what a ring sends from each device, so that the rate is the bus bandwidth of nccl-tests: the array's bytes over the
-    time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
+    Work is the bytes that a ring sends from each device, so the rate is the bus bandwidth of nccl-tests: the array's bytes over
+    the time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
 
     Args:
         kind: of COLLECTIVES; "" for the loop alone.

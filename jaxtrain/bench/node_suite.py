@@ -1,7 +1,7 @@
 """The first program to run on a node: check that it computes correctly, and measure its speed. Takes at most half an hour.
 
 Each part has a share of the time. Its verdict is `ok`, `off` (slower or larger than planned: worth a look, no fault),
-`FAILED`, or `left out` with the reason. The suite fails where a part failed.
+`FAILED`, or `left out` with the reason. The suite fails if a part failed.
 """
 
 import datetime
@@ -276,7 +276,7 @@ PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
 
 
 def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
-    """Run the parts. Return 0, or 1 where one failed.
+    """Run the parts. Return 0, or 1 if one failed.
 
     Args:
       out: the output folder; "": a new one under runs/. It is also packed into one .tar.gz, to send in.

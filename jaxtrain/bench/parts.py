@@ -94,7 +94,7 @@ def run_parts(
     title: str,
     done: dict[str, dict[str, Any]],
 ) -> int:
-    """Run the parts and return the exit code: 0, or 1 where one failed. KeyboardInterrupt passes through.
+    """Run the parts and return the exit code: 0, or 1 if one failed. KeyboardInterrupt passes through.
 
     After each part the folder has all results so far.
 

@@ -45,7 +45,7 @@ def about() -> dict[str, Any]:
 
 
 def number(value: float | None, form: str = ",.4g") -> str:
-    """Return a figure, or "-" where it is unknown."""
+    """Return a figure, or "-" if it is unknown."""
     return "-" if value is None else format(value, form)
 
 
@@ -219,7 +219,9 @@ class Folder:
             print_line(console, NO_MEASUREMENT, "dim")
 
     def run(self, act: Callable[[], int], failure: str) -> int:
-        """Run `act` and return its exit code. Close the receipt however it ends; `failure` is the reason for exit code 1."""
+        """Run `act` and return its exit code. Close the receipt also after an exception; `failure` is the reason for exit code
+        1.
+        """
         code, reason = 1, "ended by an exception"
         try:
             code = act()

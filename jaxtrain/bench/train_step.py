@@ -1,7 +1,7 @@
 """Time train steps of a config: program, compiler options, data path and the order of the loop are those of training.
 
-Step time is the time from one step's metrics to the next step's, where metrics are fetched one step late. So it is the device's
-time, or the host's where that is longer. Memory is the allocator's peak in a process that ran nothing else.
+Step time is the time from one step's metrics to the next step's, with metrics fetched one step late. So it is the device's
+time, or the host's if that is longer. Memory is the allocator's peak in a process that ran nothing else.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def state_gib(run: RunConfig, count: int) -> float:
 def start_devices(run: RunConfig, count: int) -> list[Any]:
     """Start JAX as a training run does, with its environment and compile cache. Return the first `count` devices.
 
-    Raises ConfigError where there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
+    Raises ConfigError if there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
     """
     found = devices_for(count)
     if found.problem:
@@ -353,7 +353,7 @@ def run_cases(
     folder: report.Folder,
     console: rich.console.Console,
 ) -> int:
-    """Measure the cases one after the other. Return 0, or 1 where none could be measured.
+    """Measure the cases one after the other. Return 0, or 1 if none could be measured.
 
     KeyboardInterrupt passes through, after the results so far were printed and written.
     """
@@ -386,6 +386,6 @@ def run_cases(
 
 
 def best_case(done: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the case of most tokens per second; None where none was measured."""
+    """Return the case of most tokens per second; None if none was measured."""
     measured = {name: r["tokens_per_s"] for name, r in done.items() if r["verdict"] == OK}
     return max(measured, key=measured.__getitem__) if measured else None
