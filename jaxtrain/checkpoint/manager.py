@@ -90,7 +90,7 @@ class Checkpoints(Steps):
 
     @property
     def pending(self) -> int | None:
-        """The step that is being saved; None where no save is running."""
+        """Return the step that is being saved; None if no save is running."""
         return self._pending_step if self._pending is not None and not self._pending.done() else None
 
     def prepare(self) -> None:
@@ -144,7 +144,7 @@ class Checkpoints(Steps):
         return times.returned - times.began
 
     def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
-        """Save, wait until it is durable, and close. Raises CheckpointError where that fails."""
+        """Save, wait until it is durable, and close. Raises CheckpointError if that fails."""
         self.save(step, tensors, meta)
         for result in self.close():
             if isinstance(result, Failed):
@@ -299,7 +299,7 @@ class Checkpoints(Steps):
         return Saved(step, record["bytes"], blocked, copied, total, peak_gib)
 
     def _together(self, name: str, part: Callable[[], str]) -> list[str]:
-        """Return the result of `part` on every process. Raises RuntimeError on all of them where it fails on one."""
+        """Return the result of `part` on every process. Raises RuntimeError on all of them if it fails on one."""
         try:
             result = "ok " + part()
         except Exception as e:

@@ -40,7 +40,7 @@ class Steps:
         return self.storage.states()
 
     def latest(self, damaged: dict[int, str] | None = None) -> int | None:
-        """Return the newest step whose meta.json can be read; None where no save was ever completed.
+        """Return the newest step whose meta.json can be read; None if no save was ever completed.
 
         damaged: steps to ignore, with reasons; those that cannot be read are added. Without it the newest step must be
         readable. Raises CheckpointError if steps exist and none is usable: only the user may decide to start at step 0 over
@@ -104,7 +104,7 @@ class Steps:
             return "not known"
 
     def remedy(self, step: int) -> str:
-        """Return as text how to continue where a step cannot be used."""
+        """Return a text on how to continue if a step cannot be used."""
         earlier = [s for s in self.steps() if s < step]
         if earlier:
             return (
@@ -128,8 +128,8 @@ class Steps:
           cast: a float may become another float type (rounded to nearest); otherwise a different dtype is an error.
           meta: of the step, if the caller has read it; None: it is read here.
 
-        Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged where the
-        arrays read are not those that were saved.
+        Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged if the
+        arrays differ from the saved ones.
         """
         import jax
 

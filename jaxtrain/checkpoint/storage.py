@@ -1,10 +1,11 @@
 """The storage of checkpoints: a folder on a mounted disk, or a bucket at gs:// or s3://.
 
 One code path serves both: paths of etils.epath, as Orbax takes them, and in buckets the fsspec clients that epath itself opens.
-A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the rest
-of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things differ: a
-disk has a page cache to sync, atomic renames and limited space, and a bucket is listed by prefix instead of by folder. A folder
-`arrays` on a disk was complete once, or is being copied there. Without its mark it counts as damaged and is never removed.
+A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the other
+files of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things
+differ: a disk has a page cache to sync, atomic renames and limited space, and a bucket is listed by prefix instead of by
+folder. A folder `arrays` on a disk was complete once, or is being copied there. Without its mark it counts as damaged and is
+never removed.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """A step differs from what was saved, or holds parameters that are not finite. An older step may be good."""
+    """A step differs from the saved state, or holds parameters that are not finite. An older step may be good."""
 
 
 class Unreachable(CheckpointError, OSError):
@@ -48,10 +49,10 @@ class Unreachable(CheckpointError, OSError):
 
 
 class Storage:
-    """The folder that holds the folders of the steps. Methods raise OSError where they fail; in a bucket, Unreachable."""
+    """The folder that holds the folders of the steps. Methods raise OSError if they fail; in a bucket, Unreachable."""
 
     def __init__(self, path: "str | os.PathLike[str]"):
-        """Raises CheckpointError for a path where no checkpoints can be. Writes nothing."""
+        """Raise CheckpointError for a path that cannot hold checkpoints. Writes nothing."""
         text = os.fspath(path)
         if problem := stores.refused(text, checkpoints=True):
             raise CheckpointError(f"{text}: {problem[0]}. {problem[1]}")
@@ -73,7 +74,7 @@ class Storage:
         return {step: _state_of(found) for step, found in names.items()}
 
     def state(self, step: int) -> str:
-        """Return the state of one step; 'missing' where it has no folder."""
+        """Return the state of one step; 'missing' if it has no folder."""
         folder = self.path / str(step)
         if not self.is_bucket:
             return _state_of(_marks(Path(folder))) if Path(folder).exists() else "missing"
@@ -101,7 +102,7 @@ class Storage:
         }
 
     def read(self, path: epath.Path) -> bytes:
-        """Return the contents of a small file. Raises FileNotFoundError where there is none."""
+        """Return the contents of a small file. Raises FileNotFoundError if there is none."""
         return b"".join(self.blocks(path))
 
     def blocks(self, path: epath.Path, size: int = BLOCK) -> Iterator[bytes]:
@@ -134,7 +135,7 @@ class Storage:
         return None if self.is_bucket else os.stat(self.path).st_dev
 
     def check(self, size: int, keep: int, device: int | None) -> None:
-        """Remove leftovers before a save of `size` bytes. Raises OSError where the disk is full or is not `device`."""
+        """Remove leftovers before a save of `size` bytes. Raises OSError if the disk is full or is not `device`."""
         if self.is_bucket:
             return self.sweep()
         nearest = next(path for path in map(Path, (self.path, *self.path.parents)) if path.exists())
@@ -265,7 +266,7 @@ def open_client(scheme: str) -> Any:
 
 
 def _marks(folder: Path) -> set[str]:
-    """Return which of the names that decide the state of a step are in its folder on a disk."""
+    """Return the names in a step's folder on a disk that decide the state of the step."""
     return {name for name in (META, COMMITTED, DIGESTS, ARRAYS) if (folder / name).exists()}
 
 
