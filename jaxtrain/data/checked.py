@@ -66,7 +66,7 @@ class OpenFile:
             raise self.refuse("is not what it was")
 
     def changed(self) -> str:
-        """Return how the open file differs from what it was when it was opened; empty if it does not."""
+        """Return the differences between the open file and its state when it was opened; empty if there are none."""
         now = os.fstat(self.fd)
         if now.st_size != self.size:
             how = "cut off" if now.st_size < self.size else "added to"
@@ -156,7 +156,7 @@ class Column:
     """One array of a token file. A slice is a read-only view of the map, after a check of its blocks (TokenFileError)."""
 
     def __init__(self, blocks: Blocks, dtype: Any, begin: int, size: int):
-        """`size` elements from byte `begin` on. `unchecked`: all of them, for a caller that has checked what it reads."""
+        """`size` elements from byte `begin` on. `unchecked`: all of them, for a caller that checks its reads."""
         self.blocks = blocks
         self.dtype = np.dtype(dtype)
         self.begin, self.size = begin, size

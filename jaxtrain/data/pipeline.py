@@ -40,13 +40,13 @@ class Batches:
     """Batches of one split of a source, made by `open_source`.
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
-    whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
+    whose prediction counts; None if unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
     `data.max_segments` masks); `max_segments` (documents in a row at most; optional for a user's own sources); `truncated`
     (conversations longer than a row, the tokens that they lose, the tokens of all conversations); `sparse` (files whose rows
-    `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
+    `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: the data that was read, for receipts).
     `pairs`: whether the rows hold pairs; `left_out` (pairs longer than a row); `references` (of pairs, by the name of the
     source: reference log-probabilities by the number of the document; empty while they are not known).
-    `sources`: of all that the run has read and will read, by number. `mixture`: which of them each row is read from.
+    `sources`: of all that the run has read and will read, by number. `mixture`: the source of each row.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Batches:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
     def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int, row_at: Callable[[int], int]) -> bool:
-        """Set the mixture of a run that continues after `step` steps: each source continues where it stopped.
+        """Set the mixture of a run that continues after `step` steps: each source continues from its last position.
 
         Args:
           stored: the facts about the data in the checkpoint's meta.json; None or {} for a new run.
@@ -414,7 +414,7 @@ def token_file_of(text: str) -> Path:
 
 
 def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> config.Problem | None:
-    """Return the problem of a file that holds pairs where the loss takes none, or the other way round."""
+    """Return the problem of a file that holds pairs for a loss without pairs, or the other way round."""
     if file.pairs and pairs is False:
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
         return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")

@@ -1,6 +1,6 @@
-"""Corpora to token files, by as many processes as there are cores.
+"""Corpora to token files, in parallel processes.
 
-The input is divided into parts, each of which a process turns into a small token file. An interrupted run continues from the
+The input is divided into parts, and a process turns each part into a small token file. An interrupted run continues from the
 finished parts, which are joined at the end. The division depends on the input and `--shard-mb` alone, so every number of
 processes gives the same file.
 
@@ -122,7 +122,7 @@ def prepare(
     """Write `output` (and NAME.val.tok with `validation` > 0), both or neither. Return their headers.
 
     Args:
-      processes: 0 for as many as there are cores.
+      processes: 0: the number of cores.
       shard_mb: input of a part. Finished parts of an interrupted run are reused.
       say: prints a line about bad lines or progress.
       options: those of a `Job`.
@@ -469,7 +469,7 @@ def make_parts(
 ) -> Generator[dict[str, Any]]:
     """Yield the results of `make_part` in the order of the parts, several of which are made at a time.
 
-    The processes end with the iterator. Raises what `make_part` raises, and WorkerDied.
+    The processes end with the iterator. Raises the exceptions of `make_part`, and WorkerDied.
     """
     if processes == 1 or len(parts) == 1:
         for number, part in parts.items():

@@ -79,7 +79,7 @@ class TextRows:
 
 
 class ChatRows:
-    """A conversation, written by a chat template. `loss`: which of it counts (template.LOSSES)."""
+    """A conversation, written by a chat template. `loss`: the tokens that count (template.LOSSES)."""
 
     def __init__(self, template: ChatTemplate, loss: str):
         self.template = template

@@ -244,11 +244,11 @@ class ChatTemplate:
 
         - A turn is the text that its message adds to the conversation before it with the generation prompt, up to the control
           token that ends it.
-        - A template may write earlier messages otherwise when more follow: some leave out earlier thoughts. Then a turn begins
-          after each generation prompt in the text, and ends with the control token that ends an answer.
+        - A template may write earlier messages differently when more follow: some leave out earlier reasoning. Then a turn
+        begins after each generation prompt in the text, and ends with the control token that ends an answer.
 
         Args:
-          loss: which of the turns count (LOSSES).
+          loss: the turns that count (LOSSES).
 
         Raises:
           RowError: the template cannot write the conversation, it leaves out a part of it, or its turns cannot be found.

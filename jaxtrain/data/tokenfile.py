@@ -46,12 +46,12 @@ def _align(n: int) -> int:
 
 
 def loss_bytes(tokens: int) -> int:
-    """Return the bytes of the loss bits of that many tokens, without padding."""
+    """Return the bytes of the loss bits of `tokens` tokens, without padding."""
     return -(-tokens // 8)
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """Open an empty file for writing, which no other process is writing. Contents that a dead process left are discarded."""
+    """Open an empty file for writing, locked against other processes. Contents that a killed process left are discarded."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "wb")
         try:
@@ -128,7 +128,7 @@ class TokenWriter:
             self._put(data)
 
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """`first`: how many of the flagged tokens are the first of a document."""
+        """Write loss flags. `first`: the number of flagged tokens that are the first of a document."""
         if self.loss is None:
             return
         for key, count in (("tokens", int(np.count_nonzero(flags))), ("bytes", num_bytes), ("first", first)):

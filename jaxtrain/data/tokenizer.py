@@ -116,9 +116,9 @@ class HuggingFaceTokenizer:
         """Return a uint32 array per text; the package uses all cores.
 
         Args:
-          places: of each text, at the start of a document, after a control token, or inner (after other text): the ids are
-            those that the package gives for the whole document, except that no token has parts of two texts. (): all are at
-            the start.
+          places: the place of each text: at the start of a document, after a control token, or inner (after other text): the
+            ids are those that the package gives for the whole document, except that no token has parts of two texts. (): all
+            are at the start.
         """
         out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
         for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():

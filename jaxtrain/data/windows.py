@@ -63,8 +63,8 @@ class PackedRows:
     length and seed, and every document is in one of them. Every epoch is another order of the same rows: packing the whole file
     once leaves less padding than packing a shuffled window of it, and the number of a row is enough to resume.
 
-    A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, each of
-    which begins with the last target of the piece before it: every token is a target once. A conversation (in files with loss
+    A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, where each
+    piece begins with the last target of the previous one: every token is a target once. A conversation (in files with loss
     bits) ends with its last turn that fits; a first turn that does not fit is cut where the row ends. `truncated` counts these
     conversations, `truncated_tokens` the tokens that they lose.
     """
@@ -89,7 +89,7 @@ class PackedRows:
         self._fill(begin[:, None], length[:, None], max_segments, seed)
 
     def _fill(self, begin_NG: np.ndarray, length_NG: np.ndarray, max_segments: int | None, seed: int) -> np.ndarray:
-        """Pack N groups of G documents, each group as a whole. Return the groups' numbers in the order of the rows, (N,)."""
+        """Pack N groups of G documents, without dividing a group. Return the groups' numbers in the order of the rows, (N,)."""
         N, G = length_NG.shape
         length_N = length_NG.sum(1)
         key = mix(np.asarray([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
@@ -179,7 +179,7 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 
 
 def whole_turns(flags: np.ndarray) -> int:
-    """Return how many tokens of a conversation are kept if a row has space for all but the last of these loss flags.
+    """Return the number of tokens that are kept of a conversation, if a row has space for all but the last of these loss flags.
 
     An answer ends at the last of its tokens with a loss flag. If no answer ends within the row, the conversation fills the row.
     If none of its tokens has a flag, the conversation is left out (0).
@@ -194,8 +194,8 @@ def whole_turns(flags: np.ndarray) -> int:
 def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
     """Return the row of each item, int64 (N,): by best fit, or evenly if that needs fewer rows.
 
-    Best fit puts items of similar lengths into one row. If rows of short items then reach `most`, they are not full, and it
-    helps to put as many short and long items into each row.
+    Best fit puts items of similar lengths into one row. If rows of short items then reach `most`, they are not full, and an
+    equal mix of short and long items in each row needs fewer rows.
 
     Args:
       length_N: 1 to `size` tokens each.
@@ -277,7 +277,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Return the number of windows of seq_len inputs, each of which needs the next token as its last target."""
+    """Return the number of windows of seq_len inputs, where each window needs the next token as its last target."""
     return max(0, (tokens - 1) // seq_len)
 
 
