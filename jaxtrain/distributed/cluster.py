@@ -43,7 +43,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
     of a Kubernetes Job. One process per node takes all its devices, several take one each.
 
     Args:
-      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" where not given.
+      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" if not given.
     """
     reader = _Reader(options, environ)
     cluster = reader.cluster()

@@ -219,10 +219,10 @@ class Peers:
             on_stop(why)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost(message)` once, in another thread, when a process of this run has died or failed.
+        """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
 
-        A process without a heartbeat for HEARTBEAT_S seconds counts as dead; so does a paused one (SIGSTOP). If process 0
-        dies, JAX ends this process 6 s later: `lost` must be done by then.
+        A process without a heartbeat for HEARTBEAT_S seconds counts as lost; so does a paused one (SIGSTOP). If process 0 is
+        lost, JAX ends this process 6 s later: `lost` must be done by then.
         """
         with self._reporting:
             self._on_lost, message = lost, self._lost
@@ -290,7 +290,9 @@ class Peers:
             return True
 
     def stop_here(self, why: str) -> None:
-        """Start no further step, whatever was agreed. All processes call it between the same two steps, for the same reason."""
+        """Start no further step, even if the processes agreed on one. All processes call it between the same two steps, for the
+        same reason.
+        """
         with self._agreement:
             self._reason = self._reason or why
             self._stopped = True
@@ -308,7 +310,7 @@ class Peers:
 
         Args:
           failed: the reason why this process must end; `leave` should follow. If a collective failed, the end of another
-            process is the likely cause: `close` first waits 30 s, so that `watch` can report the dead one instead.
+            process is the likely cause: `close` first waits 30 s, so that `watch` can report the lost one instead.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
             if not self._closed:
