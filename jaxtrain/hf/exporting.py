@@ -213,7 +213,7 @@ def write_tensors(
     shard_size: str | int,
     progress: Callable[[str, int], None],
 ) -> int:
-    """Write the safetensors files and, if there are several, their index. Return how many.
+    """Write the safetensors files and, if there are several, their index. Return their number.
 
     The host holds the tensors of one file. An array of experts in two files is read twice.
     """

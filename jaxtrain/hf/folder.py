@@ -112,7 +112,7 @@ class Folder:
     def read(self, name: str) -> np.ndarray:
         """Return a tensor as it is stored; of FP8 times its scales, rounded to bfloat16; of MXFP4 in bfloat16.
 
-        Raises HuggingFaceError where the file ends early.
+        Raises HuggingFaceError if the file ends early.
         """
         stored = self.tensors[name]
         if isinstance(stored, Packed):
@@ -280,7 +280,7 @@ def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
 def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """Return a matrix times the scale of each of its blocks, in bfloat16: multiplied in float32 and rounded once.
 
-    Raises HuggingFaceError where there is not one scale for each block.
+    Raises HuggingFaceError unless there is one scale for each block.
     """
     wanted = tuple(-(-size // of) for size, of in zip(x.shape, block, strict=True)) if x.ndim == 2 else ()
     if scale.shape != wanted:

@@ -49,7 +49,7 @@ class Origin:
         path: of this step or folder.
         hugging_face: whether it is a folder of Hugging Face's.
         step: 0 for a folder.
-        meta: meta.json of the step; of a folder, some of what an import would write.
+        meta: meta.json of the step; for a folder, a part of the facts that an import would write.
         stored: shape and dtype of every tensor, by the names of checkpoints.
         read: return some of its tensors, each with the dtype and sharding asked for.
     """
@@ -68,14 +68,14 @@ class Origin:
         return "base" in self.meta
 
     def run(self) -> RunConfig:
-        """Return its config. Raises HuggingFaceError where it is not one of this version."""
+        """Return its config. Raises HuggingFaceError for a config of another version."""
         return stored_run(self.meta, self.path)
 
 
 def open_origin(path: str) -> Origin:
     """Return the weights of a run's folder, one of its checkpoints, a Hugging Face folder, or hf:NAME in the hub's cache.
 
-    Raises CheckpointError or HuggingFaceError where they cannot be read.
+    Raises CheckpointError or HuggingFaceError if they cannot be read.
     """
     if not is_folder(path):
         checkpoints, step = locate(path)
@@ -122,7 +122,7 @@ def load(
     Args:
         folder: an opened folder.
         found: the tensors of its model, by `matched`.
-        wanted: shape, dtype and sharding of each array, by our names.
+        wanted: shape, dtype and sharding of each array, by jaxtrain's names.
         progress: called with the name and the bytes of each tensor that is on the devices.
 
     Raises:

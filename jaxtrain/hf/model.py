@@ -80,7 +80,7 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """Return the run with its weights sharded over these devices, where they divide, and all tokens on each."""
+    """Return the run with its weights sharded over these devices as far as they divide, and all tokens on each device."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
     # Every device has all tokens. With a shard of every expert it computes a share of each token; if experts were not sharded,
     # every device would send all tokens to them.

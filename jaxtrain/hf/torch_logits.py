@@ -1,6 +1,6 @@
 """Logits of a Hugging Face folder by transformers, in float32 on a CPU: `python torch_logits.py DIR TOKENS.npy OUT.npy`.
 
-A program of its own: it imports nothing of jaxtrain, and runs in any Python that has transformers and torch.
+A separate program: it imports nothing from jaxtrain, and runs in any Python that has transformers and torch.
 """
 
 import sys
