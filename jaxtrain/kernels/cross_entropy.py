@@ -31,7 +31,7 @@ def chunked_cross_entropy(
     Args:
       x_nD: hidden states, compute dtype.
       head_DV: this device's shard of the head, unsharded in D, compute dtype.
-      targets_n: int32 ids in the whole vocabulary.
+      targets_n: int32 ids in the global vocabulary.
       weights_n: f32; 0 drops a token.
       chunk: tokens whose logits exist at one time.
       softcap: logits become c tanh(l / c); 0: off.

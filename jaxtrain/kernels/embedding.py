@@ -22,7 +22,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, p: Placement, columns: tupl
     Args:
       table_VD: this device's shard.
       tokens_BT: int32 ids below the global V, of the tokens inside blocks.
-      columns: mesh axes that shard the columns of `table_VD`; () where it is gathered.
+      columns: mesh axes that shard the columns of `table_VD`; () if it is gathered.
       dtype: of the result.
     """
     rows, sequence, batch = p.mesh_axes("vocab"), p.mesh_axes("sequence"), p.mesh_axes("batch")

@@ -6,7 +6,8 @@ each device, and is its own inverse:
 
     one device    a slot for each assignment; no communication
     rounds        `room` slots for each device; assignments that do not fit are sent in further rounds of `further_room` slots,
-    so none is dropped capacity      slots for each expert, the same number for all; assignments that do not fit are dropped
+                  so none is dropped
+    capacity      slots for each expert, the same number for all; assignments that do not fit are dropped
 
 Received slots are sorted by expert for the matmuls (grouped.py). If a device has one expert, plain matmuls take all slots as
 its rows, in the order received. Rows are gathered by index and never scatter-added, so results do not depend on an order of

@@ -48,7 +48,7 @@ class Static:
 
 
 def smem(shape: tuple[int, ...], dtype: Any, block: int = ALIGNED) -> Any:
-    """Return shared memory for matrices (..., rows, columns) in the order of WGMMA, in blocks of that many rows."""
+    """Return shared memory for matrices (..., rows, columns) in the order of WGMMA, in blocks of `block` rows."""
     order: Any = (plgpu.TilingTransform((block, chunk(dtype))), plgpu.SwizzleTransform(SWIZZLE))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=order)
 
