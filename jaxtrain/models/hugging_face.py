@@ -1,7 +1,7 @@
 """The format of a family's Hugging Face checkpoints: names of tensors, and keys of config.json with jaxtrain's. Imports no jax.
 
 config.json has two forms. transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both in
-`rope_parameters`, by type of layer where layers differ. Both forms are read, and an export holds both. A missing key is refused
+`rope_parameters`, by type of layer if layers differ. Both forms are read, and an export holds both. A missing key is refused
 if the default of transformers for it would silently change the numbers.
 """
 
@@ -213,9 +213,9 @@ class Format:
         model_type: in config.json.
         architecture: the class of transformers, in config.json.
         tensors: by jaxtrain's names.
-        parts: keys of config.json besides the sizes that all families have.
+        parts: keys of config.json in addition to the sizes that all families have.
         model: keys of config.Model with one value in all models of the family.
-        fixed: keys of config.json that must have one value, and why.
+        fixed: keys of config.json that must have one value, with reasons.
         written: further keys of an export.
         activation: in config.json.
         activation_key: its key in an export.
