@@ -210,7 +210,7 @@ class Monitor:
         }
 
     def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
-        """Return GB/s sent and received, from the counters at the end of the line before to those at the end of this one."""
+        """Return GB/s sent and received, from the counters at the end of the previous line to those at the end of this one."""
         read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
         if not read:
             return None, None
