@@ -105,7 +105,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
 
 
 def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
-    """Apply `stacked` to a stack of matrices, of which each device takes a share."""
+    """Apply `stacked` to a stack of matrices that devices share."""
     before = dims(axes)[0]
     of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
     of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}
