@@ -1,6 +1,6 @@
 """Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page.
 
-A report builds its sections once. The terminal shows the first rows of a long table and sums the rest. The page shows more
+A report builds its sections once. The terminal shows the first rows of a long table and sums the others. The page shows more
 rows, swatches, scopes and drawings.
 """
 
