@@ -136,12 +136,12 @@ def compile_step(
     """Compile the train step of a run on these devices as training compiles it.
 
     Args:
-      say: prints a line about what `remat.policy=auto` chooses.
+      say: prints a line about the choice of `remat.policy=auto`.
 
     Returns:
       The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
 
-    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError where memory does not suffice.
+    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError if memory does not suffice.
     """
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
@@ -169,7 +169,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
     """Return the tolerated differences of a run from `reference`.
 
     Args:
-      exact: the reference's steps in float32; None where the reference and the run are in float32 themselves.
+      exact: the reference's steps in float32; None if the reference and the run are in float32.
       parts: devices x microbatches of the run, which share its sums.
       tokens: of a batch.
     """
@@ -228,7 +228,7 @@ def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
 
 
 def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
-    """Return the error of each tensor's first gradient, relative to its norm or, if more, to its share of the whole norm."""
+    """Return the error of each tensor's first gradient, relative to its norm or, if more, to its share of the global norm."""
     lengths = _lengths(reference.gradients)
     return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
 
@@ -259,6 +259,6 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
-    """Return for each tensor its norm, or the share of the whole norm that its size has if that is more."""
+    """Return for each tensor its norm, or the share of the global norm by its size if that is larger."""
     whole, size = _norm(gradients), sum(a.size for a in gradients.values())
     return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

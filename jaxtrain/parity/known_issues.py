@@ -3,8 +3,8 @@
 documents    attention crosses packed documents. A packed batch and the same documents, one a sequence, must have the same loss
              and the same gradients; on one device, and with documents across devices.
 gradients    gradients are wrong in combined layouts. Combined layouts must take the steps of one device.
-processes    the data depends on the number of processes. One, two and four processes, on as many devices altogether,
-             must take the same steps.
+processes    the data depends on the number of processes. One, two and four processes, with the same total number of devices,
+must take the same steps.
 """
 
 import concurrent.futures
@@ -42,7 +42,7 @@ SHORT = (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check: the figure that is worst against its bound, both relative, and where it is."""
+    """The result of one check: the figure that is worst against its bound, both relative, and its location."""
 
     name: str
     figure: float

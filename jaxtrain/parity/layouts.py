@@ -107,7 +107,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
-    """Return the config in a layout, and its problems on as many devices as the layout has.
+    """Return the config in a layout, and its problems on the layout's number of devices.
 
     Args:
       argv: config file and overrides of the command line.
@@ -120,7 +120,7 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
 
 
 def devices(count: int, source: str = "") -> Devices:
-    """Return `count` devices: GPUs if this machine has as many, else CPU devices, of which there can be any number."""
+    """Return `count` devices: GPUs if this machine has enough, else CPU devices, for which any number is possible."""
     found = hardware.probe()
     if found.problem:
         return found  # GPUs that cannot be used are an error, not a reason to compare on CPUs
