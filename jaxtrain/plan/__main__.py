@@ -173,7 +173,7 @@ class Job:
 
     Attributes:
         check: return the problems of a config on the machine.
-        jobs: compiles at a time; 0: as many as cores.
+        jobs: compiles at a time; 0: the number of cores.
         budget_s: seconds of a search; 0: no limit.
     """
 

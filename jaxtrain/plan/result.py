@@ -34,7 +34,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, over a whole step: loops are multiplied out."""
+    """One collective of the program, over a step: loops are multiplied out."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
     dtype: str  # on the wire; several combined into one launch are joined by "+"
@@ -196,7 +196,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Instructions of one kind and origin, over a whole step."""
+    """Instructions of one kind and origin, over a step."""
 
     kind: str  # gemm | attention | memory | communication | host
     op_name: str  # the innermost named scope, with forward, backward or recompute in front

@@ -614,7 +614,7 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
 
 
 def _dtype(hlo: str) -> Any:
-    """Return the dtype of HLO's name."""
+    """Return the dtype that has this name in HLO."""
     longer = {"pred": "bool", "bf": "bfloat", "f": "float", "u": "uint", "s": "int"}
     short = next(name for name in longer if hlo.startswith(name))
     return jnp.dtype(longer[short] + hlo.removeprefix(short))

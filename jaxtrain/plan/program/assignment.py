@@ -10,7 +10,7 @@ it is allocated at once. The allocated memory of a step is arguments + heap, whi
 On GPUs the assignment is not part of the executable. It is in the dump of the module after optimization (compiler options
 xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
 
-A program that XLA compiled beside cuDNN (on a GPU, or with `plan.cudnn_library`) has the workspace of each backward call of
+A program that XLA compiled with cuDNN (on a GPU, or with `plan.cudnn_library`) has the workspace of each backward call of
 attention as the call's last result, u8[bytes]. Without cuDNN that result is u8[0]. A formula then gives the workspace
 (kernels.attention.cudnn.workspace_bytes), and the heap gets it.
 """

@@ -272,7 +272,7 @@ def config_warnings(
     """Return the warnings about a config on this machine, by its plan.
 
     Args:
-      mesh: of the compiled step; its devices know their node.
+      mesh: of the compiled step; its devices have the number of their node.
       moved: every collective, over a step.
     """
     return (

@@ -129,7 +129,7 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
 
 
 def show_best(found: SearchResult, console: Console) -> None:
-    """Print the line to paste, and where it comes from."""
+    """Print the line to paste, and its origin."""
     best = found.best
     if best is None:
         none = "no setting was found that fits" if found.tried else "no setting probably fits by formula"

@@ -416,7 +416,7 @@ def _others(group: int) -> float:
 
 
 def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
-    """Yield the gathers and reductions of the weights of these parts of the model, which are sharded alike."""
+    """Yield the gathers and reductions of the weights of these parts of the model, which are sharded equally."""
     run, p, micro = layout.run, layout.placement, layout.run.train.grad_accum
     params = {part: layout.parameters[part] for part in parts}
     split = p.gather_axes(*{axis: None for part in parts for axis in PARTS[part]})

@@ -136,7 +136,7 @@ def plan_each(
 
     Args:
         following: returns the next request and its id, or None if there is none at present. Called again after each outcome.
-        jobs: 0: as many as cores.
+        jobs: compiles at a time; 0: the number of cores.
         deadline: value of time.monotonic() at which running compiles are ended.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
 
@@ -188,7 +188,7 @@ def plan_many(
 ) -> dict[Any, Outcome]:
     """Return the plans of all requests, by their ids.
 
-    budget_s: seconds for all of them, after which the rest have the kind "stopped"; 0: no limit. Others as for `plan_each`.
+    budget_s: seconds for all of them, after which the others have the kind "stopped"; 0: no limit. Others as for `plan_each`.
     """
     stopped = Outcome(None, "stopped", f"the budget of {budget_s:g} s was spent")
     todo, found = iter(requests.items()), dict.fromkeys(requests, stopped)

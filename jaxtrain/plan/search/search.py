@@ -170,14 +170,14 @@ def search(
 
     Args:
         name: the config, as plans label it.
-        topology: a machine that `topology.parse` knows: other processes compile for it, by its name.
+        topology: a machine with a name for `topology.parse`, since other processes compile for it.
         budget_s: seconds after which running compiles are ended; 0: no limit.
         most: plans at most; 0: MOST, or MOST_FOR_FIT.
-        check: return what training would refuse; None: `training_check`.
+        check: returns the problems of training; None: `training_check`.
         rates: rates of the GPU; None: those of rates.py.
         own: the plan of the config itself, if it is known.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
-        jobs: compiles at a time; 0: as many as cores.
+        jobs: compiles at a time; 0: the number of cores.
         on_ranked: called once, before anything is compiled.
         on_progress: called after each change.
 

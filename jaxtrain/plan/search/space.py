@@ -1,4 +1,4 @@
-"""The settings that a search tries. The config's own checks decide which of them are legal."""
+"""The settings that a search tries. The config's checks select the legal ones."""
 
 import dataclasses
 import functools
@@ -169,7 +169,7 @@ def _flat(run: RunConfig) -> dict[str, Any]:
 
 
 def training_check(topology: Topology, source: str = "") -> Check:
-    """Return a function that lists what training on this machine would refuse. source: names the machine in a refusal."""
+    """Return a function that lists the problems of training on this machine. source: names the machine in an error."""
     where = source or topology.name
     devices = hardware.Devices(
         "gpu", topology.device_kind, topology.total, topology.memory_gib, where, topology.gpu.sm, topology.gpus
