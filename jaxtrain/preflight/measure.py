@@ -59,7 +59,7 @@ def measure(
 
     Args:
         paths: name -> folder to write to and read from; it need not exist. Each disk is measured once.
-        cluster: the children of several processes, all of which call this at the same time. No caller uses its port.
+        cluster: the children of several processes; all these processes call this at the same time. No caller uses its port.
         on_cpu: run the GPUs' programs on CPU devices in tiny sizes, whose figures have no meaning; for tests.
         disk_bytes: written to and read from each disk.
 
@@ -91,7 +91,7 @@ def measure(
 
 
 def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the answer of the child to what was found, with a reason for each missing rate if it did not end by itself."""
+    """Add the answer of the child to `found`, with a reason for each missing rate if it did not end by itself."""
     measured = answer.get("measured", {})
     found |= measured
     for name in ("left_out", "failed"):

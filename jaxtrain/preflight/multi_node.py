@@ -188,7 +188,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the rates of a node from those of its processes, each of which has its own GPUs."""
+    """Return the rates of a node from those of its processes, which have separate GPUs."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for name in rates.GPU_LISTS:

@@ -1,8 +1,8 @@
 """A node as the checks read it: output of commands, files, variables, disks, packages, limits.
 
-`LocalNode` reads the node of this process and can save what it read. `RecordedNode` reads such a folder, so that the checks run
-anywhere. A recording has commands/ (one file a command: the command, its exit code, its output), files/ (copies, by path) and
-the JSON files of PARTS. Its base.txt may name another recording that has everything the folder itself lacks.
+`LocalNode` reads the node of this process and can save a recording of it. `RecordedNode` reads such a folder, so that the
+checks run anywhere. A recording has commands/ (one file a command: the command, its exit code, its output), files/ (copies, by
+path) and the JSON files of PARTS. Its base.txt may name another recording that has everything the folder itself lacks.
 """
 
 import contextlib

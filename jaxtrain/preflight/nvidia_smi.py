@@ -1,6 +1,6 @@
 """The output of nvidia-smi as values: its commands, and how their output is parsed.
 
-A field that a driver does not know fails the whole query, so fields that were added or removed have queries of their own.
+A field that a driver does not support fails the whole query, so fields that were added or removed have separate queries.
 Values have nvidia-smi's units: MiB, W, MHz. A value that it does not report ([N/A], [Not Supported]) is None.
 """
 
@@ -146,7 +146,7 @@ def read_gpus(node: Node) -> Gpus:
 
 
 def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
-    """Add the fields of OPTIONAL to the rows of the GPUs. Returns field -> why its query failed."""
+    """Add the fields of OPTIONAL to the rows of the GPUs. Returns field -> the reason why its query failed."""
     refused = {}
     for query in OPTIONAL:
         key, *fields = fields_of(query)
