@@ -95,7 +95,7 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
     Returns:
       `commit` and `dirty` (null if git does not track the code; `error` if git failed), `patch` (git diff HEAD of the
       package and the configs), `patch_cut` (characters left out at its end), `files` (path from the repository's root ->
-      SHA-256), and `config_file`, likewise: its keys are a part of the receipt themselves.
+      SHA-256), and `config_file` (path -> SHA-256): its keys are in the receipt anyway.
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}
