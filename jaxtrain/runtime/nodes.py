@@ -81,7 +81,7 @@ def is_here(host: str) -> bool:
 
 
 def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
-    """Return the shell line that runs run.sh with these words on another node, once and at the same commit."""
+    """Return the shell line that runs run.sh with these arguments on another node, once and at the same commit."""
     variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
     variables |= {name: environ[name] for name in SENT if environ.get(name)}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
