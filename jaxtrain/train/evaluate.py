@@ -36,7 +36,7 @@ def evaluate(
 
     Args:
       eval_step: compiled, see gradients.make_loss.
-      batches: a data source, with `.batch(i)` of as many rows as `abstract` has.
+      batches: a data source, with `.batch(i)` of the same number of rows as `abstract`.
       unwanted: called for each batch; once it is true, the result is None.
     """
     size = abstract["tokens"].shape[1]

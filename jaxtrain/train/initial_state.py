@@ -188,7 +188,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
 
 
 def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
-    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what has it. No adapters."""
+    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what includes it. No adapters."""
     kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
     abstract = program.base(program.state) if program.adapters else program.state
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
@@ -306,7 +306,7 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
 def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
     """Set the mixture from the first step of this attempt on, or after a rollback from the step of the rollback on.
 
-    Each source of a resumed run continues where it stopped. Scheduled changes are placed by `start.position`.
+    Each source of a resumed run continues from its last position. Scheduled changes are placed by `start.position`.
     """
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
 

@@ -79,7 +79,7 @@ class Result:
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
     """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    Signals (Ctrl-C, an interrupted notebook) end the run in good order if this is the main thread. XLA's compile cache is then
+    Signals (Ctrl-C, an interrupted notebook) end the run with a save if this is the main thread. XLA's compile cache is then
     at `paths.cache` for the whole process.
 
     Args:
@@ -228,7 +228,7 @@ class SharedRefusal(ConfigError):
 
 @contextlib.contextmanager
 def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
-    """Lock the run's folder, and check that all processes of the run see the same run.
+    """Lock the run's folder, and check that all its processes have the same facts (ALIKE).
 
     Two runs in one folder would overwrite each other's metrics and checkpoints. Raises ConfigError.
     """

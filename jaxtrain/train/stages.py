@@ -9,10 +9,11 @@ is a pass of one microbatch through one group. Units are ordered in runs of `sta
 group 1 on the same run, ..., then the next run. Stage s does forward unit u at tick u + s. Its output arrives at the next tick
 at stage s + 1, or at the first stage for the next group. The backward order mirrors this, `wait` ticks later:
 
-    1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit. So
-    the forward and the backward unit of a tick are independent, and one computes during the communication of the other. A stage
-    then has at most 2 x stages units in flight (with several groups about (groups + 1) x stages), for any number of
-    microbatches. gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit is in flight.
+    1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit.
+                        So the forward and the backward unit of a tick are independent, and one computes during the
+                        communication of the other. A stage then has at most 2 x stages units in flight (with several
+                        groups about (groups + 1) x stages), for any number of microbatches.
+    gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit is in flight.
 
 Ticks before the first backward unit have only forward units, and ticks after the last forward unit only backward units. So a
 step takes (groups x microbatches + stages - 1) times a group's forward and backward pass in every schedule. The bubble is

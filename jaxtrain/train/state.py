@@ -265,7 +265,7 @@ def digests_by_name(made: list[tuple[list[str | None], Any]]) -> dict[str, np.nd
 
 
 def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
-    """Return host copies of the tensors whose names begin with `prefix`, by the rest of their names. Compiles nothing."""
+    """Return host copies of the tensors whose names begin with `prefix`, by their names without it. Compiles nothing."""
     out: dict[str, np.ndarray] = {}
     for leaf in named_leaves(state):
         if not leaf.name.startswith(prefix):

@@ -1,6 +1,6 @@
 """The train step: gradients of a batch, their norm, the guard, the update. A pure function.
 
-The gradients come reduced and sharded like the weights (gradients.py). What is built from a config around it is in program.py.
+The gradients come reduced and sharded like the weights (gradients.py). program.py builds the functions around it from a config.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Times of a run: its start, part by part, and steps that took far longer than others. Imports no jax.
 
-Python collects garbage at any time, so on each process at another step, and the other processes then wait in a collective. So
+Python collects garbage at any time, on each process at another step, and the other processes then wait in a collective. So
 the collector is off during training. The loop calls it on every process after the same step.
 """
 
@@ -48,7 +48,7 @@ class GarbageCollector:
     """Python's garbage collector under the loop's control. A context manager around the loop.
 
     On entry all objects (modules, compiled programs, the model's tree) are frozen, or each collection would traverse them. On
-    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot tell them apart.
+    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot distinguish them.
     """
 
     EVERY = 50  # steps between two collections
