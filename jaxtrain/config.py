@@ -114,7 +114,7 @@ class Key:
         doc: one line.
         choices: the values that a string takes; () for any.
         importable: `package.module:name` is a value too.
-        at_least, above, at_most, below: the range of a number; None where it is open.
+        at_least, above, at_most, below: the range of a number; None if it is open.
     """
 
     doc: str
@@ -855,7 +855,7 @@ class RecordingDict(ml_collections.ConfigDict):
 
 
 def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned as a whole.
+    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned at once.
 
     A copy by `copy.deepcopy`, or of another class, has no record.
     """

@@ -1,6 +1,6 @@
 """Skipped steps (jaxtrain/train/guard.py): their reports and counts, and the number at which a run has diverged.
 
-All processes see the same numbers, so all decide alike.
+All processes have the same numbers, so all decide equally.
 """
 
 import dataclasses

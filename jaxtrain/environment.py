@@ -1,6 +1,6 @@
 """The environment variables of a run: a table for each GPU, the config's additions, and refused variables of the shell.
 
-Two people who start the same config must get the same run. So variables that change the results or the speed of GPUs are part
+The same config must give the same run to every user. So variables that change the results or the speed of GPUs are part
 of the config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names variables of the shell that
 may stay. Other such variables of the shell are refused by name. Imports no jax: all of this is decided before jax is imported.
 """
@@ -141,7 +141,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
 def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
     """Return the variables that a run sets, and the problems of the environment it would start in.
 
-    On CPUs only `env.set` is set, and nothing refused.
+    On CPUs only `env.set` applies, and no variable is refused.
     """
     env = run.env
     asked, problems = parse(env.set)

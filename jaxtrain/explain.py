@@ -23,7 +23,7 @@ def show(value: Any) -> str:
 
 
 def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return (key, value, who set it, meaning) of every key. A value that was derived reads "asked -> derived"."""
+    """Return (key, value, origin, meaning) of every key. A value that was derived reads "asked -> derived"."""
     keys = declared()
     out = []
     for key, value in flatten(to_dict(loaded.run)):
@@ -41,7 +41,7 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
     """Print the table: by rich on a terminal, otherwise in aligned columns.
 
     Args:
-        loaded: the config, and who set each key.
+        loaded: the config, and the origin of each value.
         found: dotted key -> the derived value, for keys such as mesh.fsdp = -1.
     """
     title = f"{loaded.launch.config_file}{':' + loaded.launch.variant if loaded.launch.variant else ''}"

@@ -24,7 +24,7 @@ only, for any E. With a fixed capacity (moe.capacity_factor, in multiples of an 
 the buffers, which is in HFU only (`beyond`).
 
 Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
-width H = P + r for queries and keys, of which r are rotated, and of width W for values,
+width H = P + r for queries and keys, r of them rotated, and of width W for values,
 
     projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
     attention      2 N (H + W) T                         ("full"), half of it ("causal")

@@ -27,7 +27,7 @@ RESERVE_MOST = 0.25
 class Gpu:
     """One GPU model. Rates are dense TFLOP/s (0: the format does not exist there), memory is in the data sheet's GB.
 
-    `hbm_gb` is the nominal size; what a driver reports differs by up to two percent, so budgets use the reported size.
+    `hbm_gb` is the nominal size; a driver's figure differs by up to two percent, so budgets use the reported size.
     `nvlink_gb_s` counts both directions, as data sheets do. `sm` is the compute capability times ten.
     """
 
@@ -115,9 +115,9 @@ class Devices:
 def probe(environ: Mapping[str, str] | None = None) -> Devices:
     """Return the devices of this process as JAX will find them, without starting JAX.
 
-    JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those the
-    driver reports through NVML and CUDA_VISIBLE_DEVICES leaves. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is none,
-    if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute.
+    JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those that the
+    driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
+    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()

@@ -310,7 +310,7 @@ class Writers:
 
 
 def _open_after_whole_lines(path: Path) -> BinaryIO:
-    """Open a file to append, without the rest of a line that a kill cut short."""
+    """Open a file to append, after removing a last line that a kill cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and any(line is None for _, line in _lines(path)):
         with replacing(path) as out:

@@ -1,4 +1,4 @@
-"""Signals to a run: to stop in good order (Ctrl-C, or a scheduler before it takes the machine away), or to trace.
+"""Signals to a run: to save and stop (Ctrl-C, or a scheduler before it takes the machine away), or to trace.
 
 The first signal to stop asks the loop to finish its step, save and exit; a second one exits at once. Each SIGUSR2 asks for a
 trace of the next steps. Signals work while the main thread waits inside XLA (a compile of minutes, a collective that hangs),
@@ -24,7 +24,7 @@ CLOSE = 0  # no signal has this number
 
 
 class Stop:
-    """Whether, and why, the run has been asked to stop, and the number of requested traces. Use as a context manager.
+    """Whether and why the run has been asked to stop, and the number of requested traces. Use as a context manager.
 
     Signals are handled in the main thread only, because Python sets handlers nowhere else. A run in another thread leaves them
     to its caller, and is never asked to stop.

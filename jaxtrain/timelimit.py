@@ -64,7 +64,7 @@ class TimeLimit:
     """Asks a run to stop in time. A context manager.
 
     seconds: until the run should have ended; inf: never. save_s: time of the longest save so far. ask: called once, with a
-    reason in words, when the time left is what a step and a save may take.
+    reason in words, when the remaining time is that of a step and a save.
     """
 
     def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):
