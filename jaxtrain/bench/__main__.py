@@ -27,7 +27,7 @@ def unknown_names(known: Sequence[str]) -> Callable[[str], str]:
 
 COMMAND = Command(
     "bench",
-    "Measure the devices of this machine: train steps by the program that training runs, kernels, or a whole node.",
+    "Measure the devices of this machine: train steps by the program of training, kernels, or a complete node.",
     (
         Option("steps", "timed steps; default 20", "N", "20", least=1, modes=STEPS),
         Option("warmup", "steps before them; default 5", "N", "5", least=1, modes=STEPS),
@@ -59,7 +59,7 @@ COMMAND = Command(
         ),
         Option(
             "kernels",
-            "instead: kernels against their floors, of arithmetic and of bytes, at the data sheet's rates: "
+            "instead: kernels and the lower bound of their time, by FLOPs and bytes at the data sheet's rates: "
             + ",".join(kernels.KINDS),
             "LIST",
             bare=",".join(kernels.KINDS),

@@ -1,4 +1,4 @@
-"""Run a measurement in a process of its own, so that peak memory, XLA's options and a crash are those of the case alone.
+"""Run a measurement in a separate process, so peak memory, XLA's options and a crash affect only the case.
 
 The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files; the child's output
 goes to a log. A long case saves partial answers (`save_partial`), so that a case that runs out of time keeps its findings.
@@ -91,7 +91,7 @@ def run_program(
     limit_s: float | None = None,
     killed_s: float = KILLED_S,
 ) -> tuple[int | None, str]:
-    """Run a program that can import this package. Return its exit code, None after a timeout, and its output.
+    """Run a program that can import this package. Return the exit code, None after a timeout, and the output.
 
     When this returns or raises, Ctrl-C included, the child and everything it started have ended: a child of this package ends
     with its parent, and all other processes in its session are killed.

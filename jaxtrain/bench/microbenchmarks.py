@@ -1,6 +1,6 @@
 """Times matmuls, attention, memory, the host link and collectives; bench/disk_rates.py times disks.
 
-Calibration (plan/calibrate.py), kernels against their floors (bench/kernels.py) and preflight (preflight/measure.py) use it.
+Calibration (plan/calibrate.py), the bounds of kernels (bench/kernels.py) and preflight (preflight/measure.py) use it.
 
 A measurement is a jitted program that repeats its operation in a loop. Each iteration depends on the last, so that XLA neither
 hoists nor merges them, and the time of a dispatch does not count. Only copies from and to the host are single calls: they are

@@ -181,7 +181,7 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
         shutil.rmtree(folder, ignore_errors=True)  # gigabytes
     if answer["verdict"] != OK:
         return Outcome(BAD, answer["why"], data=answer)
-    text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors came back bit for bit; written in {answer['save_s']:.2g} s "
+    text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors restored bit for bit; written in {answer['save_s']:.2g} s "
     text += f"(the loop waits {answer['blocked_s']:.2g} s), read in {answer['restore_s']:.2g} s"
     return Outcome(GOOD, text, ["## Checkpoint", "", text, ""], answer)
 
@@ -230,7 +230,7 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     out = {"gib": saved.bytes / 2**30, "save_s": saved.total_s, "blocked_s": saved.blocked_s, "restore_s": restore_s}
     out["tensors"] = len(state.abstract_tensors(program.state))
     if differ:
-        return out | {"verdict": FAILED, "why": f"{len(differ)} tensors came back different: {', '.join(differ[:4])}"}
+        return out | {"verdict": FAILED, "why": f"{len(differ)} tensors restored with differences: {', '.join(differ[:4])}"}
     return out | {"verdict": OK}
 
 
@@ -257,7 +257,7 @@ def time_steps(
     environ: Mapping[str, str] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the answer of train_step.measure. steps: timed ones, and those before them."""
+    """Return the answer of train_step.measure. steps: (timed steps, warm-up steps)."""
     request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
     request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
     return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)

@@ -116,7 +116,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
     run, there = loaded.run, devices_for(request["devices"])
     if there.kind == "gpu" and (least := state_gib(run, there.count)) > there.memory_gib:
-        rule = f"parameters and moments alone take {least:.1f} GiB a device, which has {there.memory_gib:.1f}"
+        rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {there.memory_gib:.1f}"
         return {"verdict": NO_MEMORY, "why": rule}
     devices = start_devices(run, request["devices"])
     import jax
