@@ -101,7 +101,7 @@ def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int
     verdict = files.check(found.directory / str(step), progress)
     problems += verdict.problems
     if not verdict.proved:
-        what = "no integrity.json, so its files prove nothing; a restore checks its arrays"
+        what = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
         return ([*problems, what] if problems else []), f"complete, but {what}"
     return problems, f"good ({verdict.bytes / 2**30:.3f} GiB read)"
 

@@ -98,7 +98,7 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
     def problem(name: str) -> tuple[str, int]:
         size, crc = wanted[name]
         if name not in existing:
-            return f"{name}: is gone", 0
+            return f"{name}: is missing", 0
         try:
             now, found = crc32(folder / name, progress)
         except Unreachable:

@@ -258,7 +258,7 @@ class Checkpoints(Steps):
         if wrong and self._finite:
             shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
+            raise ValueError(f"parameters that are infinite or NaN are not saved: {shown}{more}")
         if not self._primary:
             return
         self.storage.check(record["bytes"], self._keep, self._device)

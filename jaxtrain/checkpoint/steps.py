@@ -62,7 +62,7 @@ class Steps:
             return None
         reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((damaged or {}).items(), reverse=True))
         raise CheckpointError(
-            f"no good checkpoint is left in {self.directory}, and a run never starts afresh over existing ones:{reasons}\n"
+            f"no good checkpoint is left in {self.directory}, and a run never starts at step 0 over existing ones:{reasons}\n"
             "Restore one from a copy, or move the folder away to start at step 0."
         )
 
@@ -110,7 +110,9 @@ class Steps:
             return (
                 f"To go on from the step before: --config.checkpoint.step={earlier[-1]} (this one is set aside, not deleted)."
             )
-        return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
+        return (
+            f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start at step 0."
+        )
 
     def restore(
         self,
@@ -165,7 +167,7 @@ class Steps:
             )
         undefined = [name for name, x in found.items() if name.startswith("params.") and digests.not_finite(x)]
         if undefined and self._finite:
-            rule = f"{undefined[0]} holds values that are infinite or no number"
+            rule = f"{undefined[0]} holds values that are infinite or NaN"
             raise Damaged(f"checkpoint {folder}: {rule}. {self.remedy(step)}")
         return {name: _cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
 
@@ -188,7 +190,7 @@ class Steps:
             except Unreachable as unreachable:
                 return {}, unreachable
             if verdict.proved and not verdict.problems:
-                return {}, CheckpointError(f"{text} Its files are as they were written, so this is no damage.")
+                return {}, CheckpointError(f"{text} Its files are intact.")
             named = "; ".join(verdict.problems[:3])
             return {}, Damaged(f"{text} {named + '. ' if named else ''}{self.remedy(step)}")
 

@@ -249,8 +249,8 @@ def _requests(path: epath.Path) -> Iterator[Any]:
         text = " ".join(str(e).split())[:300]
         raise Unreachable(
             f"{path}: a request to the bucket failed ({type(e).__name__}: {text}). Some files may be written, copied or "
-            f"deleted already; complete steps are whole. Fix: set {CREDENTIALS[scheme]}, with the right to list, read, write "
-            "and delete objects; then start again."
+            f"deleted already; complete steps are unchanged. Fix: set {CREDENTIALS[scheme]}, with the right to list, read, "
+            "write and delete objects; then start again."
         ) from None
 
 
