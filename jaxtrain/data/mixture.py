@@ -107,7 +107,7 @@ class Phase:
     read: tuple[int, ...]  # tokens of each source that were read before it
 
     def row(self, seq_len: int) -> int:
-        """Return the number of its first row."""
+        """Return the number of the phase's first row."""
         return -(-self.tokens // seq_len)
 
     def sources_of(self, row_R: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

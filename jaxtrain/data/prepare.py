@@ -435,7 +435,7 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
     results = [finished(folder, number, job, skip_bad_lines) for number in range(len(parts))]
     missing = {number: part for number, part in enumerate(parts) if results[number] is None}
     if len(missing) < len(parts):
-        say(f"{folder.parent}: {len(parts) - len(missing)} of {len(parts)} parts are finished; going on")
+        say(f"{folder.parent}: {len(parts) - len(missing)} of {len(parts)} parts are finished; continuing")
     sizes = [sum(cut.size for cut in part) for part in parts]
     done = sum(sizes) - sum(sizes[number] for number in missing)
     progress = Progress(sum(sizes), done)
@@ -450,7 +450,7 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
                 shown = min(SHOWN, shown + len(result["lines"]))
                 if bad and not skip_bad_lines:
                     more = f" (the first {SHOWN} are shown)" if bad > SHOWN else ""
-                    fix = "Mend the file, or leave such lines out with --skip-bad-lines."
+                    fix = "Repair the file, or leave such lines out with --skip-bad-lines."
                     raise PrepareError(f"{count_lines(bad)} in this part of the input{more}; nothing was written. {fix}")
     except BaseException:
         if kept := len(list(folder.glob("*.json"))):

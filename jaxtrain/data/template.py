@@ -245,7 +245,7 @@ class ChatTemplate:
         - A turn is the text that its message adds to the conversation before it with the generation prompt, up to the control
           token that ends it.
         - A template may write earlier messages differently when more follow: some leave out earlier reasoning. Then a turn
-        begins after each generation prompt in the text, and ends with the control token that ends an answer.
+          begins after each generation prompt in the text, and ends with the control token that ends an answer.
 
         Args:
           loss: the turns that count (LOSSES).

@@ -361,7 +361,7 @@ def _header(file: OpenFile) -> dict[str, Any]:
 
 
 def verify(path: Path | str) -> list[str]:
-    """Read all of the file. Return its faults, a line each.
+    """Read all of the file. Return the faults of the file, a line each.
 
     Damaged blocks are faults. If there are none, the contents are compared with the header.
     """

@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
         }
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """Return the special ones among its added tokens, the longest first."""
+        """Return the special tokens among the tokenizer's added tokens, the longest first."""
         found = []
         for token in json.loads(self._definition).get("added_tokens", []):
             if not token["special"]:
