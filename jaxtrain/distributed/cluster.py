@@ -115,9 +115,9 @@ class _Reader:
         variable = "JAXTRAIN_" + field.replace("-", "_").upper()
         known = " and ".join([*([launcher.name] if launcher else []), *(self.keys[f] for f in FIELDS[:3] if f in self.given)])
         what = {
-            "coordinator": "where process 0 is",
-            "num-processes": "how many processes there are",
-            "process-id": "which of them this one is",
+            "coordinator": "the address of process 0",
+            "num-processes": "the number of processes",
+            "process-id": "the index of this process",
         }
         remedy = {
             "coordinator": f"Set {variable}, or --{field}, to HOST:PORT. {ADDRESS_REMEDY}",
