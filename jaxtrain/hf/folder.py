@@ -54,7 +54,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Return its size in bytes."""
+        """Return the tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -368,7 +368,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def write_tokenizer(spec: str, eot: int, target: Path) -> None:
     """Write the files of a tokenizer that `load_tokenizer(spec)` has found, so that transformers reads the same ids.
 
-    Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add tokens of its own.
+    Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add its tokens.
     """
     if spec == "byte":
         return write_byte_tokenizer(target)

@@ -68,7 +68,7 @@ class Origin:
         return "base" in self.meta
 
     def run(self) -> RunConfig:
-        """Return its config. Raises HuggingFaceError for a config of another version."""
+        """Return the config of the weights' run. Raises HuggingFaceError for a config of another version."""
         return stored_run(self.meta, self.path)
 
 

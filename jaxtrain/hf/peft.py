@@ -203,7 +203,7 @@ def base_name(path: str) -> str:
 
 
 def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
-    """Write a checkpoint of adapters for `base`, as of a run with lora.rank. Return its config and notes.
+    """Write a checkpoint of adapters for `base`, as of a run with lora.rank. Return the config of its run, and notes.
 
     Args:
         folder: with PEFT's adapter.
