@@ -84,7 +84,7 @@ def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
     """Return this device's shard of a weight in e4m3.
 
     Args:
-      stacked: axis 0 counts layers, each with a scale of its own.
+      stacked: axis 0 counts layers, and each layer has a scale.
       over: mesh axes that shard the weight: the scale is that of all shards.
     """
     amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))

@@ -3,7 +3,7 @@
 Inside a shard_map that is manual over the whole mesh each device calls, with its own tokens,
 
     prepare(rows, spec, kernel, split) -> pytree               once a batch; arrays with rows of the batch first
-    attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H) of its own tokens to the same
+    attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), of its own tokens
 
 Its tokens (jaxtrain/context.py) are the two chunks of its ring rank, or its shard of them in a Ulysses group. heads.py gathers
 the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring ranks; window.py fetches

@@ -154,7 +154,7 @@ class Exchange:
         return self._sorted(self._swap(_rows(x_TD, route.take_S // self.k)), route)
 
     def send_numbers(self, a_Tk: jax.Array, route: Route) -> jax.Array:
-        """Return the same for a number of each assignment: (R,)."""
+        """Return the rows (R,) for a number of each assignment, as `send` does for tokens."""
         return self._sorted(self._swap(_rows(a_Tk.reshape(-1, 1), route.take_S)), route)[:, 0]
 
     def receive(self, rows_RD: jax.Array, route: Route) -> jax.Array:
