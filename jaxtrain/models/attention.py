@@ -80,7 +80,7 @@ class Shared(NamedTuple):
     real_BT: Any  # bool, False for padding; None if the model does not use it
 
     def where(self, valid: jax.Array) -> "Shared":
-        """Return the same if `valid`, bool (); otherwise with all tokens as padding, which no expert processes."""
+        """Return self if `valid`, bool (); otherwise a copy with all tokens as padding, which no expert processes."""
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 
 

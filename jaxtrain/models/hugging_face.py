@@ -321,7 +321,7 @@ def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str
     if given.get("rope_theta") is None:
         raise HuggingFaceError(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "
-            "transformers would take its default without a word. Llama 2 was trained with 10000.0: --set rope_theta=10000.0"
+            "transformers would silently use its default. Llama 2 was trained with 10000.0: --set rope_theta=10000.0"
         )
     s.only("partial_rotary_factor", 1.0, "only whole heads are rotated")
     out: dict[str, Any] = {"rope_base": s.number("rope_theta"), "rope_scaling": "none" if kind == "default" else kind}
