@@ -17,11 +17,11 @@ SETTLED = 3  # lines of a GPU after which that has happened; their median is the
 LOOK = {
     "hw_slowdown": "the hardware halves the clocks, or worse: look at temperature and power supply",
     "sync_boost": "another GPU of its sync boost group is slower: look at the others",
-    "sw_thermal": "it is near its highest temperature: look at the fans, the air inlet, and what stands beside it",
+    "sw_thermal": "it is near its highest temperature: look at the fans, the air inlet, and neighbouring nodes",
     "hw_thermal": "it is too hot and the hardware slows it down: look at the fans and the air inlet, or give the node back",
-    "hw_power_brake": "the chassis asks for less power: look at power supplies and the rack's budget",
-    "board_limit": "the board holds it back: tell the vendor",
-    "reliability": "voltage is at its limit: tell the vendor",
+    "hw_power_brake": "the chassis requests less power: look at power supplies and the rack's budget",
+    "board_limit": "the board limits it: report it to the vendor",
+    "reliability": "voltage is at its limit: report it to the vendor",
 }
 
 
@@ -80,7 +80,7 @@ class GpuAlerts:
             return
         begun = (
             f"GPU {gpu} is limited to {limit:.0f} W, {default:.0f} W by default: it will be slower under load. "
-            f"Somebody has set that; nvidia-smi -i {gpu} -pl {default:.0f} sets it back."
+            f"This was set by a user or tool; nvidia-smi -i {gpu} -pl {default:.0f} sets it back."
         )
         over = f"GPU {gpu} has its default power limit again, {default:.0f} W"
         self._episodes.see(f"power {gpu}", limit < default - CAP_W, begun, over)
