@@ -86,11 +86,11 @@ def problems(text: str, optimizer: str) -> list[Problem]:
     """Return the problems of a config's groups, for any model. optimizer: the value of optimizer.name."""
     groups, found = parse(text)
     if groups and optimizer not in METHODS:
-        rule = f"{optimizer} makes its own updates, and would not see them"
+        rule = f"{optimizer} makes its own updates, and would ignore them"
         return [*found, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
     if optimizer == "adamw" and any(g.optimizer == "muon" for g in groups):
         rule = "optimizer=muon in a group needs optimizer.name = muon"
-        found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for what is to stay."))
+        found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for the other parameters."))
     return found
 
 
@@ -105,12 +105,12 @@ def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
             rule = f"{g.pattern!r} names a layer by number, and the layers of a stack are one parameter"
             found.append(Problem(KEY, text, rule, "Leave the number out, which means every layer."))
         elif not fit:
-            found.append(Problem(KEY, text, f"{g.pattern!r} fits no parameter", f"There are {', '.join(names)}."))
+            found.append(Problem(KEY, text, f"{g.pattern!r} matches no parameter", f"There are {', '.join(names)}."))
         elif not mine:
-            rule = f"all that {g.pattern!r} fits belongs to groups before it: {', '.join(fit)}"
+            rule = f"all parameters that {g.pattern!r} matches belong to earlier groups: {', '.join(fit)}"
             found.append(Problem(KEY, text, rule, "Put the narrower pattern first."))
         not_one = [name for name in mine if not matrices[name]]
         if g.optimizer == "muon" and not_one:
-            rule = f"{', '.join(not_one)} is no matrix, and Muon takes matrices only"
+            rule = f"{', '.join(not_one)} is no matrix, and Muon needs matrices"
             found.append(Problem(KEY, text, rule, "Name matrices, or leave optimizer out."))
     return found

@@ -5,7 +5,7 @@ scaled to a root mean square of 0.2, as AdamW's updates (Liu et al. 2025, arXiv:
 learning rate and one weight decay.
 
 Orthogonalization needs complete matrices, and weights are sharded. So an all-to-all over the n devices that shard a stack of
-layers exchanges shards for complete matrices: each device gets 1 / n of the layers. It orthogonalizes them, and another
+layers exchanges shards for complete matrices: each device receives 1 / n of the layers. It orthogonalizes them, and another
 all-to-all returns the shards. No device needs more memory than before, and no work is repeated. optax has a Muon too
 (optax.contrib.muon): it multiplies in float32, leaves the sharding to XLA, and keeps its coefficients in the state.
 """

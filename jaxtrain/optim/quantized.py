@@ -42,7 +42,7 @@ def code_map(signed: bool) -> np.ndarray:
     """Return the 256 values of the codes, f64 (256,), ascending: the paper's definition.
 
     Decade e (0 is the largest) holds the middles of equal parts of [0.1, 1] x 10^-e: 2^(6 - e) of them on each side of 0, or
-    twice as many on the one side. 0 and 1 are values of their own; -1 is not.
+    twice as many on the one side. 0 and 1 are values too; -1 is not.
     """
     top = DECADES - 1 if signed else DECADES
     positive = [

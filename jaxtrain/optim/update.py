@@ -62,7 +62,7 @@ def streamed(
     numerics: Numerics,
     rounding: Rounding,
 ) -> Update:
-    """Return the same update layer by layer, with the optimizer's state in host memory.
+    """Return an `Update` that runs layer by layer, with the optimizer's state in host memory.
 
     axes: logical axes of the parameters, a dict; STACK has the parameters that are stacked by layers.
     """
