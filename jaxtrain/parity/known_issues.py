@@ -4,7 +4,7 @@ documents    attention crosses packed documents. A packed batch and the same doc
              and the same gradients; on one device, and with documents across devices.
 gradients    gradients are wrong in combined layouts. Combined layouts must take the steps of one device.
 processes    the data depends on the number of processes. One, two and four processes, with the same total number of devices,
-must take the same steps.
+             must take the same steps.
 """
 
 import concurrent.futures
@@ -56,7 +56,7 @@ class Check:
 
 
 def separate_documents(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a packed batch, arrays (B, T), with each of its documents in a sequence of its own, padded to T."""
+    """Return a packed batch, arrays (B, T), with each of its documents in a separate sequence, padded to T."""
     pairs = [
         (row, int(number)) for row, segments in enumerate(batch["segments"]) for number in np.unique(segments[segments > 0])
     ]

@@ -167,7 +167,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
         rule = "gradients are read from Adam's first moment, and its rounding would hide differences"
         problems.append(Problem("dtypes.m", INT8, rule, "Set f32: the gradients are the same."))
     if run.model.num_experts and run.moe.capacity_factor:
-        rule = "each device drops the excess of its own tokens, so that a layout changes the result"
+        rule = "each device drops the excess of its own tokens, so a layout changes the result"
         problems.append(Problem("moe.capacity_factor", run.moe.capacity_factor, rule, "Set 0."))
     accums = sorted({r.train.grad_accum for r in runs})
     rule = f"is of a microbatch, and these layouts divide a batch into {' and '.join(map(str, accums))}"
