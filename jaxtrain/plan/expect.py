@@ -96,7 +96,7 @@ class Watch:
     def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
         return (
             f"{what}: {seen:.3g} {unit} measured, {to} {unit} planned ({self.expected.rates}): {seen / planned:.2f} times "
-            f"{planned:.3g}. {spelled('python -m jaxtrain.plan --calibrate')} measures what this machine reaches."
+            f"{planned:.3g}. {spelled('python -m jaxtrain.plan --calibrate')} measures the rates of this machine."
         )
 
     def measured(self) -> dict[str, float | None]:

@@ -270,7 +270,7 @@ class Plan:
         return terminal.text(self)
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.plan --html` for a notebook, in a frame of its own."""
+        """Return the page of `python -m jaxtrain.plan --html` for a notebook, in a frame."""
         from jaxtrain.page.html import framed
         from jaxtrain.plan.report import page
 

@@ -309,7 +309,7 @@ class Shardings:
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        """Return the same tree for a notebook, with kinds and modules that fold."""
+        """Return the tree for a notebook, with kinds and modules that fold."""
         parts = [f"<b>{escape(self.title)}</b>"]
         for kind, rows in self._by_kind().items():
             total = _size(sum(row.held_bytes for row in rows))

@@ -127,7 +127,7 @@ def here() -> Topology:
     nodes = collections.Counter(map(node_of, found))
     counts = sorted({*nodes.values()})
     if len(kinds) > 1 or len(counts) > 1:
-        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a node: they must be alike")
+        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a node: they must be equal")
     for chip in CHIPS:
         read = _read(chip)
         if read["device_kind"] == kinds[0]:

@@ -190,7 +190,7 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
     """Return instruction id -> its name and the index of its result, as in HLO text.
 
     An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment it is an
-    instruction within a computation of its own.
+    instruction within a separate computation.
     """
     started = {
         c: i.name for made in module.computations for i in made.instructions if i.opcode == "async-start" for c in i.called

@@ -1,7 +1,7 @@
 """Memory of a compiled train step on one device: its peak by class, its timeline, its saved activations.
 
-XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. Each gets its class here: by
-the names of the program's arguments and operations, and by the shapes of weights and saved activations.
+XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. Each is assigned a class here,
+by the names of the program's arguments and operations, and by the shapes of weights and saved activations.
 """
 
 import collections
@@ -63,7 +63,7 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
-    """Return the same and, with a loop over layers, the saved activations of the last layer too."""
+    """Return `kept_activations` and, with a loop over layers, the saved activations of the last layer."""
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 

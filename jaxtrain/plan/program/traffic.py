@@ -63,7 +63,7 @@ class Part:
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
     """Return every part of a step, and the remaining traffic. kernels: of the plan of this run."""
-    least = floor(run, program)
+    least = least_bytes(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:
         if k.kind == "memory":
@@ -79,7 +79,7 @@ def ratio(found: Sequence[Part]) -> float:
     return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
 
 
-def floor(run: RunConfig, program: Program) -> dict[str, float]:
+def least_bytes(run: RunConfig, program: Program) -> dict[str, float]:
     """Return the least bytes by part, by the formulas above."""
     m, p, numerics = run.model, program.placement, numerics_of(run)
     c, reduce, master = numerics.compute.itemsize, numerics.reduce.itemsize, numerics.params.itemsize

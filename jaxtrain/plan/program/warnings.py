@@ -125,7 +125,7 @@ def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: fro
                 outside.append(f)
     for f in _by_line(outside):
         yield (
-            f"all-gather over {f.axis} of an array that the loop around it does not change ({_cost(f)}) from {_where(f)}. "
+            f"all-gather over {f.axis} of an array that does not change in the loop around it ({_cost(f)}) from {_where(f)}. "
             "Fix: gather it once, before the loop."
         )
 

@@ -129,7 +129,7 @@ def mesh_section(plan: Plan) -> Section:
         boxes.append(f'<div class="node"><span class="quiet">node {first // node}</span>{"".join(cells)}</div>')
     more = f" The first {shown} of {total:,} are drawn." if shown < total else ""
     names = " x ".join(f"{axis} {n}" for axis, n in axes)
-    note = f"{names}: the last axis is the innermost. GPUs of one colour differ in {axes[-1][0]} alone.{more}"
+    note = f"{names}: the last axis is the innermost. GPUs of one colour differ only in {axes[-1][0]}.{more}"
     return Section("Mesh", [Drawing(f'<div class="mesh">{"".join(boxes)}</div>'), note])
 
 

@@ -20,14 +20,14 @@ from jaxtrain.plan.search.space import Overrides, changes
 from jaxtrain.plan.topology import Topology
 
 ENDINGS = {
-    "complete": "complete: no setting that is left can be better, by formula",
+    "complete": "complete: by formula, no other setting can be better",
     "found": "ended at the first that fits",
     "most": "ended at the most plans that are allowed",
     "budget": "ended after --budget seconds",
     "interrupted": "interrupted",
 }
 ROUNDED = {
-    "dtypes.params": "weights are rounded to 8 significant bits each step, up or down by chance",
+    "dtypes.params": "weights are rounded stochastically to 8 significant bits each step",
     "dtypes.m": "the first moment is rounded each step",
     "dtypes.v": "the second moment is rounded each step",
     "dtypes.grads": "gradients are rounded at each sum over microbatches",
@@ -187,7 +187,7 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
         lines.append(" ".join(filter(None, words)))
         console.print(Text(lines[-1]), soft_wrap=True)
     if not found:
-        say(console, "no change of the config and no larger machine of these GPUs was found that holds it, by formula", "bold")
+        say(console, "by formula, no change of the config and no larger machine of these GPUs fits", "bold")
     return tuple(lines)
 
 
@@ -207,7 +207,7 @@ def show_savings(
             text += f", {percent(abs(more))} {'slower' if more > 0 else 'faster'}: not needed for memory"
         lines.append(text)
     shown = lines or ["no setting of the config saves memory"]
-    print_sections([Section("What saves memory, and the step without it", [Listing(shown)])], console)
+    print_sections([Section("Settings that save memory, and the step without each", [Listing(shown)])], console)
     return tuple(lines)
 
 

@@ -23,7 +23,7 @@ SMALL = 0.002  # of the peak: classes of memory below it share a row
 ROWS = 5  # collectives on a terminal
 PAGE_ROWS = 40  # kernels and arrays on the page
 ASSUMPTIONS = (
-    "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them; a "
+    "kernels run one after another; collectives overlap with them, one at a time, as the compiler scheduled them; a "
     "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
     "slows the other; waits for data, checkpoints, stragglers and lower clocks are left out"
 )
@@ -79,7 +79,7 @@ def details(plan: Plan) -> list[Section]:
         memory_details(plan),
         arrays_section(plan),
         *([kernels_section(plan), loops_section(plan)] if plan.fits else []),
-        Section("How it was counted", [Listing(counted)]),
+        Section("Sources of the figures", [Listing(counted)]),
     ]
 
 
@@ -100,7 +100,7 @@ def verdict(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Return the speed in one line, the expected range first; or, if the step does not fit, a setting that does."""
     if not plan.fits:
-        return "no speed: a step that does not fit does not run"
+        return "no speed: the step does not fit"
     t = plan.time
     load = f", expert load {expert_load(plan.experts.load)}" if plan.experts else ""
     return (
@@ -476,7 +476,7 @@ def experts(plan: Plan) -> list[str]:
         lines.append(f"capacity factor {x.capacity:g}: the whole capacity is computed, and tokens beyond it are dropped")
     else:
         load = expert_load(x.load)
-        rounds = f"each exchange takes {plural(x.rounds, 'round')}" if x.devices > 1 else "any load has the same rows"
+        rounds = f"each dispatch takes {plural(x.rounds, 'round')}" if x.devices > 1 else "any load has the same rows"
         lines.append(f"expert load {load}: the busiest expert has {load} times its even share; {rounds}")
     return lines
 
@@ -504,7 +504,7 @@ def rates(plan: Plan) -> str:
         f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
     ]
     if any(c.network_gib for c in plan.collectives):
-        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us from node to node")
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us between nodes")
     if plan.memory.host_gib:
         parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
     return f"{r.source}: {', '.join(parts)}"

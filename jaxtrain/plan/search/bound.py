@@ -144,7 +144,7 @@ class Layout:
     node: int
 
     def with_remat(self, remat: Remat) -> "Layout":
-        """Return the same layout with another remat."""
+        """Return the layout with another remat."""
         return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
 
     @functools.cached_property

@@ -123,7 +123,7 @@ class Cache:
                 file.close()
                 os.replace(file.name, self.path(request, plan_one))
         except OSError as error:
-            LOGGER.warning("the plan is not kept for later: %s", error)
+            LOGGER.warning("the plan is not cached: %s", error)
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compile many plans at once, each in a Python process of its own, so that a crash of the compiler ends one plan only.
+"""Compile many plans at once, each in a separate Python process, so a crash of the compiler ends only one plan.
 
 `concurrent.futures` is unsuitable: a process that the system kills for its memory ends the whole pool, and a pool that spawns
 its processes runs the user's script again in each.
