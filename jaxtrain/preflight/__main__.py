@@ -246,7 +246,7 @@ def allowed(parsed: Parsed) -> tuple[str, list[str]]:
 def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     """Return a problem for each name that no check has."""
     spelled = {name.lower(): name for name in inspection.CHECKS}
-    rule = "no check whose fault could be allowed is called that"
+    rule = "no check with a fault that can be allowed has this name"
     unknown = [(name, spelled.get(name.lower())) for name in names if name not in inspection.CHECKS]
     return [
         Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(inspection.CHECKS))) for n, near in unknown

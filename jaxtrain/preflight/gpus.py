@@ -114,7 +114,7 @@ def gpu_count(c: Context) -> Verdict:
         )
     if gpus.broken:
         return fault(f"{gpus.count}; {gpus.broken}")
-    intended = "Nothing, if that is what was asked for."
+    intended = "Nothing, if this number was requested."
     giver, given = given_by(c.node.environ)
     if gpus.on_node < given:
         return fault(f"{gpus.on_node}, and {giver} gave {given}")

@@ -192,7 +192,7 @@ def nics(c: Context) -> Verdict | None:
         return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
     # With about one card for each GPU, one is missing. With fewer, the machine is built (or virtualized) so.
     missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
-    text = f"none beside {listed(far, 8)}"
+    text = f"none near {listed(far, 8)}"
     return fault(text) if c.several_nodes and missing else note(text)
 
 
@@ -209,7 +209,7 @@ def active_nics(c: Context) -> list[str]:
 
 @CHECKS.add(
     "InfiniBand",
-    expected="the ports of the cards beside the GPUs are up",
+    expected="the ports of the cards near the GPUs are up",
     why="NCCL leaves out a port that is down, and its GPUs share another one's.",
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
@@ -225,7 +225,7 @@ def infiniband(c: Context) -> Verdict | None:
         return ok(f"{len(states)} active, {listed(sorted({port(c, card, 'rate') for card in states}))}")
     if cut and c.several_nodes:
         return fault(f"{listed(down)}; {listed(cut)} has no other")
-    why = "each GPU beside one has another" if c.several_nodes else "a run of one node does not use them"
+    why = "each GPU near one has another" if c.several_nodes else "a run of one node does not use them"
     return note(f"{listed(down)}; {why}")
 
 

@@ -211,7 +211,7 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
     """Sample GPUs in a thread while the block runs.
 
     Args:
-        out: gets, for each GPU with samples, gpu (its index), means of clock and power, and the share of each reason.
+        out: receives, for each GPU with samples, gpu (its index), means of clock and power, and the share of each reason.
     """
     samples: dict[Card, list[Sample]] = {card: [] for card in cards}
     over = threading.Event()

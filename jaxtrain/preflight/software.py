@@ -62,7 +62,7 @@ def driver(c: Context) -> Verdict:
     "CUDA plugin",
     expected="jax, jaxlib and one CUDA plugin of the same version",
     why="Without the plugin JAX finds no GPU and trains on the CPU; with two or with another version it may not start.",
-    fix="Install it anew: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
+    fix="Install it again: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
 )
 def cuda_plugin(c: Context) -> Verdict:
     packages, plugins = c.node.packages, cuda_plugins(c)
@@ -166,7 +166,7 @@ def refused_by_the_run(memory: bool) -> Probe:
 VARIABLES.add(
     "variables",
     expected="none from the shell that changes a run and that the config does not name",
-    why="Two people who start one config should get the same run; a variable left over from an experiment changes it, or slows "
+    why="The same config must give the same run to every user; a variable left over from an experiment changes it, or slows "
     "it down.",
     fix="unset it, or name it in env.inherit (the shell's value) or env.set (one of the config's own).",
 )(refused_by_the_run(memory=False))
