@@ -116,7 +116,7 @@ class Profile:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.profile --html` for a notebook, in a frame of its own."""
+        """Return the page of `python -m jaxtrain.profile --html` for a notebook, in a frame."""
         from jaxtrain.profile import report
 
         return framed(report.make_html(self))
@@ -160,7 +160,7 @@ def run_around(target: Path) -> Run:
 def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
     """Return (program of a trace from the HLO text in its folder, or None; the reason for None)."""
     text = trace.path.with_name(HLO_TEXT)
-    reason = f"there is no file {HLO_TEXT} beside the trace"
+    reason = f"there is no file {HLO_TEXT} in the folder of the trace"
     if text.is_file():
         try:
             return programs.read(text.read_text(), run.mesh, run.gpus), ""
@@ -205,7 +205,7 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
     main = trace.main_program
     found = {n: divide([e for e in events if e.program == main], trace.steps, module) for n, events in trace.devices.items()}
     if not any(found.values()):
-        raise TraceError(f"{trace.path}: no step is whole in this trace. Fix: raise profile.steps, and trace again.")
+        raise TraceError(f"{trace.path}: this trace has no complete step. Fix: raise profile.steps, and trace again.")
     return {device: steps for device, steps in found.items() if steps}
 
 
