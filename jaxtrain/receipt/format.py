@@ -39,7 +39,7 @@ def load(path: Path) -> dict[str, Any]:
         raise ReceiptError(f"{path}: not a receipt ({error!r}). {fix}") from error
     if version != FORMAT or not isinstance(attempts, list):
         fix = "Fix: use the version that wrote it"
-        fix += ", or move the file away: the run goes on, and writes a new one." if path.name == NAME else "."
+        fix += ", or move the file away: the run continues, and writes a new one." if path.name == NAME else "."
         raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. {fix}")
     return receipt
 
