@@ -48,7 +48,7 @@ SPEED = (
     ("Waiting for data, s per step", {"data_wait_s": "waiting for data"}, 1.0),
 )
 EXPERTS = (
-    ("Largest load of an expert, in even shares", {"expert_load_max": "largest load"}, 1.0),
+    ("Largest load of an expert over an even load", {"expert_load_max": "largest load"}, 1.0),
     ("Dropped tokens, %", {"dropped_tokens": "dropped"}, 100.0),
     ("Router entropy, nats", {"router_entropy": "entropy"}, 1.0),
 )

@@ -89,7 +89,7 @@ class Run(receipts.Run):
         return measure.profile(trace.find(self.folder)[-1], measure.run_around(self.folder))
 
     def write_report(self, html: str | Path = "") -> Path:
-        """Write the HTML report, by default report.html in the run's folder. Return its path."""
+        """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""
         from jaxtrain.report.page import html as page
 
         target = Path(html).expanduser() if html else self.folder / "report.html"
