@@ -153,7 +153,7 @@ def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
     """
     for host, end in ends.items():
         if end is None:
-            say(f"{host} had not ended {PATIENCE_S:.0f} s after this node; it is left alone")
+            say(f"{host} had not ended {PATIENCE_S:.0f} s after this node; it is not stopped")
         elif end == UNREACHED:
             say(f"{host}: ssh could not reach it, or lost it")
         elif end not in (0, code):

@@ -26,11 +26,11 @@ AGAIN, HANG, UNFIT, REFUSED, INTERRUPTED = 75, 124, 3, 2, 130
 LONGEST_PAUSE_S = 60
 LAST_OF_A_JOB_S = 600
 POLL_S = 0.1
-MEANINGS = {AGAIN: "start me again: a peer died, its time limit, or a signal", HANG: "the watchdog ended a hang"}
+MEANINGS = {AGAIN: "restart requested: a process was lost, the time limit, or a signal", HANG: "the watchdog ended a hang"}
 # After running out of memory, a run would do so again. A fault in native code needs a look, and may have damaged files that a
 # restart reads. Neither is restarted.
 DEATHS = {
-    signal.SIGABRT: ", as jax ends a run whose peer died",
+    signal.SIGABRT: ", as jax ends a run with a lost process",
     signal.SIGTERM: ", before or after the run",
     signal.SIGUSR1: ", before or after the run",
     signal.SIGKILL: ": out of memory (dmesg tells), or a kill -9",
@@ -328,7 +328,7 @@ class Supervisor:
             if measure:
                 self.environ[PREFLIGHT] = str(found)
         elif code == UNFIT:
-            fix = "Fix: mend them, or give --no-preflight to train all the same."
+            fix = "Fix: repair them, or give --no-preflight to train anyway."
             raise End(UNFIT, f"not started: preflight found the faults above. {fix}")
         elif code == REFUSED:
             raise End(REFUSED)
