@@ -40,7 +40,7 @@ def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:  # the package documents no classes: service, socket, file and value errors all come through
             self.broken = True
             said = next(iter(str(error).splitlines()), "") or type(error).__name__
-            LOGGER.warning("%s", f"W&B failed ({said}): nothing more is sent there. The run goes on; metrics.jsonl has it all.")
+            LOGGER.warning("%s", f"W&B failed ({said}): logging to it ends. The run continues; metrics.jsonl is complete.")
 
     return call
 
@@ -146,7 +146,7 @@ def load(path: Path) -> dict[str, Any]:
         known = json.loads(path.read_text())
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
     except (ValueError, KeyError, TypeError) as error:
-        raise TrackerError(f"{path}: not what a run wrote ({error!r}). Move it away to start a new W&B run") from error
+        raise TrackerError(f"{path}: not written by a run ({error!r}). Move it away to start a new W&B run") from error
     if version != FORMAT:
         raise TrackerError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. Use the version that wrote it")
     return known
