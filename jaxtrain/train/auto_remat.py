@@ -147,4 +147,4 @@ def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_s
 def words(run: RunConfig) -> str:
     """Return a line for the log: the activations that a choice saves."""
     names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
-    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto keeps nothing but each layer's input"
+    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto saves only each layer's input"

@@ -114,12 +114,12 @@ def choose(program: Program, card: Card | None) -> Chosen:
     wanted, why = _defaults(program, card) if card and program.run.compiler.defaults else ({}, "XLA's own" if card else "")
     if card and program.run.train.deterministic:
         wanted |= hardware.REPEATABLE
-        why += ", and what makes a step repeat itself"
+        why += ", and options for deterministic steps"
     wanted |= own
     dropped = tuple(name for name, value in wanted.items() if not _known(name, value))
     needed = [name for name in dropped if name in hardware.REPEATABLE]
     if needed:
-        rule = f"this version of XLA has no option {needed[0]}, without which a step does not repeat itself"
+        rule = f"this version of XLA has no option {needed[0]}, which deterministic steps need"
         raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
     if own:
         why = f"{why}{', and ' if why else ''}{program.run.compiler.options} (compiler.options)"
@@ -201,7 +201,7 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
     if spare > 0:
         chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
     if gpu.sm < EVIDENCE:
-        return chosen, f"jaxtrain's, without what was only tried for newer GPUs than {gpu.name}"
+        return chosen, f"jaxtrain's, without those chosen for GPUs newer than {gpu.name}"
     # Collectives of the next layer start during this one, and loops are unrolled twice for it. Otherwise the last reduction of
     # a layer and the first gathers of the next wait for each other.
     if not _nested_loops(program):

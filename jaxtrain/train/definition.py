@@ -109,7 +109,7 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
         raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
     trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), called)
     if not any(jax.tree.leaves(trained)):
-        raise ConfigError([Problem("train.freeze", run.train.freeze, "leaves nothing to train", every)])
+        raise ConfigError([Problem("train.freeze", run.train.freeze, "freezes all parameters", every)])
     return trained
 
 

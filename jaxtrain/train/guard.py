@@ -75,5 +75,5 @@ def _median(values: jax.Array, known: jax.Array) -> jax.Array:
 
 
 def released(guard: Guard) -> Guard:
-    """Return the same guard with the held step released, with the shardings of the old one."""
+    """Return the guard with the held step released, with the shardings of the old guard."""
     return guard | {"held": jax.device_put(jnp.zeros_like(guard["held"]), guard["held"].sharding)}

@@ -69,7 +69,7 @@ def import_named_parts(run: RunConfig) -> None:
             problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
             continue
         if not hasattr(module, attribute):
-            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
+            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Correct the name."))
     if problems:
         raise ConfigError(problems)
 
@@ -109,7 +109,7 @@ def choose_start(
             base = open_origin(run.init.from_).path if program.adapters else ""
             return Start(0, False, False, beginning, notes, {}, base)
         if program.adapters:
-            rule = "adapters stand beside the weights of a model that is trained already, and none is named"
+            rule = "adapters need the weights of a trained model, and init.from names none"
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
@@ -159,14 +159,14 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     of, family = there.get("family", ""), run.model.family
     if {of, family} <= models.FAMILIES.keys() and models.family(of).STRUCTURE != models.family(family).STRUCTURE:
         # Settings of another function with tensors of the same names and shapes.
-        rule = f"its weights are those of model.family = {of}, which computes otherwise: {models.family(of).STRUCTURE}"
+        rule = f"its weights are those of model.family = {of}, which computes another function: {models.family(of).STRUCTURE}"
         problems.append(config.Problem("model.family", family, rule, f"Set model.family to {of}."))
     if source.hugging_face and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
         problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
     if source.adapters:
-        rule = f"{source.name} holds adapters alone"
-        remedy = "Name the model they stand beside, or one that they were merged into."
+        rule = f"{source.name} holds only adapters"
+        remedy = "Name their base, or a model with these adapters merged in."
         problems.append(config.Problem("init.from", run.init.from_, rule, remedy))
     if problems:
         raise ConfigError(problems)
@@ -314,7 +314,7 @@ def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str
         return start.position.at(step) * run.train.global_batch
 
     if start_mixture and start_mixture(start.data, start.step, start.position.begin * run.train.global_batch, row_at):
-        say(f"data: mixture changed at step {start.step}: each source continues where it stopped")
+        say(f"data: mixture changed at step {start.step}: each source continues from its last position")
     if start_mixture:
         _report_mixture(run, start, data, say)
 

@@ -282,7 +282,7 @@ class Loop:
             newest = self.saver.newest if self.saver.newest >= 0 else "none"
             raise Diverged(
                 f"{said}. Nothing is saved from here; the newest checkpoint is {newest}. Lower optimizer.lr, look at the data "
-                "of these steps, or set train.on_divergence=rollback to pass over it."
+                "of these steps, or set train.on_divergence=rollback to skip it."
             )
         self._roll_back(said)
         return True
@@ -312,7 +312,7 @@ class Loop:
         self.saver.finish()
         checkpoints = self.saver.checkpoints
         if checkpoints.latest({}) is None:
-            raise Diverged(f"{said}, and there is no checkpoint to go back to. Lower optimizer.lr, or save more often.")
+            raise Diverged(f"{said}, and there is no checkpoint to roll back to. Lower optimizer.lr, or save more often.")
         self.feed.close()
         self.current = None  # its memory is needed
         self.saver.snapshots.forget()
@@ -323,7 +323,9 @@ class Loop:
         directory, tokens = checkpoints.directory, (row[0].tokens[0], row[-1].tokens[1])
         times = sum(item["back_to"] == back for item in position.read(directory))
         if times >= ROLLBACKS:
-            raise Diverged(f"{said}, after {times} rollbacks to step {back}: it is not the data alone. Lower optimizer.lr.")
+            raise Diverged(
+                f"{said}, after {times} rollbacks to step {back}: the data is not the only cause. Lower optimizer.lr."
+            )
         known: list[dict[str, Any]] = []
         if services.peers.process_index == 0:
             known = position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
@@ -336,7 +338,7 @@ class Loop:
         if asked:  # the last step that all agreed on is ahead again
             services.peers.stop_here(asked)
         services.console.warn(
-            f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
+            f"{said}: rolling back to step {back}, and skipping {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )
         continue_sources(self.run, self.start, self.data, services.console.say)  # by the position past the skipped data
         services.writers.rewind(back)

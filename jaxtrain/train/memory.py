@@ -75,7 +75,7 @@ def compile_to_fit(
         less = less_saved(run, program, taken(compiled), usable_gib) if auto else None
         if less is None:
             break
-        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
+        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
         run, program = less, build(less, list(program.placement.mesh.devices.flat))
     if auto:
         say(auto_remat.words(run))
@@ -102,23 +102,23 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     if run.train.grad_accum < run.train.global_batch:
         hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
     if run.remat.policy != "full":
-        hints.append("remat.policy=full: keep each layer's input only")
+        hints.append("remat.policy=full: save only each layer's input")
     if run.remat.every == 1 and run.model.num_layers > 8:
-        hints.append("remat.every=2 or more: keep every second layer's input only")
+        hints.append("remat.every=2 or more: save only every second layer's input")
     if run.dtypes.m == "f32":
         both = run.optimizer.name != "muon"
         eighth = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if both else "dtypes.m=int8: a quarter"
         hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
     if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
-        hints.append("optimizer.offload=moments: none of the moments, for a slower update; it pays with accumulation")
-    hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
+        hints.append("optimizer.offload=moments: none of the moments, for a slower update; best with accumulation")
+    hints.append("mesh.fsdp or mesh.tensor over more devices: smaller shards of parameters and moments")
     sizes = (
         ""
         if not memory
         else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
     )
     ways = "\n".join(f"  {hint}" for hint in hints)
-    return f"out of memory: the train step needs more than {limit}.{sizes}\nWhat would help:\n{ways}"
+    return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{ways}"
 
 
 def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> None:
@@ -163,7 +163,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
                 f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {named} of {device} is "
                 f"{size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} in use, "
                 f"{size(held / 2**30)} of them by the state.\n"
-                "Start the same command again: a new process begins with unbroken memory. Where it ends here again, "
+                "Start the same command again: a new process begins without fragmentation. If it ends here again, "
                 "set train.grad_accum higher or remat.policy=full."
             )
 

@@ -99,7 +99,7 @@ class References:
         if peers.process_index == 0:
             log_probs, fault = read(path, about, header["documents"], self._params is None)
             if fault:
-                self._services.console.warn(f"{path}: {fault}. It is made anew.")
+                self._services.console.warn(f"{path}: {fault}. It is computed again.")
         if peers.count > 1:  # other processes may not see the files of process 0
             log_probs = np.array(multihost_utils.broadcast_one_to_all(log_probs))
         row_R = rows_without(source, log_probs)

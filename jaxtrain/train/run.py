@@ -178,7 +178,7 @@ class Ending:
             if self.over:
                 os._exit(self.code)
             try:
-                os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
+                os.write(2, f"\n{words}: stopping, to be restarted from the newest checkpoint.\n".encode())
                 self._finish(AGAIN, words)
             finally:
                 os._exit(AGAIN)
@@ -200,7 +200,7 @@ def train_attempt(
     peers: Peers,
     ending: Ending,
 ) -> Result:
-    """Check the run, take its folder, open log and receipt, train, and close all of it."""
+    """Check the run, lock its folder, open log and receipt, train, and close everything."""
     start_times = StartTimes()
     set_compile_cache(run)
     checkpoints = open_checkpoints(run, workdir, peers)
@@ -470,7 +470,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             return stopped(loop.done, saver, services)
         if saver.failures:
             raise CheckpointError(
-                "the last step could not be saved, as the log says. The newest checkpoint stands: start again."
+                "the last step could not be saved (see the log). The newest checkpoint is intact: start again."
             )
         loop.samples.write(state.weights(loop.current), loop.done)
     return DONE, f"{loop.done} steps done"
@@ -507,7 +507,7 @@ def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
 def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
     """Report that all steps were done before, and write the last samples if an earlier attempt did not. Return the reason."""
     steps = setup.run.train.steps
-    services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
+    services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps continues from here.")
     rewind_metrics(setup, restored, services)
     samples = SampleWriter(setup.run, setup.program, setup.tokenizer, services)
     if not samples.written(steps):

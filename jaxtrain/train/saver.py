@@ -99,7 +99,7 @@ class Saver:
             if isinstance(one, Failed):
                 self.failures += 1
                 self.snapshots.forget()
-                again = "the next save tries again" if self.failures < MOST_FAILURES else "it is the last that is tried"
+                again = "the next save tries again" if self.failures < MOST_FAILURES else "this was the last attempt"
                 services.console.warn(f"{one.error} ({self.failures} in a row; {again})")
                 continue
             self.failures, self.newest = 0, one.step
@@ -136,7 +136,7 @@ class HostMemory:
         self._reported = True
         return (
             f"host memory grows with every save: {least:.1f} GiB after step {first}, {resident_gib:.1f} GiB after step {step}. "
-            "If it goes on, the kernel will end this process. Fix: save less often by checkpoint.every_steps, and report the "
+            "If it continues, the kernel will end this process. Fix: save less often by checkpoint.every_steps, and report the "
             "versions in receipt.json."
         )
 

@@ -110,10 +110,10 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     device = jax.local_devices()[0]
     if setup.run.train.deterministic:
         console.say(
-            "deterministic: kernels that add in a fixed order, no sums in switches, XLA's choices kept with the run. "
+            "deterministic: kernels with a fixed order of sums, no sums in switches, XLA's autotuning stored with the run. "
             "Its cost on this GPU is not measured: compare two runs"
             if device.platform == "gpu"
-            else "deterministic: nothing to do, programs on CPUs repeat themselves"
+            else "deterministic: no settings needed, programs on CPUs are deterministic"
         )
     console.say("compiling the train step ...")
     began = time.perf_counter()
@@ -133,7 +133,7 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     if run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, console.say)
     if limit and (taken := taken_gib(train)) > usable:
-        memory |= {"peak and gaps": taken}
+        memory |= {"allocated memory": taken}
         raise OutOfMemory(explain_memory(run, memory, f"the budget of {usable:.1f} GiB a device"))
     if device.platform == "gpu":
         on_host = train.memory_analysis().host_temp_size_in_bytes

@@ -89,7 +89,7 @@ class Phase:
     leaves: bool  # a microbatch leaves the last stage
 
     def later(self, ticks: int) -> "Phase":
-        """Return the same phase `ticks` ticks later."""
+        """Return the phase `ticks` ticks later."""
         return dataclasses.replace(self, ticks=range(self.ticks.start + ticks, self.ticks.stop + ticks))
 
 
@@ -159,7 +159,7 @@ class Schedule:
 
     @functools.cached_property
     def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
-        """Return all ticks in order as loops: (count, the phases of the first iteration). Later ones are periods later."""
+        """Return all ticks in order as loops: (count, the phases of the first iteration). Each iteration is a period later."""
         period = self.stages * self.groups
         first = period - 1  # the tick in which the first microbatch leaves the last stage
 

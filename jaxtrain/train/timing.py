@@ -125,7 +125,7 @@ class SlowSteps:
             self._left_out += 1
             return None
         rest = max(0.0, wall_s - data_s - save_s - gc_s)
-        parts = {"data": data_s, "save": save_s, "Python's collector": gc_s, "device and the rest": rest}
+        parts = {"data": data_s, "save": save_s, "Python's collector": gc_s, "device and other causes": rest}
         worth = {name: seconds for name, seconds in parts.items() if seconds >= self.SHARE * (wall_s - usual)}
         said = ", ".join(f"{name} {worth[name]:.2f} s" for name in sorted(worth, key=worth.__getitem__, reverse=True))
         more = f" ({self._left_out} more slow since step {self._reported})" if self._left_out else ""
