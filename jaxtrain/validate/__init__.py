@@ -38,7 +38,7 @@ REFUSED = {
 # The reason, from a plan: 4 x 32.9 GiB over PCIe at 53 GB/s take longer than 6.4 s, for configs/llama3_70b.py on h200:8.
 NO_PARAMS = (
     "weights are read twice in each microbatch, and read and written by the update: of llama3_70b on h200:8 each GPU would "
-    "move 131 GiB a step over PCIe, 2.7 s beside 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
+    "move 131 GiB a step over PCIe, 2.7 s more than 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
     "written once a step, however many microbatches it has, and free twice the memory"
 )
 ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
@@ -143,13 +143,13 @@ def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
     letters = set(m.attention_pattern)
     if letters - {windows.LOCAL, windows.GLOBAL}:
-        rule = "is made of l (the layer sees model.sliding_window) and g (it sees everything)"
+        rule = "must consist of l (a layer with model.sliding_window) and g (full attention)"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
     elif letters and not m.sliding_window:
-        rule = "says which layers see model.sliding_window, which is 0"
+        rule = "needs model.sliding_window, which is 0"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
     elif m.local_rope_base and not m.sliding_window:
-        rule = "is that of layers that see model.sliding_window, which is 0"
+        rule = "is for layers with model.sliding_window, which is 0"
         yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
     if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
         rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
@@ -173,10 +173,10 @@ def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         rule = f"is read only with remat.policy = custom, which is {run.remat.policy}"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Set remat.policy to custom, or remat.tensors to ''.")
     if run.remat.policy == "auto" and run.model.family not in FAMILIES and "model.family" not in bad:
-        rule = f"what it chooses among are the activations of jaxtrain's own models, and model.family is {run.model.family}"
+        rule = f"it chooses from the activations of jaxtrain's own models, and model.family is {run.model.family}"
         yield Problem("remat.policy", "auto", rule, "Set another policy.")
     if run.remat.policy == "auto" and run.remat.every > 1:
-        rule = "layers share checkpoints, and remat.policy = auto decides for each layer"
+        rule = "layers share checkpoints, and remat.policy = auto decides for single layers"
         yield Problem("remat.every", run.remat.every, rule, "Set it to 1, or another remat.policy.")
     if not bad & {"remat.every", "model.num_layers"} and run.remat.every > run.model.num_layers:
         rule = f"there are only model.num_layers = {run.model.num_layers} layers"
@@ -279,7 +279,7 @@ def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     """
     o = run.optimizer
     if run.dtypes.v == "bf16" and o.name in groups.METHODS and o.beta2 > SLOWEST and not bad & {"dtypes.v", "optimizer.beta2"}:
-        rule = f"rounds away the decay of optimizer.beta2 = {o.beta2:g}, so that the second moment hardly falls, or never does"
+        rule = f"rounds away the decay of optimizer.beta2 = {o.beta2:g}, so the second moment hardly decays"
         yield Problem("dtypes.v", "bf16", rule, "Set f32.")
 
 
@@ -370,12 +370,12 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in matmuls(run.model)))
     for target in targets if run.model.family in FAMILIES else ():
         if target not in known:
-            yield Problem(key, run.lora.targets, f"no weight that can be adapted is called {target!r}", nearest(target, known))
+            yield Problem(key, run.lora.targets, f"no weight for adapters has the name {target!r}", nearest(target, known))
     if run.train.freeze.strip():
-        rule = "is without meaning: with lora.rank above 0 all weights but the adapters stay as they are"
+        rule = "has no effect: with lora.rank above 0 only adapters are trained"
         yield Problem("train.freeze", run.train.freeze, rule, "Set it to '', or lora.rank to 0.")
     if run.init.what != "weights":
-        rule = "moments of the base's own weights, which are not trained with lora.rank above 0, have no place here"
+        rule = "moments of the base's own weights, which are not trained with lora.rank above 0, do not exist"
         yield Problem("init.what", run.init.what, rule, "Set weights.")
     for name in ("m", "v"):
         if getattr(run.dtypes, name) == INT8:
@@ -388,12 +388,12 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     if not run.loss.of_pairs:
         return
     if not run.data.masks_documents:
-        rule = "loss.name=dpo compares documents of a sequence, each of which must see itself alone"
+        rule = "loss.name=dpo compares documents of a sequence, each of which must attend only to itself"
         yield Problem("data.packing", run.data.packing, rule, "Set documents.")
     if run.data.max_segments == 1:
         yield Problem("data.max_segments", 1, "the two members of a pair are in one sequence", "Set 0, or 2 or more.")
     if run.loss.z_loss > 0 and "loss.z_loss" not in bad:
-        rule = "is no part of loss.name=dpo, whose logits are held near those of the reference model by loss.beta"
+        rule = "is not for loss.name=dpo, whose logits loss.beta keeps near those of the reference model"
         yield Problem("loss.z_loss", run.loss.z_loss, rule, "Set 0.")
 
 

@@ -38,25 +38,27 @@ def check_experts(
     yield from _groups(m, bad)
     frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
-        rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
+        rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the router gets no gradient from the loss"
         yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
     ranks, rules = sizes[EXPERT_AXIS], dict(run.sharding.rules)
     if m.num_experts % ranks:
         rule = f"does not divide over mesh.expert = {ranks}"
         yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {ranks}, or mesh.expert a divisor.")
     if ranks > 1 and EXPERT_AXIS not in table["experts"]:
-        rule = f"does not name it, and mesh.expert = {ranks} splits nothing but experts and the batch"
+        rule = f"does not name it, and mesh.expert = {ranks} shards only experts and the batch"
         yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
     if ranks > 1 and EXPERT_AXIS in rules["expert_embed"].split("+"):
-        rule = "names mesh axis 'expert', along which each device has experts of its own and whole ones"
+        rule = "names mesh axis 'expert', which shards the experts themselves"
         yield Problem("sharding.rules.expert_embed", rules["expert_embed"], rule, "Leave expert to sharding.rules.experts.")
     if ranks > 1 and EXPERT_AXIS not in table["batch"]:
-        rule = "leaves out mesh axis 'expert': each device along it sends tokens of its own to the experts"
+        rule = "leaves out mesh axis 'expert': its devices must have different tokens"
         yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")
     for axis in ("experts", "expert_embed"):
         alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
         if alone:
-            rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
+            rule = (
+                f"mesh axis {alone[0]!r} does not shard the batch, and every device needs complete rows of its experts' weights"
+            )
             remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
             yield Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy)
     if not m.router_bias and run.moe.bias_rate != Moe().bias_rate:
@@ -108,7 +110,7 @@ def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
     names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))
     remedy = f"or moe.capacity_factor, or leave them in bfloat16: fp8.exclude={names}."
     if run.moe.impl == "ragged":
-        rule = "moe.impl = ragged has no product in 8 bits"
+        rule = "moe.impl = ragged has no matmul in 8 bits"
         yield Problem("precision", run.precision, rule, f"Set moe.impl=auto, {remedy}")
     elif not alone and devices.kind == "gpu" and devices.sm not in (0, PALLAS_SM):
         rule = (
@@ -119,7 +121,7 @@ def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
 
 def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
     if sizes["expert"] > 1:
-        rule = "splits experts, and model.num_experts = 0"
+        rule = "shards experts, and model.num_experts = 0"
         yield Problem("mesh.expert", run.mesh.expert, rule, "Set it to 1, or model.num_experts.")
     usual = [("model", run.model, Model(), OF_MODEL)]
     usual += [("moe", run.moe, Moe(), tuple(f.name for f in dataclasses.fields(Moe)))]

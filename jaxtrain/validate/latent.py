@@ -59,5 +59,5 @@ def _dense(m: Model) -> Iterable[Problem]:
     elif not m.dense_d_ff:
         yield Problem("model.dense_d_ff", 0, "is needed with model.dense_layers", "DeepSeek-V3 has 18432.")
     if m.attention_pattern:
-        rule = "dense layers are built for models whose layers all see the same"
+        rule = "dense layers need a model whose layers all have the same attention"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.dense_layers to 0.")

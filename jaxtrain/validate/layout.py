@@ -126,7 +126,7 @@ def _context(
             return
     context = make_context(run.parallel.context, a.ulysses if run.parallel.context == "ulysses" else 0, ranks, heads, kv_heads)
     if "data.seq_len" not in bad and run.data.seq_len % context.divides:
-        rule = f"does not divide into two chunks for each of {context.ring} places of a ring"
+        rule = f"does not divide into two chunks for each of {context.ring} ranks of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
         remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
@@ -164,7 +164,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
-            remedy = f"Make it a multiple of {parts}, or those sizes ones that divide it"
+            remedy = f"Make it a multiple of {parts}, or set mesh sizes that divide it"
             less = "+".join(a for a in table[axis] if a != "stage")
             remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in table[axis] else "."
             yield Problem(key, value, rule, remedy)
@@ -190,19 +190,19 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
     """Yield the problems of 8-bit blocks that cannot be cut or would be on two devices, and of streaming of moments."""
     m, name = run.model, run.optimizer.name
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
-        rule = f"updates layer by layer, and {name} may look at all of them at once"
+        rule = f"updates layer by layer, and {name} may need all of them at once"
         yield Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {' or '.join(groups.METHODS)}.")
     if (
         name == "muon"
         and run.dtypes.v == INT8
         and not any(optimizer == "adamw" for _, optimizer in groups.moved(run.optimizer.groups))
     ):
-        rule = "blocks are cut of the matrices of layers, and with Muon those have no second moment"
+        rule = "blocks are for matrices of layers, which have no second moment with Muon"
         yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
         return
     key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
     if key and m.kv_lora_rank and not run.lora.rank:
-        rule = "blocks are not cut of the weights of latent attention"
+        rule = "blocks are not supported for the weights of latent attention"
         yield Problem(key, INT8, rule, "Set bf16.")
         return
     own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
@@ -249,7 +249,7 @@ def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
                 both = set(table[first]) & set(table[second])
                 if both and (first, second) not in seen:
                     seen.add((first, second))
-                    rule = f"mesh axis {min(both)!r} also splits sharding.rules.{second}, and {array} has both"
+                    rule = f"mesh axis {min(both)!r} also shards sharding.rules.{second}, and {array} has both"
                     yield Problem(
                         f"sharding.rules.{first}", dict(run.sharding.rules)[first], rule, "Name it in one of them only."
                     )

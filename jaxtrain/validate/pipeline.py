@@ -20,7 +20,7 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
     if stages == 1:
         return
     if not table["layers"]:
-        rule = f"leaves layers whole, and mesh.stage = {stages} splits nothing but layers"
+        rule = f"does not shard layers, and mesh.stage = {stages} shards only layers"
         yield Problem("sharding.rules.layers", dict(run.sharding.rules)["layers"], rule, "Set stage, or mesh.stage to 1.")
     several = p.groups > 1 and p.schedule == "interleaved"
     if several and "train.grad_accum" not in bad and run.train.grad_accum % stages:
@@ -29,13 +29,13 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
             "train.grad_accum", run.train.grad_accum, rule, f"Set a multiple of {stages}, or pipeline.schedule to 1f1b."
         )
     if run.train.accumulate == "layer":
-        rule = f"a pipeline (mesh.stage = {stages}) adds gradients up in a way of its own"
+        rule = f"a pipeline (mesh.stage = {stages}) has its own accumulation of gradients"
         yield Problem("train.accumulate", "layer", rule, "Set auto.")
     if run.optimizer.offload == "moments":
-        rule = f"streams moments layer by layer, and with mesh.stage = {stages} each stage has another layer at a time"
+        rule = f"streams moments layer by layer, which mesh.stage = {stages} does not support"
         yield Problem("optimizer.offload", "moments", rule, "Set none; dtypes.m and dtypes.v make moments smaller.")
     if "offload" in parse_tensors(run.remat.tensors)[0].values():
-        rule = f"what waits for its backward pass in a pipeline (mesh.stage = {stages}) waits on the device"
+        rule = f"saved activations of a pipeline (mesh.stage = {stages}) stay on the device"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
         yield from _layers(run, stages, table, bad)
@@ -63,8 +63,8 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     other = next((group for group in groups if group != groups[0]), None)
     if other is None:
         return
-    rule = f"stages would wait for each other forever: some run layers {groups[0]} while others run {other}"
-    rule += f" (l: sliding window, g: all tokens), which send different messages over mesh.seq = {context.size}"
+    rule = f"stages would deadlock: some run layers {groups[0]} while others run {other}"
+    rule += f" (l: sliding window, g: all tokens), which have different collectives over mesh.seq = {context.size}"
     ulysses = "parallel.context=ulysses" if run.parallel.context != "ulysses" else "attention.ulysses=0"
     remedy = f"Set {ulysses}." if whole else f"Set mesh.stage=1 and mesh.seq={stages * context.size}."
     yield Problem("mesh.stage", stages, rule, remedy)
@@ -73,7 +73,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
 def _schedule(run: RunConfig) -> Iterable[Problem]:
     p = run.pipeline
     if p.schedule == "interleaved" and p.groups < 2:
-        rule = "takes turns among several groups of layers on each stage, and pipeline.groups = 1"
+        rule = "needs several groups of layers on each stage, and pipeline.groups = 1"
         yield Problem("pipeline.schedule", p.schedule, rule, "Set pipeline.groups to 2 or more, or 1f1b.")
     if p.schedule != "interleaved" and p.groups > 1:
         rule = f"is read only with pipeline.schedule = interleaved, which is {p.schedule}"
@@ -104,7 +104,7 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
         over = f"mesh.{EXPERT_AXIS}"
         more = f" after {run.model.dense_layers} dense ones" * bool(run.model.dense_layers)
         rule = f"does not divide into {count} groups ({of}){more}; "
-        rule += f"an empty place would send all tokens to the same experts over {over}"
+        rule += f"an empty slot would send all tokens to the same experts over {over}"
         remedy = f"Set a multiple of {count}{more}, another mesh.stage, {over} to 1, or moe.capacity_factor."
         yield Problem("model.num_layers", run.model.num_layers, rule, remedy)
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:
