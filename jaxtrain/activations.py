@@ -15,7 +15,7 @@ ACTIVATIONS = {
     "k": "keys, after rotary",
     "v": "values",
     "attention_out": "output of the attention kernel",
-    "attention_lse": "its log-sum-exp, which the kernel's backward pass needs beside the output",
+    "attention_lse": "its log-sum-exp, which the kernel's backward pass needs with the output",
     "attention_proj": "attention_out through wo",
     "residual": "residual stream after the attention block",
     "mlp_norm": "normalised input of the feed-forward block",
@@ -68,13 +68,17 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, given, place = item.partition("=")
         if not given:
-            problems.append(Problem("remat.tensors", item, "must be NAME=PLACE", f"For example {name}=keep."))
+            problems.append(
+                Problem("remat.tensors", item, "must be NAME=keep, NAME=offload or NAME=recompute", f"For example {name}=keep.")
+            )
         elif name not in ACTIVATIONS:
             problems.append(
                 Problem("remat.tensors", item, f"no activation is named {name!r}", nearest(name, list(ACTIVATIONS)))
             )
         elif place not in PLACES:
-            problems.append(Problem("remat.tensors", item, f"no place is named {place!r}", nearest(place, list(PLACES))))
+            problems.append(
+                Problem("remat.tensors", item, f"{place!r} is not keep, offload or recompute", nearest(place, list(PLACES)))
+            )
         elif name in places:
             problems.append(Problem("remat.tensors", item, f"{name!r} is named twice", "Keep one of them."))
         else:

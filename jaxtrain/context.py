@@ -72,7 +72,7 @@ def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
     if heads % group:
         return f"{heads} query heads do not divide over {group} ranks"
     if kv_heads % group and group % kv_heads:
-        return f"{kv_heads} key/value heads neither divide over {group} ranks nor can each be held by as many of them"
+        return f"{kv_heads} key/value heads neither divide over {group} ranks nor divide the number of ranks"
     return None
 
 

@@ -69,9 +69,7 @@ class Verifier:
         self._compare(first, second, done)
         self._replicas(second, done)
         extra = time.perf_counter() - began - (once - copied)
-        self._say(
-            f"step {done} taken twice: the same bits on {self._mesh.size} devices; it cost {extra:.2f} s more than one step"
-        )
+        self._say(f"step {done} repeated: the same bits on {self._mesh.size} devices; it cost {extra:.2f} s more than one step")
         return result, values
 
     def _compare(self, first: np.ndarray, second: np.ndarray, done: int) -> None:
@@ -86,7 +84,7 @@ class Verifier:
         else:
             who = f"on all devices, as sums over devices spread it; each by itself: {probe()}"
         raise Corrupted(
-            f"step {done} gave other bits when it was taken again, {who} ({len(names)} tensors, among them {names[0]}). "
+            f"step {done} gave other bits when it was repeated, {who} ({len(names)} tensors, among them {names[0]}). "
             "Nothing is saved from here. Take the device out of service, or see docs/reliability.md for what else can cause it."
         )
 
@@ -130,7 +128,7 @@ def probe() -> str:
         found[device] = digests.text(jax.jit(digests.sums)(product(x)))
     usual = collections.Counter(found.values()).most_common(1)[0][0]
     odd = [device for device, bits in found.items() if bits != usual]
-    return f"{_listed(odd)} computes otherwise than the others" if odd else "all agree about a test product"
+    return f"{_listed(odd)} computes other results than the others" if odd else "all agree on a test matmul"
 
 
 def _listed(devices: list[Any]) -> str:

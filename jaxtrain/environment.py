@@ -92,7 +92,7 @@ class Overlay:
         said = [f"environment: {name}={value} ({self.why[name]})" for name, value in self.set.items()]
         if self.inherited:
             shell = " ".join(f"{name}={value}" for name, value in self.inherited.items())
-            said.append(f"environment: from the shell, as it stands: {shell}")
+            said.append(f"environment: from the shell, unchanged: {shell}")
         return said
 
 
@@ -126,7 +126,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
         elif name in found:
             problems.append(Problem("env.set", item, f"{name} is named twice", "Keep one of them."))
         elif secret(name):
-            rule = "its name speaks of a secret, and what is set here stands in the log and the receipt"
+            rule = "its name suggests a secret, and the log and the receipt contain the values set here"
             problems.append(Problem("env.set", name, rule, "Set it in the shell that starts the run."))
         elif any(fnmatch.fnmatchcase(name, each) for each in TOO_LATE):
             rule = f"{name} is read before the config is"
@@ -177,7 +177,7 @@ def _decided(
     memory, problems = memory_environment(fraction, {**environ, **asked})
     decided = {name: (value, "train.memory_fraction") for name, value in memory.items()}
     for name in sorted({*memory, HOST_LIMIT} & set(asked) - {p.key for p in problems}):
-        rule = "is decided by train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
+        rule = "follows from train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
         problems.append(Problem("env.set", name, rule, "Leave it out here."))
     if not environ.get(HOST_LIMIT):
         decided[HOST_LIMIT] = (str(int(pinned_limit_gib(environ))), "memory of the host that copies of the state may pin, GiB")

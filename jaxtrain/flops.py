@@ -259,7 +259,7 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     A matmul of a layer is recomputed if the backward pass needs its result and neither it nor a later activation is saved:
 
     - q, k, v if they are not saved; with qk_norm q and k in any case, since its backward pass reads the input of the norm,
-    which only "dots" saves;
+      which only "dots" saves;
     - the attention kernel unless both its output and its log-sum-exp are saved;
     - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
     - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;

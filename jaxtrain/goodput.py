@@ -16,17 +16,17 @@ from jaxtrain.progress import duration
 # Cause -> its meaning. "other" is the end of the process, after the last step.
 MEANING = {
     "step": "steps that counted",
-    "startup": "from the birth of the process to the first step, but for compiling, restoring and data",
+    "startup": "from the start of the process to the first step, without compiling, restoring and data",
     "compile": "compiling",
     "restore": "reading a checkpoint",
     "data": "waiting for data",
     "save": "waiting for a save",
     "eval": "held-out loss and samples",
-    "repeated": "steps that were lost, and taken again",
-    "hang": "nothing moved, until the watchdog ended it",
-    "down": "no step could run: from a crash, or a request to leave, to the next attempt; preflight is in it",
+    "repeated": "steps that were lost and repeated",
+    "hang": "hang, until the watchdog ended it",
+    "down": "from a crash or a request to stop to the next attempt, preflight included",
     "other": "the rest",
-    "stopped": "nothing ran, because that was wanted",
+    "stopped": "between a planned end and the next attempt",
 }
 CAUSES = tuple(MEANING)
 REPEATABLE = ("step", "data", "eval")  # time of a step that was lost

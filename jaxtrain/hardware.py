@@ -284,7 +284,8 @@ def pinned_limit_gib(environ: Mapping[str, str]) -> float:
 
 
 def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
-    """Return variables to export before JAX is imported, so that it takes `fraction` of each GPU, and contradicting ones.
+    """Return variables to export before JAX is imported, so that it takes `fraction` of each GPU, and the problems of
+    contradicting variables.
 
     JAX reads the fraction when it starts the GPU, takes 75% by default, and must preallocate for the number to be a budget.
     """
@@ -314,6 +315,6 @@ def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dic
     unified = "TF_FORCE_UNIFIED_MEMORY"
     if environ.get(unified, "").lower() in ("1", "true"):
         refuse(
-            unified, "pages GPU memory to the host, so that a run over budget crawls instead of failing", f"Unset {unified}."
+            unified, "pages GPU memory to the host, so a run over budget becomes slow instead of failing", f"Unset {unified}."
         )
     return {name: str(fraction)}, problems

@@ -344,7 +344,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         line = e.lineno if isinstance(e, SyntaxError) else (lines[-1] if lines else None)
         where = f"line {line} raises" if line else "raises"
         first = (str(e).strip() or "no message").splitlines()[0].rstrip(".")
-        remedy = "Mend the file."
+        remedy = "Correct the file."
         if isinstance(e, TypeError) and variant and "argument" in first:
             remedy = f"This file takes no variant: leave out ':{variant}'."
         return None, 0, [Problem("--config", path, f"{where} {type(e).__name__}: {first}", remedy)]

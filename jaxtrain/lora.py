@@ -68,7 +68,7 @@ def base_path(meta: Mapping[str, Any], asked: str = "") -> str:
     base = meta.get("base")
     if not isinstance(base, Mapping) or not {"path", "digest"} <= base.keys():
         raise CheckpointError(
-            f"step {meta.get('step')} holds adapters, and its meta.json names no base that they stand beside: it was not "
+            f"step {meta.get('step')} holds adapters, and its meta.json names no base: it was not "
             "written by a run with lora.rank."
         )
     return asked if asked and asked != meta["config"]["init"]["from"] else base["path"]
@@ -98,7 +98,7 @@ def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
     """Raise CheckpointError if the base in `path`, whose digest is `found`, is not the base that the adapters belong to."""
     if found != meta["base"]["digest"]:
         raise CheckpointError(
-            f"the weights in {path} are not those that the adapters of step {meta['step']} were trained beside: their digest "
+            f"the weights in {path} are not the base of the adapters of step {meta['step']} were trained beside: their digest "
             f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
             "--base of a command)."
         )

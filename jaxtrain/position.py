@@ -76,7 +76,7 @@ def read(directory: "epath.Path") -> list[dict[str, Any]]:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}). It names data that this run passes over. Restore it, or remove it to read all."
+            f"{path} cannot be read ({error}). It lists the data that this run skips. Restore it, or remove it to read all."
         ) from error
 
 

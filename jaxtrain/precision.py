@@ -34,8 +34,10 @@ def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], l
             Problem(key, run.fp8.exclude, rule, "Set precision to fp8, or fp8.exclude to ''.")
         ] if items else []
     if not weights:
-        rule = "this model has no weight that is made by param(..., dot=True)"
-        return frozenset(), [Problem("precision", run.precision, rule, "Set precision to bf16, or make its weights so.")]
+        rule = "this model has no weight from param(..., dot=True)"
+        return frozenset(), [
+            Problem("precision", run.precision, rule, "Set precision to bf16, or create its weights with dot=True.")
+        ]
     chosen, problems = set(weights), []
     for item in items:
         named = {name for name in weights if f".{item}." in f".{name}."}

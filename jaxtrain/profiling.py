@@ -117,8 +117,8 @@ class Tracer:
             write_atomic(written[-1].with_name(HLO_TEXT), text)
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
-            f"  where the time went: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
-            "(or drop the .trace.json.gz beside it on https://ui.perfetto.dev)"
+            f"  time of a step: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
+            "(or open the .trace.json.gz in its folder at https://ui.perfetto.dev)"
         )
 
 
@@ -135,5 +135,5 @@ def dump_hlo(compiled: HasText, workdir: str | Path, say: Callable[[str], None])
     if text is None:
         raise RuntimeError("profile.dump_hlo = True: this backend gives no text of a compiled program. Set it to False.")
     write_atomic(path, text)
-    say(f"HLO: {path} ({len(text.splitlines())} lines; a text editor opens it, the entry computation stands under ENTRY)")
+    say(f"HLO: {path} ({len(text.splitlines())} lines; a text editor opens it, the entry computation is under ENTRY)")
     return path

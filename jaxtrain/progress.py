@@ -168,7 +168,7 @@ class Console:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
-            LOGGER.warning("%s", f"the terminal cannot be written to ({error!r}); all that follows is in {self.path} only")
+            LOGGER.warning("%s", f"the terminal cannot be written to ({error!r}); all further messages are only in {self.path}")
 
 
 class _FileFormat(logging.Formatter):

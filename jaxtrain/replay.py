@@ -92,7 +92,7 @@ def write(
                 shutil.copy(tried, folder / compiler.AUTOTUNED)
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
-        raise ReplayError(f"step {bad.step} cannot be kept for a replay: {error}") from error
+        raise ReplayError(f"step {bad.step} cannot be stored for a replay: {error}") from error
     return spelled(f"kept for a replay: python -m jaxtrain.main --replay={folder}")
 
 
@@ -123,7 +123,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     wanted = program.batch["tokens"].shape
     if rows["tokens"].shape != (wanted[0] * wanted[1], wanted[2]):
         raise ReplayError(
-            f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: leave it as it was."
+            f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: restore the original config."
         )
     batch = place_batch(rows, program.batch, program.context, rows_here(program.batch))
     say(f"step {record['step']} of {folder}: data {record['data']}")

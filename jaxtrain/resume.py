@@ -224,7 +224,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
         if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
-            reason = "moe.balance_loss and moe.z_loss are those of a microbatch, and add up to others"
+            reason = "moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values"
             row = dataclasses.replace(row, change="ask", reason=reason)
         if name == "data.max_segments" and {before[name], after[name]} == {0, config.MOST_DOCUMENTS}:
             row = dataclasses.replace(row, change="free", reason="the same cut of the data")

@@ -97,9 +97,7 @@ class Scorer:
         """
         for one in asked:
             if one.count > self.max_length:
-                raise ValueError(
-                    f"{one.count} tokens are to be scored at once, and the model sees max_length = {self.max_length}"
-                )
+                raise ValueError(f"{one.count} tokens are to be scored at once, above max_length = {self.max_length}")
         kept = [Scored(one.tokens[-(self.max_length + 1) :], one.count) for one in asked]
         out: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
         # Similar lengths together, the longest first: a batch that does not fit into memory fails at once.

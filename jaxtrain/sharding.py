@@ -174,7 +174,7 @@ class Placement:
             if used.count(a) > 1:
                 who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
                 raise LayoutError(
-                    f"{name}: logical axes {' and '.join(who)} are both split over mesh axis {a!r}; "
+                    f"{name}: logical axes {' and '.join(who)} are both sharded over mesh axis {a!r}; "
                     f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
                 )
         return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))

@@ -116,7 +116,7 @@ class Stop:
             self.exit_code = EXIT_CODES[number]
             self.reason = number.name  # last: the loop checks this one
             if self.at_once is not None:
-                _say(f"\n{self.name}: leaving, there is nothing to save yet.\n")
+                _say(f"\n{self.name}: stopping, there is nothing to save yet.\n")
                 try:
                     self.at_once(number.name, self.exit_code)
                 finally:
@@ -124,7 +124,7 @@ class Stop:
             _say(f"\n{self.name}: finishing this step, then saving. Again to leave at once.\n")
             self._ask(number.name)
         elif now - self._first > SAME_REQUEST_S:
-            _say(f"\n{number.name} again: leaving at once. What came after the last checkpoint is lost.\n")
+            _say(f"\n{number.name} again: stopping at once. Steps after the last checkpoint are lost.\n")
             os._exit(EXIT_CODES[number])
 
 

@@ -31,7 +31,7 @@ def set_environment(overlay: Overlay) -> None:
     """
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
     if absent and _started_on_gpus():
-        rule = "JAX was started in this process before, without them: it took as much of the GPUs as it does by default"
+        rule = "JAX was started in this process before, without them, and has allocated its default share of GPU memory"
         before = " ".join(f"{name}={value}" for name, value in absent.items())
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
         raise ConfigError([Problem("environment", before, rule, remedy)])

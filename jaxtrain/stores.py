@@ -45,7 +45,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
     if not rest.strip("/") or rest.startswith("/"):
         return "names no bucket", f"Write {scheme}://BUCKET/PATH."
     if wrong := [c for c in SPECIAL if c in rest]:
-        return f"{wrong[0]!r} has a meaning of its own in names there", "Name a path without it."
+        return f"{wrong[0]!r} has a special meaning in names there", "Name a path without it."
     if importlib.util.find_spec(package) is None:
         rule = f"{scheme}:// needs the package `{package}`, which is not installed"
         return rule, installed.remedy(EXTRAS[package])

@@ -227,7 +227,7 @@ class Watchdog:
                 if report:
                     self._leave(report)
         except Exception:  # of this file, or no space for a few lines: no reason to end a healthy run
-            LOGGER.exception("the watchdog has failed; the run goes on without it")
+            LOGGER.exception("the watchdog has failed; the run continues without it")
 
     def _under_way(self) -> list[_Activity]:
         return [*self._phases, *self._beside.values()]
@@ -277,7 +277,7 @@ class Watchdog:
             _within(LOG_S, lambda: LOGGER.error("%s", text))
             _, fault = _within(ENDED_S, lambda: self._ended(cause))
             if fault is not None:
-                _within(LOG_S, lambda: LOGGER.error("%s", f"the run could not be closed in good order: {fault}"))
+                _within(LOG_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
         finally:
             os._exit(EXIT_CODE)  # sys.exit would end only this thread, and the main thread hangs
 

@@ -252,7 +252,7 @@ def _gather_bits(bits: jax.Array, spec: GatherSpec) -> jax.Array:
 def zeros(like: Sequence[Any], after: Any = None) -> tuple[list[jax.Array], Any]:
     """Return arrays of zeros with these shapes and dtypes, and `after`. The zeros depend on `after`.
 
-    Without a dependency XLA would allocate them long before their use. Each is made from a scalar of its own: XLA would merge
+    Without a dependency XLA would allocate them long before their use. Each is made from a separate scalar: XLA would merge
     equal zeros, and then copy them.
     """
     scalars, after = jax.lax.optimization_barrier(([jnp.zeros((), a.dtype) for a in like], after))
