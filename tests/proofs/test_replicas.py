@@ -27,7 +27,7 @@ def test_a_replica_that_differs_is_named() -> None:
         verifier._replicas(verifier.by_device(bad), 7)
     with pytest.raises(Corrupted, match=r"on device 5 \(.*\) alone"):
         verifier._compare(before, verifier.by_device(bad), 7)
-    assert probe() == "all agree about a test product"
+    assert probe() == "all agree on a test matmul"
 
 
 def state_of(w: np.ndarray, sharding: NamedSharding, parts: list[np.ndarray]) -> TrainState:

@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
     "Open MPI, no coordinator": (
         {},
         MPI,
-        ["--coordinator: is not known from Open MPI: where process 0 is. Set JAXTRAIN_COORD"],
+        ["--coordinator: is not known from Open MPI: the address of process 0. Set JAXTRAIN_COORD"],
     ),
     "Open MPI, no port": ({}, MPI | {"MASTER_ADDR": "node1"}, ["MASTER_PORT: is not set"]),
     "Open MPI, no rank": ({}, HEAD | {"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK: is not set"]),
@@ -373,7 +373,9 @@ def test_a_failed_collective_is_blamed_on_the_process_that_ended(connect: Connec
     store = Store()
     peers = connect(store, 2)
     losses = Losses(peers)
-    closing = threading.Thread(target=peers[0].close, args=("JaxRuntimeError: Gloo AllGather failed: Connection reset by peer",))
+    closing = threading.Thread(
+        target=peers[0].close, args=("JaxRuntimeError: Gloo AllGather failed: Connection reset by peer",)
+    )
     closing.start()
     time.sleep(1.3)
     peers[0]._report("process 1 is dead")

@@ -118,7 +118,7 @@ def test_without_the_table_only_memory_is_set():
         ({"set": "LD_LIBRARY_PATH=/x"}, "env.set", "read before", "in the shell"),
         ({"set": "JAX_PLATFORMS=cpu"}, "env.set", "read before", "in the shell"),
         ({"set": "JAXTRAIN_COORDINATOR=a:1"}, "env.set", "read before", "in the shell"),
-        ({"set": "HF_TOKEN=hf_x"}, "env.set", "speaks of a secret", "in the shell"),
+        ({"set": "HF_TOKEN=hf_x"}, "env.set", "suggests a secret", "in the shell"),
         ({"set": "XLA_CLIENT_MEM_FRACTION=0.5"}, "XLA_CLIENT_MEM_FRACTION", "train.memory_fraction", ""),
         ({"set": "XLA_PYTHON_CLIENT_PREALLOCATE=false"}, "XLA_PYTHON_CLIENT_PREALLOCATE", "", ""),
         ({"set": "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5"}, "XLA_PYTHON_CLIENT_MEM_FRACTION", "", ""),
