@@ -454,7 +454,10 @@ def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, con
 
 def clean_environment(environ: Mapping[str, str]) -> list[str]:
     """Return the names of variables that a run refuses. Container images set such variables for everybody."""
-    names = {*environment.changing(environ), *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1])}
+    names = {
+        *environment.select_variables(environ),
+        *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1]),
+    }
     return sorted(name for name in environ if name in names)
 
 

@@ -82,7 +82,7 @@ class Verifier:
         if len(devices) < self._mesh.size:
             who = f"on {_listed(devices)} alone"
         else:
-            who = f"on all devices, as sums over devices spread it; each by itself: {probe()}"
+            who = f"on all devices, as sums over devices spread it; each by itself: {compare_matmuls()}"
         raise Corrupted(
             f"step {done} gave other bits when it was repeated, {who} ({len(names)} tensors, among them {names[0]}). "
             "Nothing is saved from here. Take the device out of service, or see docs/reliability.md for what else can cause it."
@@ -118,7 +118,7 @@ def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != ON_HOST]
 
 
-def probe() -> str:
+def compare_matmuls() -> str:
     """Return in words whether the devices of this process agree on a matmul that each computes by itself."""
     key = jax.random.key(0)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 KNUTH = 2654435761
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-AT_ONCE = 8  # arrays of one kind in a call of `of_many`
+AT_ONCE = 8  # arrays of one kind in a call of `digest_arrays`
 
 
 def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
@@ -50,13 +50,13 @@ def _added(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Ar
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def of_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
+def digest_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
     """Begin to compute digests of arrays in device memory: uint32 (3,), or (layers, 3) for arrays stacked on axis 0."""
     return program(arrays, stacked)(*arrays)
 
 
 def program(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], stacked: Sequence[bool]) -> Any:
-    """Return the jitted function of arrays like these to the result of `of_layers`."""
+    """Return the jitted function of arrays like these to the result of `digest_layers`."""
     return _program(tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True)))
 
 
@@ -97,17 +97,17 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
     whole = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
 
     def apart(*arrays: jax.Array) -> list[jax.Array]:
-        together, out, at = whole(*arrays), [], 0
+        digests, out, at = whole(*arrays), [], 0
         for shape, layers, _ in kinds:
             rows = shape[0] if layers else 1
-            out.append(together[at : at + rows] if layers else together[at])
+            out.append(digests[at : at + rows] if layers else digests[at])
             at += rows
         return out
 
     return jax.jit(apart, out_shardings=[NamedSharding(mesh, P())] * len(kinds))
 
 
-def of_many(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return the digests of arrays by name, uint32 (3,).
 
     It waits for a few arrays at a time. Arrays of one kind share a compiled program.
@@ -119,7 +119,7 @@ def of_many(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     for names in kinds.values():
         for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
             here = [_on_device(arrays[name]) for name in some]
-            found = [np.asarray(x) for x in of_layers(here, [False] * len(here))]
+            found = [np.asarray(x) for x in digest_layers(here, [False] * len(here))]
             out.update(zip(some, found, strict=True))
     return {name: out[name] for name in arrays}
 
@@ -143,7 +143,7 @@ def not_finite(digest: Any) -> int:
     return int(np.asarray(digest)[2])
 
 
-def together(texts: Iterable[tuple[str, str]]) -> str:
+def combine(texts: Iterable[tuple[str, str]]) -> str:
     """Return one digest for many tensors, from (name, digest) pairs in any order."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(texts))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]

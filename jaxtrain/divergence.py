@@ -45,7 +45,7 @@ class Bads:
         self.row: list[Bad] = []  # of the current row, as far as this attempt has seen it
 
     def took(self) -> None:
-        """Note a step that was applied: it ends the row of skipped steps."""
+        """Note a step that was applied. It ends a series of skipped steps."""
         self.in_a_row = 0
         self.row.clear()
 
@@ -57,16 +57,16 @@ class Bads:
         return self.in_a_row >= self._most
 
 
-def described(source: Any, batch: int) -> str:
+def describe_batch(source: Any, batch: int) -> str:
     """Return in words the data of a batch, or its number alone for a user's own source."""
     windows = getattr(source, "windows", None)
     if windows is None:
         return f"batch {batch}"
-    parts = [f"windows {shown(numbers)} of {name}" for name, numbers in windows(batch).items()]
+    parts = [f"windows {list_numbers(numbers)} of {name}" for name, numbers in windows(batch).items()]
     return f"batch {batch} ({'; '.join(parts)})"
 
 
-def shown(numbers: Sequence[int], most: int = 8) -> str:
+def list_numbers(numbers: Sequence[int], most: int = 8) -> str:
     """Return numbers as text: '3, 17, 5 and 29 more'."""
     head = ", ".join(map(str, numbers[:most]))
     return head if len(numbers) <= most else f"{head} and {len(numbers) - most} more"

@@ -101,17 +101,17 @@ def table(sm: int) -> Table:
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
-def secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
     """Return whether the name of a variable suggests a secret."""
     return any(word in name.upper() for word in SECRET)
 
 
-def changing(environ: Mapping[str, str]) -> dict[str, str]:
+def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the shell's variables that change the results or the speed of a run, without secrets."""
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIXES) and not secret(name) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
+        if name.startswith(PREFIXES) and not is_secret(name) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
     }
 
 
@@ -125,7 +125,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
             problems.append(Problem("env.set", item, "must be NAME=VALUE", "For example NCCL_CROSS_NIC=1."))
         elif name in found:
             problems.append(Problem("env.set", item, f"{name} is named twice", "Keep one of them."))
-        elif secret(name):
+        elif is_secret(name):
             rule = "its name suggests a secret, and the log and the receipt contain the values set here"
             problems.append(Problem("env.set", name, rule, "Set it in the shell that starts the run."))
         elif any(fnmatch.fnmatchcase(name, each) for each in TOO_LATE):
@@ -161,15 +161,15 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
     unset = {name: why for name, (v, why) in known.items() if v is None and not environ.get(name)}
     chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
-    decided, wrong = _decided(run, devices, asked, environ)
+    decided, wrong = _derive_variables(run, devices, asked, environ)
     chosen |= decided
     problems += wrong
-    problems += _slipped_in(environ, env.inherit, {*chosen, *(p.key for p in problems)})
+    problems += _find_unnamed_variables(environ, env.inherit, {*chosen, *(p.key for p in problems)})
     overlay = _overlay(chosen, environ)
     return dataclasses.replace(overlay, unset={n: why for n, why in unset.items() if n not in overlay.set}), problems
 
 
-def _decided(
+def _derive_variables(
     run: RunConfig, devices: Devices, asked: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[Problem]]:
     """Return the variables that other keys decide (memory, deterministic sums), and problems of contradicting variables."""
@@ -190,13 +190,13 @@ def _decided(
     return decided, problems
 
 
-def _slipped_in(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
+def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
     """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
 
     told: variables that the run sets or refuses.
     """
     earlier = environ.get(EXPORTED, "").split(",")
-    found = {n: value for n, value in changing(environ).items() if value and n not in told and not _matches(n, inherit)}
+    found = {n: value for n, value in select_variables(environ).items() if value and n not in told and not _matches(n, inherit)}
     problems = []
     if left := {name: value for name, value in found.items() if name in earlier}:
         words = " ".join(f"{name}={value}" for name, value in left.items())
@@ -217,7 +217,7 @@ def _matches(name: str, patterns: str) -> bool:
 
 
 def _overlay(chosen: Mapping[str, tuple[str, str]], environ: Mapping[str, str]) -> Overlay:
-    inherited = {name: value for name, value in changing(environ).items() if name not in chosen}
+    inherited = {name: value for name, value in select_variables(environ).items() if name not in chosen}
     why = {}
     for name, (value, reason) in chosen.items():
         there = environ.get(name) or value

@@ -183,7 +183,7 @@ def learns(run: RunConfig, name: str) -> bool:
     return not run.lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(run.train.freeze))
 
 
-def passes_layers(run: RunConfig) -> bool:
+def differentiates_layers(run: RunConfig) -> bool:
     """Return whether the backward pass goes through the layers: not if everything in and below them is frozen."""
     return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
 
@@ -208,7 +208,7 @@ def training(run: RunConfig) -> Flops:
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
-    if passes_layers(run):
+    if differentiates_layers(run):
         return total
     within = forward(m, run.data.seq_len) + Flops(-head, -head)
     through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
@@ -219,7 +219,7 @@ def training(run: RunConfig) -> Flops:
 def head(run: RunConfig) -> float:
     """Return the FLOPs of `training` in the output head: its matmul, and the needed gradients of states and weight."""
     m = run.model
-    wanted = passes_layers(run) or learns(run, "final_norm.scale")
+    wanted = differentiates_layers(run) or learns(run, "final_norm.scale")
     return 2.0 * m.d_model * m.vocab_size * (1 + wanted + learns(run, "embed.embedding" if m.tied_head else "head"))
 
 
@@ -229,7 +229,7 @@ def beyond(run: RunConfig) -> Flops:
     They are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity beyond an
     even load. A capacity below 1 drops tokens, so the result may be negative.
     """
-    back = passes_layers(run)
+    back = differentiates_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
     twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs
     rows = expert_rows(run)

@@ -108,7 +108,7 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
             if doing is not None:  # killed: until it was last seen, its last activity continued
                 until = _tail(spans, attempts, until, line["seen"], doing, at)
                 away = "down"
-                for span in _without_progress(spans, attempts):
+                for span in _spans_without_progress(spans, attempts):
                     span.last = None  # it was working on unfinished steps
             if attempts:
                 gap = max(0.0, line["time"] - until)
@@ -151,7 +151,7 @@ def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doi
     return until + length
 
 
-def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
+def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
     """Return the newest spans of an attempt, back to the last one in which a step was done."""
     newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
     return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
@@ -159,7 +159,7 @@ def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
 
 def _hung(spans: list[Span], attempt: int) -> None:
     """Count the time since an attempt's last step as lost: the watchdog ended the attempt."""
-    for span in _without_progress(spans, attempt):
+    for span in _spans_without_progress(spans, attempt):
         span.seconds = {"hang": sum(span.seconds.values())}
 
 

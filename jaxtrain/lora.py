@@ -81,7 +81,7 @@ def restore_base(path: str, wanted: Tensors) -> Tensors:
     """
     try:
         source = open_origin(path)
-        return stored_form.converted(source.read(stored_form.in_stored_form(wanted, source.stored)), wanted)
+        return stored_form.converted(source.read(stored_form.stored_tensors(wanted, source.stored)), wanted)
     except (CheckpointError, HuggingFaceError) as error:
         raise gone(path, error) from error
 

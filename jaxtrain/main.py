@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     cluster, wrong = distributed.detect(loaded.options, os.environ)
     problems += wrong
     if bundle:
-        loaded = of_bundle(Path(bundle), loaded)
+        loaded = load_bundle(Path(bundle), loaded)
         problems += loaded.problems
     if style == "markdown" and not problems:
         print(explain.markdown(), end="")
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     try:
         start_jax(devices, cluster)
         if bundle:
-            return again(Path(bundle), loaded.run)
+            return replay_bundle(Path(bundle), loaded.run)
         from jaxtrain.train import run as train
 
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
@@ -128,7 +128,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
     return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 
-def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
+def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
     """Return the command line's config, with the config of a replay's bundle in place of a file's."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text())["config"]
@@ -144,7 +144,7 @@ def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
     return dataclasses.replace(loaded, run=run, problems=[*problems, *wrong], file_read=True)
 
 
-def again(bundle: Path, run: RunConfig) -> int:
+def replay_bundle(bundle: Path, run: RunConfig) -> int:
     """Repeat the step of a bundle. Return 0 if it fails as it did then, 1 if it does not."""
     from jaxtrain import checkpoint, replay
     from jaxtrain.train import run as train

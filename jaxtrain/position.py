@@ -69,7 +69,7 @@ def read(directory: "epath.Path") -> list[dict[str, Any]]:
     """Return the skipped data, oldest first: `tokens` [first, last), `steps`, `back_to`, `why`, `time_unix`; or []."""
     path = directory / NAME
     try:
-        return files.unsealed(Storage(directory).read(path))["skipped"]
+        return files.unseal(Storage(directory).read(path))["skipped"]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except Unreachable:

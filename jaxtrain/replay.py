@@ -78,12 +78,12 @@ def write(
             record = {
                 "format": FORMAT,
                 **{k: finite(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(bad).items()},
-                "state_digest": digests.together(of),
-                "weights_digest": digests.together((n, d) for n, d in of if n.startswith("params.")),
+                "state_digest": digests.combine(of),
+                "weights_digest": digests.combine((n, d) for n, d in of if n.startswith("params.")),
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
                 "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
                 "config": config.to_dict(run),
-                "compiler_options": compiler.of_no_run(options),
+                "compiler_options": compiler.remove_run_options(options),
                 "command": list(argv),
                 "devices": device_facts(jax.devices()),
                 "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax", "optax")},
@@ -100,7 +100,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Return bundle.json. Raises ReplayError if it is missing or cannot be read."""
     path = folder / BUNDLE
     try:
-        record = files.unsealed(path.read_bytes())
+        record = files.unseal(path.read_bytes())
     except FileNotFoundError as error:
         raise ReplayError(f"{path}: no such file. A bundle is a folder WORKDIR/replay/step-N.") from error
     except (OSError, ValueError) as error:
@@ -130,7 +130,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     current = _state(folder, record, program)
     sums = state.digests_by_name(state.to_digests(weights_alone(current)))
     del sums["step"]
-    same = digests.together((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
+    same = digests.combine((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
     held = jax.tree.map(jnp.copy, params)  # the step donates its state

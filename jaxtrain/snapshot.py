@@ -91,10 +91,10 @@ class Snapshots:
 
     def _get_ready(self) -> None:
         if self._keeps:
-            make, _ = together(self._leaves)
+            make, _ = compile_together(self._leaves)
             self._kept = make()
         else:
-            apart(self._leaves)
+            compile_by_layer(self._leaves)
 
     def take(self, current: TrainState) -> Snapshot:
         """Begin to copy a state, and return the copies.
@@ -106,7 +106,7 @@ class Snapshots:
         concurrent.futures.wait([self.prepare()])
         began = time.perf_counter()
         if not self._keeps:
-            summed, copying = apart(self._leaves)
+            summed, copying = compile_by_layer(self._leaves)
             made = state.to_digests(current, summed)
             tensors: Tensors = {}
             for leaf, named in zip(self._leaves, state.named_leaves(current), strict=True):
@@ -115,10 +115,10 @@ class Snapshots:
                 else:
                     tensors[named.name] = copying[leaf](named.array)
             return Snapshot(tensors, lambda: state.digests_by_name(made), began)
-        make, copy = together(self._leaves)
+        make, copy = compile_together(self._leaves)
         memory, self._kept = self._kept or make(), []
         self._kept, sums = copy([named.array for named in state.named_leaves(current)], memory)
-        tensors = {name: _another(x) for name, x in zip(self._names, self._kept, strict=True)}
+        tensors = {name: _alias(x) for name, x in zip(self._names, self._kept, strict=True)}
         return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
     """List shape, dtype and sharding of every copy, in the order of the names; on GPUs in pinned host memory."""
     like = []
     for leaf in leaves:
-        home = stacks.home_of_copy(leaf.shape, leaf.sharding, leaf.stacked)
+        home = stacks.copy_sharding(leaf.shape, leaf.sharding, leaf.stacked)
         if next(iter(home.device_set)).platform == "gpu":
             home = home.with_memory_kind(stacks.ON_HOST)
         shape, count = (leaf.shape[1:], len(leaf.places)) if leaf.stacked else (leaf.shape, 1)
@@ -154,7 +154,7 @@ def _zeros(a: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarr
 
 
 @functools.lru_cache(maxsize=8)
-def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
+def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
     """Return compiled functions: () -> memory for copies; (arrays, memory) -> (copies, their digests, uint32 (copies, 3))."""
     like = copies(leaves)
 
@@ -180,7 +180,7 @@ def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def apart(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
+def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
     """Return compiled functions: digests of all arrays in device memory (digests.program); array[, layer] -> copy, by leaf."""
     here = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
     arrays = [leaf.abstract for leaf in here]
@@ -194,7 +194,7 @@ def apart(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
     return summed, copying
 
 
-def _another(x: jax.Array) -> jax.Array:
+def _alias(x: jax.Array) -> jax.Array:
     """Return the same array as another object.
 
     A reader of an array may cache its host values in it (Orbax asks for that). On CPUs those share the array's own memory,

@@ -57,7 +57,7 @@ def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
     return None
 
 
-def home_of_layer(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of one layer of a stack: as the stack's, and over devices with other layers if it divides."""
     over, *parts = _parts(sharding, len(shape))
     dim = _shared_dim(shape, sharding)
@@ -79,16 +79,16 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, P(*(part or None for part in parts)))
 
 
-def home_of_copy(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
+def copy_sharding(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
     """Return the sharding of the copy of an array, or of each of its layers; on GPUs in host memory."""
-    return _spread(home_of_layer(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
+    return _spread(layer_sharding(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
 
 
 # ---- One layer of a stack
 
 
 def layer_at(w: jax.Array, place: Any, sharding: NamedSharding) -> jax.Array:
-    """Return the layer in a slot of a stack, sharded as by `home_of_layer`; for use inside jit. sharding: the stack's."""
+    """Return the layer in a slot of a stack, sharded as by `layer_sharding`; for use inside jit. sharding: the stack's."""
     over = _stages(sharding)
     if not over:
         return on_device(jax.lax.dynamic_index_in_dim(w, place, keepdims=False), sharding)
@@ -105,7 +105,7 @@ def layer_at(w: jax.Array, place: Any, sharding: NamedSharding) -> jax.Array:
             return jax.lax.psum(bits, over)
         return jax.lax.psum_scatter(bits, over, scatter_dimension=dim, tiled=True)
 
-    out = home_of_layer(w.shape, sharding).spec
+    out = layer_sharding(w.shape, sharding).spec
     taken = jax.shard_map(local, mesh=sharding.mesh, in_specs=(sharding.spec, P()), out_specs=out, check_vma=False)
     return taken(w, jnp.asarray(place, jnp.int32))
 
@@ -116,7 +116,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 
     It copies one layer per call: a single call for all layers would need memory for a second stack.
     """
-    one = home_of_copy(shape, sharding, stacked=True)
+    one = copy_sharding(shape, sharding, stacked=True)
 
     def layer(w: jax.Array, place: jax.Array) -> jax.Array:
         return _to_host(jax.lax.with_sharding_constraint(layer_at(w, place, sharding), one), sharding)
@@ -127,7 +127,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 @functools.cache
 def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Return the jitted copy of an array; on GPUs in host memory."""
-    one = home_of_copy(shape, sharding, stacked=False)
+    one = copy_sharding(shape, sharding, stacked=False)
     return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), one), sharding))
 
 
@@ -138,14 +138,14 @@ def copy_to_device(a: jax.Array, place: int) -> jax.Array:
 
 @functools.cache
 def _taking(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    out = home_of_layer(shape, sharding).with_memory_kind("device")
+    out = layer_sharding(shape, sharding).with_memory_kind("device")
     return jax.jit(lambda w, place: layer_at(w, place, sharding), out_shardings=out)
 
 
 # ---- A stack of layers
 
 
-def in_places(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
+def place_layers(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
     """Return a stack of consecutive layers with each in its slot and zeros in empty slots; for use inside jit.
 
     order: the layer of each slot, None for an empty one.
@@ -174,7 +174,7 @@ def _stacking(order: tuple[int | None, ...], shape: tuple[int, ...], sharding: N
 
     if not over:
         return jax.jit(stacked, out_shardings=sharding)
-    one = home_of_layer(shape, sharding).spec
+    one = layer_sharding(shape, sharding).spec
     return jax.jit(
         jax.shard_map(local, mesh=sharding.mesh, in_specs=(one,), out_specs=sharding.spec, check_vma=False),
         out_shardings=sharding,

@@ -15,7 +15,7 @@ from jaxtrain.train.state import Tensors, dividing
 _CODES, _SCALES = ".codes", ".scales"
 
 
-def in_stored_form(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
+def stored_tensors(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
     """Return the tensors to read from a checkpoint with the tensors `stored`, from which `converted` makes the wanted ones."""
     out: Tensors = {}
     for name, a in wanted.items():
@@ -37,7 +37,7 @@ def _signed(name: str) -> bool:
 
 
 def converted(tensors: Tensors, wanted: Tensors) -> Tensors:
-    """Return the wanted tensors, converted from those of `in_stored_form`. Removes tensors from `tensors` as they are used."""
+    """Return the wanted tensors, converted from those of `stored_tensors`. Removes tensors from `tensors` as they are used."""
     out: Tensors = {}
     for name, a in wanted.items():
         base = name.removesuffix(_CODES).removesuffix(_SCALES)

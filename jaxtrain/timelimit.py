@@ -18,13 +18,13 @@ LOOK_S = 1.0
 WHY = "time limit"
 
 
-def launched(environ: Mapping[str, str] = os.environ) -> float | None:
+def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the time when run.sh was called, in seconds since 1970; None without run.sh."""
     text = environ.get(LAUNCHED, "")
     return float(text) if text.isdigit() else None
 
 
-def tell_launcher(why: str, environ: Mapping[str, str] = os.environ) -> None:
+def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
     """Ask run.sh, if there is one, not to restart this run, which ends for its time limit."""
     if why.startswith(WHY) and NOTE in environ:
         with contextlib.suppress(OSError):  # a later attempt finds the time over
@@ -56,7 +56,7 @@ def limit_s(
             Problem(key, text, "must be a number of minutes above 0, or auto", "For example 230, or '' for no limit.")
         ]
     now = time.time() if now is None else now
-    began = launched(environ)
+    began = launch_time(environ)
     return 60 * minutes - (now - began if began is not None else age), []
 
 

@@ -65,7 +65,7 @@ def sealed(record: Mapping[str, Any]) -> str:
     return json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
 
 
-def unsealed(text: str | bytes) -> dict[str, Any]:
+def unseal(text: str | bytes) -> dict[str, Any]:
     """Return the record of a text made by `sealed`. Raises ValueError if it is no such text, or was changed."""
     record = json.loads(text)
     if not isinstance(record, dict) or "seal" not in record:
@@ -86,7 +86,7 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
     Raises OSError only if the folder cannot be listed or the bucket cannot be reached.
     """
     try:
-        wanted: Mapping[str, Any] = unsealed(Storage(folder).read(folder / NAME))["files"]
+        wanted: Mapping[str, Any] = unseal(Storage(folder).read(folder / NAME))["files"]
     except FileNotFoundError:
         return Verdict(False, (), 0)
     except Unreachable:

@@ -128,7 +128,7 @@ class Checkpoints(Steps):
         if sums is None:
             from jaxtrain import digests
 
-            found = digests.of_many(dict(tensors))
+            found = digests.digest_arrays(dict(tensors))
             sums = lambda: found  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
         record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}

@@ -84,7 +84,7 @@ class Steps:
                     f"{folder / META}: format {version}, and this jaxtrain reads {FORMAT}. Use the version that wrote it (see "
                     f"'versions' in that file). {self.remedy(step)}"
                 )
-            return files.unsealed(text)
+            return files.unseal(text)
         except (FileNotFoundError, ValueError, AttributeError) as e:
             raise Damaged(f"{folder / META} cannot be read ({e}). {self.remedy(step)}") from e
         except Unreachable:
@@ -157,7 +157,7 @@ class Steps:
             raise error
         if any(errors):
             raise (Damaged if any(e.startswith("Damaged:") for e in errors) else CheckpointError)(join_errors(errors))
-        found = digests.of_many(tensors)
+        found = digests.digest_arrays(tensors)
         wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
         if wrong:
             shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")

@@ -123,7 +123,7 @@ def prepare(
 
     Args:
       processes: 0: the number of cores.
-      shard_mb: input of a part. Finished parts of an interrupted run are reused.
+      shard_mb: input of a part in MB. Finished parts of an interrupted run are reused.
       say: prints a line about bad lines or progress.
       options: those of a `Job`.
 

@@ -179,7 +179,7 @@ def export(
     read = (
         merged(source, run, base, wide=chosen == "f32" or bool(wider))
         if run.lora.rank
-        else functools.partial(in_batches, source)
+        else functools.partial(read_in_batches, source)
     )
     with progress_bar(size) as progress:
         files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
@@ -264,7 +264,7 @@ def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
     return read
 
 
-def in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
+def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
     """Yield weights as they are stored; AT_ONCE bytes are read at a time."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

@@ -84,7 +84,7 @@ def driver_answers(c: Context) -> Verdict:
     )
 
 
-def given_by(environ: Mapping[str, str]) -> tuple[str, int]:
+def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the name of the system that assigned GPUs to this job or container, and their number; 0 if it is unknown."""
     if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return "Slurm", int(slurm)
@@ -115,7 +115,7 @@ def gpu_count(c: Context) -> Verdict:
     if gpus.broken:
         return fault(f"{gpus.count}; {gpus.broken}")
     intended = "Nothing, if this number was requested."
-    giver, given = given_by(c.node.environ)
+    giver, given = find_assigner(c.node.environ)
     if gpus.on_node < given:
         return fault(f"{gpus.on_node}, and {giver} gave {given}")
     if given:

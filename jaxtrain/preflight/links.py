@@ -5,7 +5,7 @@ from collections import Counter
 
 from jaxtrain.preflight import nvidia_smi
 from jaxtrain.preflight.boards import SWITCH, Board
-from jaxtrain.preflight.gpus import given_by
+from jaxtrain.preflight.gpus import find_assigner
 from jaxtrain.preflight.nvidia_smi import Row, index
 from jaxtrain.preflight.table import Context, Table, Verdict, each_gpu, fault, grouped, listed, note, ok, unknown, worst
 
@@ -79,7 +79,7 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
     # If the run has a part of the node, a bridge may join its GPUs to others.
-    part = c.gpus.others or given_by(c.node.environ)[1] or c.gpus.on_node < full
+    part = c.gpus.others or find_assigner(c.node.environ)[1] or c.gpus.on_node < full
     if part and all(connection in sizes for connections in partners.values() for connection in connections):
         return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
     expected = f"NV{board.links // (size - 1)}"
@@ -214,7 +214,7 @@ def active_nics(c: Context) -> list[str]:
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
 def infiniband(c: Context) -> Verdict | None:
-    """A port that is down matters if the run uses several nodes and its GPU has no other."""
+    """A port that is down matters if the run uses several nodes and the port's GPU has no other."""
     near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
     if not states:

@@ -237,7 +237,7 @@ class LocalNode:
 
         They have no secrets: a recording may be sent to others."""
         chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-        chosen |= environment.changing(os.environ)
+        chosen |= environment.select_variables(os.environ)
         return {name: PROXY_PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
 
     @functools.cached_property

@@ -152,7 +152,7 @@ def refused_by_the_run(memory: bool) -> Probe:
         sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
         # Without a reported size the budget is a part of an arbitrary one; the names are compared all the same.
         devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
-        changing = environment.changing(environ)
+        changing = environment.select_variables(environ)
         found = [p for p in environment.overlay(c.run, devices, environ)[1] if p.key in (*environ, SHELL)]
         found = [p for p in found if memory == (p.key in environ and p.key not in changing)]
         if not found:

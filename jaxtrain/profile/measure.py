@@ -201,7 +201,7 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
     Raises:
         TraceError: there is none.
     """
-    divide = _by_run if trace.platform == "cpu" else _by_last_operation
+    divide = _cut_at_executions if trace.platform == "cpu" else _cut_at_last_operation
     main = trace.main_program
     found = {n: divide([e for e in events if e.program == main], trace.steps, module) for n, events in trace.devices.items()}
     if not any(found.values()):
@@ -209,7 +209,7 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
     return {device: steps for device, steps in found.items() if steps}
 
 
-def _by_run(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
+def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
     """Cut a CPU's events into executions of the program. The last ones are the marked steps; an earlier one is incomplete."""
     starts, ends = {}, {}
     for e in events:
@@ -224,7 +224,7 @@ def _by_run(events: Sequence[Event], marked: Sequence[int], module: Module | Non
     return tuple(found)
 
 
-def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
+def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
     """Cut a GPU's events, which have no execution numbers, at the last operation that runs once per step."""
     counts = Counter(e.op for e in events if e.op)
     if module:  # in the order of the schedule, without the operations of loops

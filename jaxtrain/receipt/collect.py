@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxtrain.commands import PREFIX
 from jaxtrain.config import flatten
-from jaxtrain.environment import secret
+from jaxtrain.environment import is_secret
 from jaxtrain.runtime import variables
 
 ENVIRONMENT_PREFIXES = (
@@ -33,7 +33,7 @@ def select_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT and not secret(name)
+        if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT and not is_secret(name)
     }
 
 

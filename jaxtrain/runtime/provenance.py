@@ -90,7 +90,7 @@ def checkout(root: Path) -> tuple[str, str, str]:
     return commit.strip(), "yes" if dirty else "no", "changed since" if dirty else "unchanged"
 
 
-def speaks(environ: Mapping[str, str]) -> bool:
+def prints_common_messages(environ: Mapping[str, str]) -> bool:
     """Return whether this node prints the messages that are equal on all nodes: only the first node does."""
     ranks = [environ[name] for name in NODE_RANKS if environ.get(name)]
     return EXPECTED not in environ and (not ranks or ranks[0] == "0")
@@ -116,6 +116,6 @@ def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict
             f"{theirs or 'none'} (changed: {changed or 'unknown'}). Fix: bring {root} to the same state on all nodes.",
         )
     kind = host_class(names)
-    if speaks(environ):
+    if prints_common_messages(environ):
         say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {kind}")
     return {COMMIT: commit, DIRTY: dirty, HOST_CLASS: kind}

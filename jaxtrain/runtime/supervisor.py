@@ -15,7 +15,7 @@ from types import FrameType
 from jaxtrain.runtime.messages import End, say
 from jaxtrain.runtime.nodes import PATIENCE_S, RemoteProcess, exit_code, remote_line, ssh_command, verdict
 from jaxtrain.runtime.options import Options, whole_number
-from jaxtrain.runtime.provenance import gpu_names, gpus_present, provenance, speaks
+from jaxtrain.runtime.provenance import gpu_names, gpus_present, prints_common_messages, provenance
 from jaxtrain.runtime.variables import EXPECTED, LAUNCHED, NOTE, OF_AN_ATTEMPT, PREFLIGHT, RESTART
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -364,7 +364,7 @@ class Supervisor:
 
     def _announce_variables(self) -> None:
         """Print the variables that are set for the run only, if JAXTRAIN_VERBOSE=1."""
-        if self.environ.get("JAXTRAIN_VERBOSE") != "1" or not speaks(self.environ):
+        if self.environ.get("JAXTRAIN_VERBOSE") != "1" or not prints_common_messages(self.environ):
             return
         names = sorted(name for name, value in self.environ.items() if os.environ.get(name) != value)
         say(" ".join(["sets", *(f"{name}={shlex.quote(self.environ[name])}" for name in ("PYTHONPATH", *names))]))

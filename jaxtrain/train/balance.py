@@ -45,9 +45,9 @@ class Balance:
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
         """Return shapes.EXPERT_METRICS of a step."""
-        of_layers = statistics[jnp.asarray(self.rows)]
-        loads_LE = of_layers[:, len(COLUMNS) :]
-        values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
+        digest_layers = statistics[jnp.asarray(self.rows)]
+        loads_LE = digest_layers[:, len(COLUMNS) :]
+        values = *digest_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:

@@ -154,7 +154,7 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
 
 
-def of_no_run(options: Mapping[str, Any]) -> dict[str, Any]:
+def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the program itself, without those that `for_run` added for the run's folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
 
@@ -246,11 +246,11 @@ def compile_train(
     """Return the train step, compiled for the program's devices. `options`: chosen by `choose`. `extra`: such as dumps."""
     lowered = program.train_step.lower(program.state, program.batch)
     if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
-        _rest_on_host(lowered, program)
+        _mark_host_memory(lowered, program)
     return lowered.compile(compiler_options=options | (extra or {}) or None)
 
 
-def _rest_on_host(lowered: jax.stages.Lowered, program: Program) -> None:
+def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:
     """Mark the moments among a lowered step's arguments as host memory, as jax does for devices with host memory.
 
     Described devices have no memories, so no sharding can name one (see `state.abstract_state`); the compiler itself needs only

@@ -74,6 +74,6 @@ def _median(values: jax.Array, known: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((rank == (known - 1) // 2) & (i < known), values, 0.0))
 
 
-def released(guard: Guard) -> Guard:
+def release(guard: Guard) -> Guard:
     """Return the guard with the held step released, with the shardings of the old guard."""
     return guard | {"held": jax.device_put(jnp.zeros_like(guard["held"]), guard["held"].sharding)}

@@ -24,7 +24,7 @@ from jaxtrain.data import pipeline
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
-from jaxtrain.timelimit import launched
+from jaxtrain.timelimit import launch_time
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
@@ -79,7 +79,7 @@ def drop_used_step(run: RunConfig, checkpoints: Checkpoints) -> RunConfig:
 
     run.sh repeats the same command after a crash. A step that was saved since the launch shows that the run had gone back.
     """
-    launch, step = launched(), run.checkpoint.step
+    launch, step = launch_time(), run.checkpoint.step
     if launch is None or step < 0:
         return run
     for later in (s for s in checkpoints.steps() if s > step):
@@ -171,7 +171,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     if problems:
         raise ConfigError(problems)
     stored = source.stored
-    wanted = stored_form.in_stored_form(init_tensors(run, program), stored)
+    wanted = stored_form.stored_tensors(init_tensors(run, program), stored)
     wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
@@ -220,7 +220,7 @@ def initial_state(
     abstract = program.state
     if start.resumed:
         wanted = state.abstract_tensors(program.saved(abstract))
-        read = stored_form.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
+        read = stored_form.stored_tensors(wanted, checkpoints.stored(start.step)) if start.cast else wanted
         tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
         if start.base:
             tensors |= lora.restore_base(start.base, init_tensors(run, program))
@@ -236,7 +236,7 @@ def initial_state(
     source = open_origin(start.base or run.init.from_)
     fresh = fresh if program.adapters else state.without_params(fresh)
     wanted = init_tensors(run, program)
-    read = stored_form.in_stored_form(wanted, source.stored)
+    read = stored_form.stored_tensors(wanted, source.stored)
     tensors = stored_form.converted(source.read(read), wanted)
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     return state.from_tensors(abstract, tensors, fresh)

@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain import position, replay
 from jaxtrain.corruption import Verifier
-from jaxtrain.divergence import Bad, Bads, Diverged, described
+from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch
 from jaxtrain.position import Positioned
 from jaxtrain.profiling import Tracer
 from jaxtrain.replay import ReplayError
@@ -269,7 +269,7 @@ class Loop:
         """Report a skipped step and continue. Return whether the run was rolled back to a checkpoint. Raises Diverged."""
         at = self.start.position.at(found.step - 1)
         tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
-        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, described(self.data, at))
+        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, describe_batch(self.data, at))
         self.services.console.warn(bad.words)
         if not self._kept_bundle:
             self._kept_bundle = True
@@ -288,7 +288,7 @@ class Loop:
         return True
 
     def _release_guard(self) -> None:
-        self.current = dataclasses.replace(self.current, guard=guard.released(self.current.guard))
+        self.current = dataclasses.replace(self.current, guard=guard.release(self.current.guard))
 
     def _keep_bundle(self, bad: Bad, batch: HostBatch) -> None:
         """Write the files for a replay of the first skipped step of this attempt."""

@@ -195,7 +195,7 @@ class Pipeline:
             of = shared.where(mine)
             return layers.through(lambda x, layer, kind, _: model.layer(x, layer, of, kind), x, group), own
 
-        x, _ = self.in_turn(model.enter(micro["tokens"], shared), (), turn)
+        x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), turn)
         return model.final_hidden(x)[0]
 
     def decode(self, model: Transformer, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -218,10 +218,12 @@ class Pipeline:
             return layers.through(layer, (x, kv), group)
 
         x, cache = model.enter_with_cache(tokens_BT, shared, cache)
-        x, kv = self.in_turn(x, cache.kv, turn)
+        x, kv = self.run_in_order(x, cache.kv, turn)
         return model.final_hidden(x)[0], dataclasses.replace(cache, kv=kv)
 
-    def in_turn(self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def run_in_order(
+        self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
+    ) -> tuple[Any, Any]:
         """Return the last stage's output for x, on all stages, and each stage's `own`.
 
         The groups run one after the other, each on its stage: `run(x, own, group, whether it is this stage's turn)`. The other

@@ -39,7 +39,7 @@ from jaxtrain.receipt.machine import device_facts, rank_map
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.signals import Stop
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax
-from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
+from jaxtrain.timelimit import TimeLimit, forbid_restart, limit_s
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.train import references, state
 from jaxtrain.train.evaluate import SampleWriter
@@ -165,7 +165,7 @@ class Ending:
     def asked_early(self, name: str, code: int) -> None:
         """Complete the files of a run that is asked to stop before its first step, in this process or another one."""
         self.peers.ask_to_stop(name)
-        tell_launcher(name)
+        forbid_restart(name)
         with self._once:
             if not self.over:
                 self._finish(code, f"{name} before the first step")
@@ -389,7 +389,7 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 
 
 def train(setup: Setup, services: Services, start_times: StartTimes, ending: Ending, own_process: bool) -> None:
-    """Train within `train.max_minutes`, with all saves ended afterwards. `ending` has exit code and reason then.
+    """Train within `train.max_minutes`, with all saves ended afterwards. Set the exit code and the reason in `ending`.
 
     Raises Diverged, OutOfMemory, CheckpointError, MetricsError, Corrupted, and the exceptions of data and devices.
     """
@@ -492,7 +492,7 @@ def without_step(run: RunConfig) -> RunConfig:
 def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
     """Report the end of a run that was asked to stop. Return (exit code, reason)."""
     why = services.peers.stop_reason or ""
-    tell_launcher(why)
+    forbid_restart(why)
     if saver.newest == done and not saver.failures:
         saved = f"state saved at step {done}"
     elif saver.newest >= 0:

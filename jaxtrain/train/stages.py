@@ -178,12 +178,12 @@ class Schedule:
                 phases.append(Phase(range(t, t + 1), *kind(t)))
         rounds: list[tuple[int, tuple[Phase, ...]]] = []
         while phases:
-            again = self._again(phases)
+            again = self._count_repeats(phases)
             rounds.append((again, tuple(phases[: 2 if again > 1 else 1])))
             phases = phases[again * len(rounds[-1][1]) :]
         return tuple(rounds)
 
-    def _again(self, phases: list["Phase"]) -> int:
+    def _count_repeats(self, phases: list["Phase"]) -> int:
         """Return how often the first two phases repeat, one period later each time."""
         count = 1
         while (here := phases[2 * count : 2 * count + 2]) and len(here) == 2:

@@ -101,7 +101,7 @@ def _placed(params: Params, layers: Arrangement | None) -> Params:
     if layers is None:
         return params
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: stacks.in_places(x, layers.order) if is_stacked(path) else x, params
+        lambda path, x: stacks.place_layers(x, layers.order) if is_stacked(path) else x, params
     )
 
 
@@ -212,7 +212,7 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
     for leaf in named_leaves(abstract):
         a = leaf.array
         if leaf.stacked:
-            home = stacks.home_of_layer(a.shape, a.sharding)
+            home = stacks.layer_sharding(a.shape, a.sharding)
             one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=home)
             named = {name: one for _, name in leaf.places}
         else:
@@ -249,12 +249,12 @@ def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str |
     out: list[tuple[list[str | None], Any]] = []
     here = [leaf for leaf in found if leaf.array.sharding.memory_kind != ON_HOST]
     arrays = [leaf.array for leaf in here]
-    made = compiled(*arrays) if compiled else digests.of_layers(arrays, [leaf.stacked for leaf in here])
+    made = compiled(*arrays) if compiled else digests.digest_layers(arrays, [leaf.stacked for leaf in here])
     out += [(leaf.rows, digest) for leaf, digest in zip(here, made, strict=True)]
     for leaf in (leaf for leaf in found if leaf.array.sharding.memory_kind == ON_HOST):
         for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
             part = stacks.copy_to_device(leaf.array, place) if leaf.stacked else leaf.array
-            out.append(([name], digests.of_many({name: part})[name]))
+            out.append(([name], digests.digest_arrays({name: part})[name]))
     return out
 
 

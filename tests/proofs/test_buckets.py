@@ -83,7 +83,7 @@ def test_damage_is_detected(bucket: Bucket, capsys: pytest.CaptureFixture[str]):
         check_restore(found, 3)
     assert main(["verify", f"{bucket.url}/{RUN}"]) == 1
     out = capsys.readouterr().out
-    assert "step 1: good" in out and "step 2: DAMAGED" in out and "its contents were changed" in out and "is gone" in out
+    assert "step 1: good" in out and "step 2: DAMAGED" in out and "its contents were changed" in out and "is missing" in out
     bucket.put(f"{RUN}/3/meta.json", b"{}")
     assert found.latest({2: "its arrays"}) == 1
     bucket.remove(f"{RUN}/2/meta.json")

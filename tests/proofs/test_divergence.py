@@ -61,7 +61,7 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
     assert "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]" in said
 
     # Of another step, as it were.
-    other = files.unsealed((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
+    other = files.unseal((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
     (bundle / "bundle.json").write_text(files.sealed(other))
     assert replayed(bundle) == 1
     said = capsys.readouterr().out

@@ -344,7 +344,7 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsy
 
     # The same weights, the first batch again: the source resumed with its data position set back to the start.
     path = copy / "checkpoints/10/meta.json"
-    meta = files.unsealed(path.read_text())
+    meta = files.unseal(path.read_text())
     meta["data"]["tokens"] = 0
     path.write_text(files.sealed(meta))
     assert go_on(copy, train__steps=11) == 0

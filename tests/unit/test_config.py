@@ -180,7 +180,7 @@ SEVERAL = (
 def a_plain_shell():
     """The suite's own fake devices would be refused on a described node of GPUs; and what a command exports is taken back."""
     before = dict(os.environ)
-    for name in environment.changing(os.environ):
+    for name in environment.select_variables(os.environ):
         del os.environ[name]
     yield
     os.environ.clear()

@@ -183,7 +183,7 @@ def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_the_first_process_speaks_for_all(environ: dict[str, str], expected: bool):
-    assert provenance.speaks(environ) == expected
+    assert provenance.prints_common_messages(environ) == expected
 
 
 def test_the_class_of_a_host():

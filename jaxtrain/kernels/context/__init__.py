@@ -47,8 +47,8 @@ def attention(
     Values narrower than keys are padded with zeros for kernels that need it, and in a ring, which sends keys and values as one
     array. sinks_N: of this device's heads, with spec.sinks.
     """
-    q, k, v = heads.trade(q, k, v, split)
-    sinks_N = None if sinks_N is None else heads.own(sinks_N, split)
+    q, k, v = heads.shard_heads(q, k, v, split)
+    sinks_N = None if sinks_N is None else heads.local_heads(sinks_N, split)
     width = v.shape[-1]
     if width < k.shape[-1] and (split.context.ring > 1 or kernel in EQUAL_WIDTHS):
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
@@ -59,4 +59,4 @@ def attention(
         o = window.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
     else:
         o = ring.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
-    return heads.back(o[..., :width] if o.shape[-1] > width else o, split)
+    return heads.shard_tokens(o[..., :width] if o.shape[-1] > width else o, split)

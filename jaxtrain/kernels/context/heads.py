@@ -13,7 +13,7 @@ def gather(x_BT: jax.Array, split: Split) -> jax.Array:
     return jax.lax.all_gather(x_BT, split.axis, axis=1, tiled=True, axis_index_groups=split.groups)
 
 
-def trade(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
+def shard_heads(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Exchange all heads of a rank's own tokens for some of the heads of all tokens of its group.
 
     If there are fewer key/value heads than ranks, they are repeated first, so each rank receives the head that its queries
@@ -32,7 +32,7 @@ def _to_heads(x: jax.Array, split: Split) -> jax.Array:
     return jax.lax.all_to_all(x, split.axis, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=split.groups)
 
 
-def own(x_N: jax.Array, split: Split) -> jax.Array:
+def local_heads(x_N: jax.Array, split: Split) -> jax.Array:
     """Return this rank's shard after `trade` of an array with a number for each head."""
     u = split.context.ulysses
     if u == 1:
@@ -41,7 +41,7 @@ def own(x_N: jax.Array, split: Split) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(split.axis) % u * count, count)
 
 
-def back(o: jax.Array, split: Split) -> jax.Array:
+def shard_tokens(o: jax.Array, split: Split) -> jax.Array:
     """Invert `trade`, for the output of attention."""
     if split.context.ulysses == 1:
         return o

@@ -104,7 +104,7 @@ State = tuple[Any, ...]
 Step = Callable[[State, int, Any, jax.Array], State]
 
 
-def _in_turn(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
+def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
     """Return the state after `step(state, distance, mine, keys and values)` for this rank (distance 0) and each other one.
 
     XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
@@ -148,7 +148,7 @@ def _forward(q, k, v, sinks_N, described, spec, kernel, split):
         early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], NOTHING)))
         return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
 
-    early, late = _in_turn(step, halves(q), jnp.concatenate([k, v], axis=2), split)
+    early, late = _run_ring(step, halves(q), jnp.concatenate([k, v], axis=2), split)
     out, lse = jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
     out, lse = (out, lse) if sinks_N is None else sinks.joined(out, lse, sinks_N)
     return out.astype(q.dtype), lse
@@ -197,7 +197,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         home = [*sent, theirs] if split.context.gathered else [sent[0] + theirs]
         return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), home
 
-    early, late, home = _in_turn(step, mine, jnp.concatenate([k, v], axis=2), split)
+    early, late, home = _run_ring(step, mine, jnp.concatenate([k, v], axis=2), split)
     d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
     dk, dv = jnp.split(d_kv, 2, axis=2)
     dq = jnp.concatenate([early, late], axis=1).astype(q.dtype)

@@ -30,9 +30,9 @@ def inner_spec(spec: Spec) -> Spec:
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     """Return the kernel's description of both chunks with their halos; rows of the early chunk first, then of the late one."""
     # Shifted by one, since zeros arrive from before the first chunk.
-    segments = _with_halo(rows.q_segments + 1, spec, split)
+    segments = _add_halo(rows.q_segments + 1, spec, split)
     segments = jnp.where(segments == 0, spec.max_segments + 1, segments - 1)
-    positions = _with_halo(rows.q_positions, spec, split)
+    positions = _add_halo(rows.q_positions, spec, split)
     return sinks.prepare(Rows(segments, positions, segments, positions), inner_spec(spec), kernel)
 
 
@@ -51,7 +51,7 @@ def attention(
     halo = halo_tokens(spec, chunk, split)
     both = jnp.concatenate(halves(q), axis=0)
     padded = jnp.pad(both, ((0, 0), (halo, 0), (0, 0), (0, 0)))
-    keys, values = _with_halo(k, spec, split), _with_halo(v, spec, split)
+    keys, values = _add_halo(k, spec, split), _add_halo(v, spec, split)
     o = sinks.attention(padded, keys, values, sinks_N, prepared, inner_spec(spec), kernel)[:, halo:]
     return jnp.concatenate(jnp.split(o, 2, axis=0), axis=1)
 
@@ -62,20 +62,20 @@ def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
     return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)
 
 
-def _with_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
+def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
     """Return (B, 2 C, ...) as (2 B, halo + C, ...): early chunks with the tokens before them, then late ones."""
     chunk = x.shape[1] // 2
     halo = halo_tokens(spec, chunk, split)
     early, late = halves(x)
     pieces = [jnp.concatenate([early, late], axis=0)]
     for _ in range(-(-halo // chunk)):
-        early, late = _before(early, late, split)
+        early, late = _previous_chunks(early, late, split)
         pieces.insert(0, jnp.concatenate([early, late], axis=0))
     row = jnp.concatenate(pieces, axis=1)
     return row[:, row.shape[1] - halo - chunk :]
 
 
-def _before(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
+def _previous_chunks(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
     """Return the previous chunk of each of this rank's chunks: ranks 0 ... r-1 hold early chunks, r-1 ... 0 late ones."""
     earlier = jnp.where(split.place == 0, 0, split.around(early))
     return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))

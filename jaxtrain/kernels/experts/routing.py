@@ -64,13 +64,13 @@ def route(
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
     ranked_BTE = jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E[None, None])
-    best_BTk = jax.lax.top_k(_in_kept_groups(ranked_BTE, groups, kept_groups), k)[1]
+    best_BTk = jax.lax.top_k(_mask_groups(ranked_BTE, groups, kept_groups), k)[1]
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
     is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
     # As a sum, whose gradient is a sum too; the gradient of a look-up would be a scatter-add in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:
-        share_BTk = _of_sum(share_BTk)
+        share_BTk = _normalize_scores(share_BTk)
     share_BTk = share_BTk * scaling if scaling != 1 else share_BTk
 
     real_BT1 = real_BT[:, :, None].astype(jnp.float32)
@@ -81,7 +81,7 @@ def route(
 
     count_BTE = jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)
     load_E = mean(count_BTE) / k
-    part_BTE = scores_BTE if router == "softmax" else _of_sum(scores_BTE)
+    part_BTE = scores_BTE if router == "softmax" else _normalize_scores(scores_BTE)
     balance = E * jnp.sum(jax.lax.stop_gradient(load_E) * mean(part_BTE))
     of_rows = jnp.zeros((), jnp.float32)
     if sequence is not None:
@@ -99,7 +99,7 @@ def route(
     return Routed(chosen_BTk, share_BTk, jnp.concatenate([head, load_E]))
 
 
-def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
+def _mask_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
     """Return the scores, with -inf in all groups of experts except the `kept` best ones of each token."""
     if groups == kept:
         return ranked_BTE
@@ -110,7 +110,7 @@ def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked_BTE.shape)
 
 
-def _of_sum(scores: jax.Array) -> jax.Array:
+def _normalize_scores(scores: jax.Array) -> jax.Array:
     """Return scores divided by their sum. Scores that are all 0, as sigmoids can be, stay 0."""
     total = scores.sum(-1, keepdims=True)
     return scores / jnp.where(total > 0, total, 1.0)

@@ -340,14 +340,14 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     everything = flops.training(run) + flops.beyond(run)
     one = flops.attention(run.model, run.data.seq_len)
     # The usual count of training counts the backward pass as twice the forward pass.
-    back = flops.passes_layers(run)
-    linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _again(run)))
+    back = flops.differentiates_layers(run)
+    linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _attention_repeats(run)))
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
         each = flops.attention(alike, run.data.seq_len)
-        passes = layers * (1 + back * (backward + _again(run)))
+        passes = layers * (1 + back * (backward + _attention_repeats(run)))
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
     idle = schedule_of(run, stages).bubble
@@ -363,14 +363,14 @@ def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Con
     out = [0.0] * context.size
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
-        passes = layers * (1 + backward + _again(run))
+        passes = layers * (1 + backward + _attention_repeats(run))
         mean = flops.attention(alike, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
         by_rank = pairs(context, run.data.seq_len, alike.sliding_window)
         out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]
     return tuple(out)
 
 
-def _again(run: RunConfig) -> int:
+def _attention_repeats(run: RunConfig) -> int:
     """Return the number of times that remat repeats the forward pass of attention."""
     return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
 
