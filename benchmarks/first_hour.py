@@ -189,7 +189,7 @@ def use_rates(out: Path, gpu_name: str) -> str:
 
 
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
-    """Time the kernels of one kind against their floors."""
+    """Time the kernels of one kind against their bounds."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case(kernels.CASE, request, log=node.folder.log(kind), limit_s=limit_s)
     rows = answer.get("rows", [])
@@ -197,8 +197,8 @@ def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
     bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, kernels.NOT_TIMED)]
     done = [r for r in rows if r["verdict"] == OK]
     text = f"{len(done)} timed"
-    if reached := [r["of_floor"] for r in done if r["of_floor"]]:
-        text += f", {min(reached):.0%} to {max(reached):.0%} of their floors"
+    if reached := [r["of_bound"] for r in done if r["of_bound"]]:
+        text += f", {min(reached):.0%} to {max(reached):.0%} of their bounds"
     if answer["verdict"] != OK:
         text += f"; {answer['why']}"
     verdict = OFF if answer["verdict"] == LATE and done else GOOD if answer["verdict"] == OK else BAD
@@ -454,7 +454,10 @@ def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, con
 
 def clean_environment(environ: Mapping[str, str]) -> list[str]:
     """Return the names of variables that a run refuses. Container images set such variables for everybody."""
-    names = {*environment.changing(environ), *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1])}
+    names = {
+        *environment.select_variables(environ),
+        *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1]),
+    }
     return sorted(name for name in environ if name in names)
 
 

@@ -17,8 +17,8 @@
 `help(jaxtrain.api)` describes each function. `python -m jaxtrain` lists the commands.
 """
 
-# Importing jaxtrain touches no device and imports no jax. This file runs on Python 3.8 too, so that a start outside the
-# environment ends with a sentence.
+# Importing jaxtrain touches no device and imports no jax. This file runs on Python 3.8 too, so a start outside the environment
+# ends with a message.
 
 import importlib
 import importlib.util
@@ -57,9 +57,9 @@ def _check_environment() -> None:
 
 
 def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
-    """Print one line and end this process: the handler of Ctrl-C until a command has work to bring to an end.
+    """Print one line and end this process. It handles Ctrl-C until a command installs its own handler.
 
-    A KeyboardInterrupt in its place would print a traceback, and imports of C libraries lose it.
+    A KeyboardInterrupt would print a traceback instead, and imports of C libraries swallow it.
     """
     os.write(stderr, b"interrupted\n")
     os._exit(130)

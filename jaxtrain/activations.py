@@ -1,12 +1,12 @@
 """Names of a layer's activations, and the activations that each remat policy saves.
 
-The model marks these tensors with `checkpoint_name`. A tensor that is kept (or offloaded to the host) for the backward
-pass need not be computed a second time. No jax here: FLOP counts and config checks read it.
+The model marks these tensors with `checkpoint_name`. A tensor that is saved (on the device or the host) for the backward pass
+is not recomputed. Imports no jax: FLOP counts and config checks read it.
 """
 
 from jaxtrain.config import Problem, Remat, choices, nearest
 
-# Name of an activation -> what it is.
+# Name of an activation -> its description.
 ACTIVATIONS = {
     "attention_norm": "normalised input of the attention block",
     "q_latent": "latent of queries, before its norm (latent attention)",
@@ -15,7 +15,7 @@ ACTIVATIONS = {
     "k": "keys, after rotary",
     "v": "values",
     "attention_out": "output of the attention kernel",
-    "attention_lse": "its log-sum-exp, which the kernel's backward pass needs beside the output",
+    "attention_lse": "its log-sum-exp, which the kernel's backward pass needs with the output",
     "attention_proj": "attention_out through wo",
     "residual": "residual stream after the attention block",
     "mlp_norm": "normalised input of the feed-forward block",
@@ -23,8 +23,8 @@ ACTIVATIONS = {
     "mlp_up": "up projection",
     "mlp_down": "output of the feed-forward block",
 }
-# Logical axes of each, of what enters a layer, and of the experts that tokens go to. Experts' mlp_gate and mlp_up have fewer
-# dimensions, and no axes: their rows are those that arrived at a device.
+# Logical axes of each, of a layer's input, and of the tokens that are sent to experts. Experts' mlp_gate and mlp_up have no
+# axes: their rows are the tokens that arrived at a device.
 AXES: dict[str, tuple[str | None, ...]] = {
     "layer_input": ("batch", "residual", None),
     "attention_norm": ("batch", "residual", None),
@@ -49,32 +49,36 @@ GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down
 
 LATENTS = ("q_latent", "kv_latent")  # of multi-head latent attention alone
 
-# Policy -> activations it keeps. "none" keeps unnamed ones too, all but gathered weights; "custom" is read from remat.tensors.
+# Policy -> activations it saves. "none" saves unnamed ones too, except gathered weights; "custom" is read from remat.tensors.
 KEPT = {
     "none": tuple(ACTIVATIONS),
     "full": (),
     "dots": (*LATENTS, *GEMM_OUTPUTS),
     "attention": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse"),
-    # What costs a GEMM or an attention call; less where that does not fit (auto_remat.py).
+    # Results of matmuls and attention calls; fewer if they do not fit (auto_remat.py).
     "auto": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
 }
 POLICIES = choices("remat.policy")
 
 
 def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
-    """`remat.tensors` ("q=keep,mlp_up=offload") as activation -> keep | offload | recompute, and what is wrong with it."""
+    """Return `remat.tensors` ("q=keep,mlp_up=offload") as activation -> keep | offload | recompute, and its problems."""
     places: dict[str, str] = {}
     problems = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, given, place = item.partition("=")
         if not given:
-            problems.append(Problem("remat.tensors", item, "must be NAME=PLACE", f"For example {name}=keep."))
+            problems.append(
+                Problem("remat.tensors", item, "must be NAME=keep, NAME=offload or NAME=recompute", f"For example {name}=keep.")
+            )
         elif name not in ACTIVATIONS:
             problems.append(
                 Problem("remat.tensors", item, f"no activation is named {name!r}", nearest(name, list(ACTIVATIONS)))
             )
         elif place not in PLACES:
-            problems.append(Problem("remat.tensors", item, f"no place is named {place!r}", nearest(place, list(PLACES))))
+            problems.append(
+                Problem("remat.tensors", item, f"{place!r} is not keep, offload or recompute", nearest(place, list(PLACES)))
+            )
         elif name in places:
             problems.append(Problem("remat.tensors", item, f"{name!r} is named twice", "Keep one of them."))
         else:
@@ -83,7 +87,7 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
 
 
 def kept(remat: Remat) -> frozenset[str]:
-    """Activations that the backward pass finds where the forward pass left them, on the device or on the host."""
+    """Return the activations that are saved for the backward pass, on the device or on the host."""
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)
         return frozenset(name for name, place in places.items() if place != "recompute")

@@ -141,7 +141,7 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
 def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "") -> dict[str, float]:
     """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
 
-    Each text is a document of its own. Longer texts than the model's sequences are divided; every token counts once.
+    Each text is a separate document. Longer texts than the model's sequences are divided; every token counts once.
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.

@@ -1,4 +1,4 @@
-"""Modules that are also functions of the Python API: `jaxtrain.plan(config, topology)` beside `jaxtrain.plan.make`."""
+"""Modules that are also functions of the Python API: both `jaxtrain.plan(config, topology)` and `jaxtrain.plan.make` work."""
 
 import importlib
 import types

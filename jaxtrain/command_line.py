@@ -56,7 +56,7 @@ class Option:
         writes: its value names a file to write.
         check: return the rule that a value breaks, or "".
         example: a value that works, for the error.
-        may_be_empty: an empty value means something.
+        may_be_empty: an empty value is valid.
         modes: the modes that use it (see Command.modes); "" is the mode without a name. (): all.
     """
 
@@ -108,7 +108,7 @@ class Option:
         return None
 
 
-# The place of a process in a run of several (jaxtrain.distributed.cluster reads them).
+# The rank of a process in a run of several (jaxtrain.distributed.cluster reads them).
 PROCESS_OPTIONS = (
     Option("coordinator", "address of process 0, for a run of several processes", "HOST:PORT"),
     Option("num-processes", "count of processes", "N"),
@@ -132,7 +132,7 @@ class Command:
         options: all its options but --config and --help.
         config: it takes --config=FILE and --config.KEY=VALUE.
         arguments: placeholder and description of its arguments without dashes, such as ("RUN...", "a run's folder"); (): none.
-            Each word of it is one argument. With "..." at the end there may be more, with "[" at the beginning none.
+            Each word is one argument. "..." at the end allows more, "[" at the beginning allows none.
         modes: names of options that each replace the usual action. At most one is given.
         examples: command lines for --help, without `python -m jaxtrain.NAME`.
         notes: the last paragraphs of --help: exit codes.
@@ -270,7 +270,10 @@ class Parsed:
 
     @property
     def has_strays(self) -> bool:
-        """Return whether an option or argument was not understood. A missing one may be it, and is no problem of its own."""
+        """Return whether there is an unknown option or argument.
+
+        It may be a misspelt required one, which is then not reported as missing.
+        """
         return any(p.rule in launch.STRAYS for p in self.problems)
 
     @property
@@ -453,7 +456,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def check_output_file(text: str) -> str:
-    """Return why a file cannot be written, or "". To be known before the work, not after it."""
+    """Return why a file cannot be written, or "". Commands check it before their work."""
     try:
         path = Path(text).expanduser().absolute()
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""The commands: their table, and how a user writes them here. Runs on Python 3.8 too, by itself, for run.sh."""
+"""The commands: their table, and how a user types them. Runs on Python 3.8 too, without other modules, for run.sh."""
 
 import difflib
 import os

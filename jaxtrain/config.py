@@ -1,4 +1,4 @@
-"""Every key a run can have: its default, its type, what it does. No jax, no device, no file is touched here.
+"""Every config key: its default, type and meaning. Imports no jax and touches no device or file.
 
 A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
 turns the result, once, into the frozen `RunConfig` that the rest of the program reads. The dataclasses below are the only
@@ -20,14 +20,15 @@ import ml_collections
 from jaxtrain.commands import spelled
 from jaxtrain.synonyms import nearest_key
 
-# From the outermost, whose neighbours may be nodes apart, to the innermost. Optional ones are part of a mesh only where used.
+# From the outermost, whose neighbours may be on different nodes, to the innermost. Optional ones are part of a mesh only if
+# used.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
-EXPERT_AXIS = "expert"  # the mesh axis along which tokens travel to experts
-MOST_DOCUMENTS = 32  # in a sequence, where `data.max_segments` leaves the number open
+EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
+MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
 
-# Logical axis -> mesh axes it is split over, joined by "+"; "" keeps the axis whole. A model may use further names as long
-# as its config adds a rule for each.
+# Logical axis -> mesh axes that shard it, joined by "+"; "" replicates the axis. A model may use further names if its config
+# adds a rule for each.
 RULES = {
     "batch": "data+fsdp+expert",
     "sequence": "seq",
@@ -46,19 +47,19 @@ RULE_DOCS = {
     "batch": "sequences of a batch",
     "sequence": "tokens, inside attention and feed-forward blocks",
     "residual": "tokens, in the residual stream and norms between those blocks",
-    "embed": "the model dimension of every weight, but experts'",
+    "embed": "the model dimension of every weight except experts'",
     "heads": "query heads",
-    "kv_heads": "key/value heads; must be split like the query heads",
+    "kv_heads": "key/value heads; must be sharded like the query heads",
     "head_dim": "the width of a head",
     "mlp": "the feed-forward width",
     "vocab": "rows of the embedding and the head",
     "layers": "the axis along which layers are stacked",
-    "experts": "the experts of a layer, as far as their number divides; in use over expert alone",
-    "expert_embed": "the model dimension of experts' weights, over what does not divide their number",
+    "experts": "the experts of a layer, over axes that divide their number; in use only over expert",
+    "expert_embed": "the model dimension of experts' weights, over axes that do not divide their number",
 }
 
 
-# Logical axis -> the mesh axes that its rule may name, in this order: those that the step has collectives for.
+# Logical axis -> the mesh axes that its rule may name, in this order: those with collectives in the step.
 ALLOWED = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("seq",),
@@ -92,7 +93,7 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
             ordered = "+".join(a for a in allowed if a in table[axis])
             found.append((axis, f"must name its mesh axes in the order {names}", f"Set {ordered}."))
     if table["heads"] != table["kv_heads"]:
-        rule = f"query heads are sharded over {table['heads']}, and a query head must be where its key/value head is"
+        rule = f"query heads are sharded over {table['heads']}, and a query head must be on the device of its key/value head"
         found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
     if table["residual"][: len(table["sequence"])] != table["sequence"]:
         rule = f"tokens inside the blocks are sharded over {table['sequence']}, so those of the residual stream must be too"
@@ -100,20 +101,20 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
     for axis in ("embed", "expert_embed", "experts"):
         alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
         if alone:
-            rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would add up the same gradients"
+            rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
             found.append((axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The declaration of a key, but for its type and its default.
+    """The declaration of a key, without its type and default.
 
     Attributes:
         doc: one line.
         choices: the values that a string takes; () for any.
         importable: `package.module:name` is a value too.
-        at_least, above, at_most, below: the range of a number; None where it is open.
+        at_least, above, at_most, below: the range of a number; None if it is open.
     """
 
     doc: str
@@ -126,13 +127,13 @@ class Key:
 
     @property
     def values(self) -> str:
-        """The choices or the range in words, "" for any value."""
+        """Return the choices or the range in words; "" for any value."""
         limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
         return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
 
     def out_of_range(self, value: Any) -> tuple[str, str] | None:
-        """Return (broken rule, remedy) of a number outside the range, None of one inside."""
+        """Return (broken rule, remedy) of a number outside the range, or None."""
         if self.at_least is not None and value < self.at_least:
             return f"must be at least {self.at_least:g}", f"Set {self.at_least:g} or more."
         if self.above is not None and value <= self.above:
@@ -166,7 +167,7 @@ class Model:
 
     family: str = key(
         "llama",
-        "which file of jaxtrain/models/families, or your own",
+        "a file of jaxtrain/models/families, or your own module",
         choices=(
             "llama",
             "mistral",
@@ -190,105 +191,106 @@ class Model:
     )
     d_ff: int = key(384, "width of the feed-forward block (each of gate and up)", at_least=1)
     vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary", at_least=1)
-    dense_layers: int = key(0, "of a model with experts: its first blocks that have none", at_least=0)
+    dense_layers: int = key(0, "in a model with experts: number of first layers without experts", at_least=0)
     dense_d_ff: int = key(0, "width of the feed-forward block of dense_layers", at_least=0)
     kv_lora_rank: int = key(
         0,
-        "latent attention (DeepSeek-V2): width of the latent that keys and values are made of; 0: other attention",
+        "latent attention (DeepSeek-V2): width of the latent of keys and values; 0: other attention",
         at_least=0,
     )
-    q_lora_rank: int = key(0, "with kv_lora_rank: width of the latent that queries are made of; 0: none", at_least=0)
+    q_lora_rank: int = key(0, "with kv_lora_rank: width of the latent of queries; 0: none", at_least=0)
     qk_nope_head_dim: int = key(0, "with kv_lora_rank: the part of a query's and a key's head that is not rotated", at_least=0)
-    qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part, of keys the same for all heads", at_least=0)
+    qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part; all heads share that of the key", at_least=0)
     v_head_dim: int = key(0, "with kv_lora_rank: width of a value's head", at_least=0)
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", above=0)
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
     attention_out_bias: bool = key(False, "bias on attention's output projection")
-    attention_sinks: bool = key(False, "each query head has a learnt logit in the sum of softmax, without a value")
-    sandwich_norm: bool = key(False, "RMSNorm also on what attention and feed-forward add to the residual stream")
-    sliding_window: int = key(0, "a token sees this many positions, itself included; 0: all before it", at_least=0)
+    attention_sinks: bool = key(False, "each query head has a learnt logit in the denominator of softmax, without a value")
+    sandwich_norm: bool = key(False, "RMSNorm also on the outputs of attention and feed-forward")
+    sliding_window: int = key(0, "a token attends to this many positions, itself included; 0: all before it", at_least=0)
     attention_pattern: str = key(
-        "", "layers that see sliding_window (l) or everything (g), repeated over all layers, as lllllg; '': all l"
+        "", "layers with sliding_window (l) or full attention (g), repeated over all layers, as lllllg; '': all l"
     )
-    attn_logit_scale: float = key(0.0, "queries times keys are multiplied by this; 0: by 1 / sqrt(head_dim)", at_least=0)
+    attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0)
     attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0)
     logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0)
     rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0)
-    local_rope_base: float = key(0.0, "base in layers that see sliding_window, never scaled; 0: as in the others", at_least=0)
+    local_rope_base: float = key(0.0, "base in layers with sliding_window, never scaled; 0: as in the others", at_least=0)
     rope_scaling: str = key(
         "none",
         "llama3: long wavelengths are stretched, as in Llama 3.1; yarn: as in YaRN; linear: all are",
         choices=("none", "llama3", "linear", "yarn"),
     )
     rope_factor: float = key(8.0, "llama3, linear, yarn: how much wavelengths are stretched", at_least=1)
-    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched in full", above=0)
-    rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this stay as they are")
+    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched by rope_factor", above=0)
+    rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this are unchanged")
     rope_original_len: int = key(8192, "llama3, yarn: sequence length the model was first trained with", at_least=1)
-    rope_beta_fast: float = key(32.0, "yarn: pairs with more turns than this in original_len stay as they are", above=0)
-    rope_beta_slow: float = key(1.0, "yarn: pairs with fewer turns than this are stretched in full", above=0)
+    rope_beta_fast: float = key(32.0, "yarn: pairs with more turns than this in original_len are unchanged", above=0)
+    rope_beta_slow: float = key(1.0, "yarn: pairs with fewer turns than this are stretched by rope_factor", above=0)
     rope_truncate: bool = key(True, "yarn: the pairs between which frequencies are interpolated are rounded to whole ones")
     rope_attention_factor: float = key(
         0.0, "yarn: factor of rotated queries and of keys; 0: 0.1 ln(rope_factor) + 1, or by rope_mscale", at_least=0
     )
     rope_mscale: float = key(
         0.0,
-        "yarn: with rope_mscale_all_dim the factor is the quotient of 0.1 mscale ln(rope_factor) + 1 with either; 0: off",
+        "yarn: with rope_mscale_all_dim the factor is the ratio of 0.1 mscale ln(rope_factor) + 1 with either; 0: off",
         at_least=0,
     )
     rope_mscale_all_dim: float = key(0.0, "yarn: see rope_mscale; 0: off", at_least=0)
     num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens", at_least=0)
-    experts_per_token: int = key(2, "experts that each token goes through", at_least=1)
-    router: str = key("softmax", "function that makes an expert's score of the router's logits", choices=("softmax", "sigmoid"))
+    experts_per_token: int = key(2, "experts per token", at_least=1)
+    router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"))
     renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
-    router_bias: bool = key(False, "a bias for each expert decides, with its score, who is chosen; moved by moe.bias_rate")
+    router_bias: bool = key(False, "a bias for each expert is added to its score for the choice; updated by moe.bias_rate")
     router_logit_bias: bool = key(False, "a learnt bias of each expert's logit, part of its score")
     expert_bias: bool = key(False, "biases on gate, up and down projections of experts")
     routed_scaling: float = key(1.0, "factor of the chosen experts' scores, after renormalize", above=0)
-    router_groups: int = key(1, "groups of neighbouring experts, of which a token uses groups_per_token", at_least=1)
+    router_groups: int = key(1, "groups of consecutive experts; a token uses groups_per_token of them", at_least=1)
     groups_per_token: int = key(
         1, "groups whose experts a token may choose: those with the largest sum of two biased scores", at_least=1
     )
-    shared_d_ff: int = key(0, "width of a feed-forward block for all tokens beside the experts; 0: none", at_least=0)
+    shared_d_ff: int = key(0, "width of the shared expert, a feed-forward block for all tokens; 0: none", at_least=0)
     init_std: float = key(
         0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0
     )
 
     @property
     def stacked_layers(self) -> int:
-        """Blocks that are alike, and run in a loop or on pipeline stages: all but `dense_layers`."""
+        """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """How many devices along each axis, over all nodes. One axis may be -1: whatever is left. So may data and fsdp together:
-    fsdp takes what is left inside a node, stages and data the nodes."""
+    """Devices along each axis, over all nodes. One axis may be -1: the devices that are left. data and fsdp may both be -1:
+    fsdp then takes the devices that are left within a node, and stages and data span the nodes.
+    """
 
-    data: int = key(-1, "replicas of the weights; the batch is split over data x fsdp x expert")
+    data: int = key(-1, "replicas of the weights; the batch is sharded over data x fsdp x expert")
     fsdp: int = key(-1, "shards of weights, moments and batch; with mesh.data=1, over all nodes")
     stage: int = key(1, "pipeline stages: shards of the layers; see the pipeline section")
-    expert: int = key(1, "shards of the experts, and of the batch beside data x fsdp")
+    expert: int = key(1, "shards of the experts, and of the batch with data x fsdp")
     tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
-    seq: int = key(1, "shards of the sequence (context parallelism); parallel.context says how keys meet queries")
+    seq: int = key(1, "shards of the sequence (context parallelism); see parallel.context")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How microbatches (train.grad_accum of them) pass through the stages of mesh.stage."""
+    """Schedule of the train.grad_accum microbatches on the stages of mesh.stage."""
 
     schedule: str = key(
         "1f1b",
         "gpipe: all forward, then all backward; interleaved: 1f1b with several groups a stage",
         choices=("1f1b", "gpipe", "interleaved"),
     )
-    groups: int = key(1, "interleaved: groups of neighbouring layers that each stage holds, 2 or more", at_least=1)
+    groups: int = key(1, "interleaved: groups of consecutive layers on each stage, 2 or more", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moe:
-    """How tokens reach the experts of model.num_experts, and how the router learns to spread them."""
+    """Routing of tokens to the experts of model.num_experts, and load balancing."""
 
     impl: str = key(
         "auto",
@@ -296,11 +298,11 @@ class Moe:
         choices=("auto", "pallas", "ragged"),
     )
     capacity_factor: float = key(
-        0.0, "tokens an expert takes, in multiples of an even share, others are dropped; 0: none ever is", at_least=0
+        0.0, "capacity factor: tokens per expert over an even load; others are dropped; 0: no token is dropped", at_least=0
     )
     buffer: float = key(
         1.25,
-        "with mesh.expert and no capacity: room of the first all-to-all, in even loads; the rest takes further, smaller ones",
+        "with mesh.expert and no capacity: size of the first all-to-all over an even load; smaller ones send the rest",
         above=0,
     )
     balance_loss: float = key(
@@ -319,21 +321,19 @@ class Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How layers and sequences are computed on the mesh."""
+    """Computation of layers and sequences on the mesh."""
 
     context: str = key(
         "ring",
-        "how queries reach the keys of other devices where mesh.seq shards the sequence",
+        "context parallelism: the way to attend to keys of other devices, with mesh.seq above 1",
         choices=("ring", "ulysses", "gather"),
     )
-    scan_layers: bool = key(
-        True, "a loop over layers; false: layers one by one in the program, which makes steps faster and the compile longer"
-    )
+    scan_layers: bool = key(True, "a loop over layers; false: unrolled layers, with faster steps and a longer compile")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """Logical axes onto mesh axes."""
+    """The mesh axes of each logical axis."""
 
     zero: int = key(
         3,
@@ -346,12 +346,12 @@ class Sharding:
         "zero=3 gathers weights for each layer, each forward pass (kept until its backward), or each step",
         choices=("layer", "forward", "step"),
     )
-    rules: tuple[tuple[str, str], ...] = key(tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' keeps it whole")
+    rules: tuple[tuple[str, str], ...] = key(tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' replicates it")
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which attention kernel, and the type of its matmuls."""
+    """The attention kernel, and the dtype of its matmuls."""
 
     impl: str = key(
         "auto",
@@ -366,14 +366,14 @@ class Attention:
     )
     ulysses: int = key(
         0,
-        "parallel.context=ulysses: ranks that trade tokens for heads, the rest form a ring; 0: as many as heads allow",
+        "parallel.context=ulysses: ranks of a Ulysses group; the groups form a ring; 0: as many ranks as heads allow",
         at_least=0,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What the forward pass keeps for the backward pass."""
+    """Activations that the forward pass saves for the backward pass."""
 
     policy: str = key(
         "none",
@@ -386,7 +386,7 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Storage types. auto: by `precision`. int8: in blocks."""
+    """Storage dtypes. auto: by `precision`. int8: quantized in blocks."""
 
     params: str = key(
         "auto", "the master weights (auto: f32); norms and biases are f32 in any case", choices=("auto", "f32", "bf16")
@@ -396,21 +396,21 @@ class Dtypes:
     grads: str = key("auto", "gradients summed over microbatches (auto: f32)", choices=("auto", "f32", "bf16"))
     reduce: str = key(
         "auto",
-        "gradients summed over devices (auto: the compute type, which a device's own gradient has)",
+        "gradients summed over devices (auto: the compute type)",
         choices=("auto", "f32", "bf16"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """What `precision=fp8` leaves in bfloat16."""
+    """Matmuls that stay in bfloat16 with `precision=fp8`."""
 
     exclude: str = key("", "weights or blocks computed in bf16, comma-separated: wo,mlp.down or attention; '': none")
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is learnt, and how it is cut into sequences."""
+    """Training data, and its packing into sequences."""
 
     source: str = key(
         "stdlib",
@@ -419,19 +419,19 @@ class Data:
     )
     source_schedule: str = key(
         "",
-        "other weights or files from a step on: STEP: FILE.tok=WEIGHT,...; STEP: ...; each file continues where it stopped",
+        "other weights or files from a step on: STEP: FILE.tok=WEIGHT,...; STEP: ...; each file continues at its position",
     )
     eval_source: str = key(
         "",
         "held-out data, same forms, or several sets by name: NAME=SOURCE;NAME=SOURCE;...; '': the validation split of stdlib "
         "and synthetic",
     )
-    tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the one the token files were made with")
+    tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the tokenizer of the token files")
     seq_len: int = key(256, "tokens in a sequence", at_least=1)
     packing: str = key(
         "documents",
-        "attention stops at document borders in documents and best_fit, not in none. documents: text is cut into sequences "
-        "wherever one ends; best_fit: documents shorter than a sequence stay whole, and sequences are padded",
+        "attention stops at document borders in documents and best_fit, not in none. documents: text is cut at sequence "
+        "ends; best_fit: documents shorter than a sequence are not cut, and sequences are padded",
         choices=("documents", "best_fit", "none"),
     )
     max_segments: int = key(
@@ -451,24 +451,24 @@ class Data:
 
     @property
     def most_documents(self) -> int:
-        """Documents in a sequence at most, for those who have not seen the data."""
+        """Return the largest number of documents in a sequence, for code that has not read the data."""
         return self.max_segments or MOST_DOCUMENTS
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """The loop."""
+    """The training loop."""
 
     steps: int = key(1000, "optimizer steps in all, resumed ones included", at_least=1)
     global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1)
     grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1)
     accumulate: str = key(
         "auto",
-        "layer: each layer's gradient is added to the sum as it comes; microbatch: all of a microbatch's are held first; "
+        "layer: each layer's gradient is added to the sum in its backward pass; microbatch: after the whole backward pass; "
         "auto: microbatch with parallel.scan_layers, else layer",
         choices=("auto", "layer", "microbatch"),
     )
-    freeze: str = key("", "parameters that stay as they are, comma-separated patterns of names: embed.*,layers.mlp.*,head")
+    freeze: str = key("", "frozen parameters, comma-separated patterns of names: embed.*,layers.mlp.*,head")
     seed: int = key(0, "initial weights; with dtypes.params=bf16 also how their updates are rounded", at_least=0)
     memory_fraction: float = key(
         0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context", at_least=0, at_most=1
@@ -476,13 +476,13 @@ class Train:
     max_minutes: str = key("", "save and exit with 75 after this many minutes | auto: before Slurm's end of the job")
     loss_spike_sigma: float = key(
         0.0,
-        "a step is skipped where loss or gradient norm is this many robust standard deviations above the last 128; 0: only "
-        "where one is not finite",
+        "a step is skipped if loss or gradient norm is this many robust standard deviations above the last 128; 0: only "
+        "if one is not finite",
         at_least=0,
     )
     on_divergence: str = key(
         "stop",
-        "after max_skipped_steps; stop: exit code 76; rollback: to the last good checkpoint, and past the data that did it",
+        "after max_skipped_steps; stop: exit code 76; rollback: to the last good checkpoint, skipping the data of these steps",
         choices=("stop", "rollback"),
     )
     max_skipped_steps: int = key(8, "this many skipped steps in a row are a divergence", at_least=1)
@@ -490,16 +490,16 @@ class Train:
         "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
     )
     sdc_check_every: int = key(
-        0, "every this many steps, take the step twice and compare all bits, to find faulty hardware; 0: never", at_least=0
+        0, "every this many steps, repeat the step and compare all bits, to find faulty hardware; 0: never", at_least=0
     )
     deterministic: bool = key(
-        False, "the same bits from every run on the same GPUs: slower kernels, and XLA's choices kept with the run"
+        False, "the same bits from every run on the same GPUs: slower kernels, and XLA's autotuning results stored with the run"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What is made small."""
+    """The training loss."""
 
     name: str = key(
         "cross_entropy",
@@ -518,7 +518,7 @@ class Loss:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether the loss compares the members of pairs."""
+        """Return whether the loss compares the members of pairs."""
         return self.name == "dpo"
 
 
@@ -528,7 +528,7 @@ class Optimizer:
 
     name: str = key(
         "adamw",
-        "muon: matrices of layers by Muon, the rest by AdamW",
+        "muon: matrices of layers by Muon, other parameters by AdamW",
         choices=(
             "adamw",
             "muon",
@@ -540,7 +540,7 @@ class Optimizer:
     schedule: str = key(
         "cosine", "learning rate over the steps; wsd: warmup, stable, decay", choices=("constant", "cosine", "linear", "wsd")
     )
-    warmup_steps: int = key(100, "linear from lr / warmup_steps to lr, which the last of them takes", at_least=0)
+    warmup_steps: int = key(100, "linear from lr / warmup_steps to lr at the last of these steps", at_least=0)
     decay_steps: int = key(
         0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all", at_least=0
     )
@@ -553,7 +553,7 @@ class Optimizer:
     groups: str = key("", "by name, PATTERN:SETTING=VALUE,...;...: lr (a factor), weight_decay, optimizer (adamw | muon)")
     offload: str = key(
         "none",
-        "moments: they rest in pinned host memory and visit the device a layer at a time",
+        "moments: stored in pinned host memory, updated on the device a layer at a time",
         choices=("none", "moments"),
     )
 
@@ -574,7 +574,7 @@ class Init:
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside the weights of init.from, which stay as they are (docs/finetuning.md)."""
+    """Low-rank adapters for the frozen weights of init.from (docs/finetuning.md)."""
 
     rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
     alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0)
@@ -586,12 +586,12 @@ class Eval:
     """Loss on held-out data."""
 
     every_steps: int = key(200, "and after the last step; 0: never", at_least=0)
-    sequences: int = key(128, "sequences per evaluation, always the same ones, whatever the batch and the layout", at_least=1)
+    sequences: int = key(128, "sequences per evaluation, the same ones for every batch size and layout", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What is saved, and what a resumed run may change."""
+    """Saving, and the changes that a resumed run may make."""
 
     dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH, or s3://BUCKET/PATH; '': WORKDIR/checkpoints")
     every_steps: int = key(500, "and after the last step; 0: only then", at_least=0)
@@ -603,13 +603,13 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What is written while training."""
+    """Output during training."""
 
     every_steps: int = key(10, "a line in the log and in metrics.jsonl", at_least=1)
     tensorboard: bool = key(True, "write tb/")
-    wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': not there. WANDB_MODE and its like say how")
+    wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': off. WANDB_MODE and other variables of wandb apply")
     peak_tflops: float = key(
-        0.0, "dense peak of one device for MFU, where hardware.py does not know it; 0: from the table", at_least=0
+        0.0, "dense peak of one device for MFU, for a device that is not in hardware.py; 0: from the table", at_least=0
     )
     gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none", at_least=0)
     mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never", at_least=0, at_most=1)
@@ -617,10 +617,12 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Texts that the model writes at the end of training, and on the way."""
+    """Texts that the model generates during and after training."""
 
     every_steps: int = key(0, "and after the last step; 0: only then", at_least=0)
-    prompt: str = key("", "continued by the model; several are separated by ||; '': what begins a document, or a line break")
+    prompt: str = key(
+        "", "continued by the model; several are separated by ||; '': the beginning of a document, or a line break"
+    )
     max_tokens: int = key(256, "tokens to write; 0: no sample", at_least=0)
     temperature: float = key(0.8, "0: always the likeliest token", at_least=0)
     top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this", above=0, at_most=1)
@@ -638,19 +640,19 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """How XLA compiles the step; jaxtrain/train/compiler.py has its own options, each with the reason."""
+    """XLA options of the step. jaxtrain/train/compiler.py has the defaults, each with its reason."""
 
-    options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they stand above jaxtrain's own")
+    options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they override jaxtrain's own")
     defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
 
 
 def parts_of(text: str) -> tuple[str, ...]:
-    """The items of a comma-separated list."""
+    """Return the items of a comma-separated list."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
-    """`compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and what is wrong with it.
+    """Return `compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and its problems.
 
     A comma within a value is written "+": xla_disable_hlo_passes=one+other.
     """
@@ -669,7 +671,7 @@ def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Places with different traffic: sustained reads, many small files."""
+    """Folders by their traffic: sustained reads, or many small files."""
 
     data: str = key("~/.cache/jaxtrain/data", "token files that jaxtrain makes itself (the stdlib corpus)")
     cache: str = key("~/.cache/jaxtrain/compile", "XLA's compile cache; '': none")
@@ -677,10 +679,10 @@ class Paths:
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """The environment variables of a run on GPUs, which are part of it: jaxtrain/environment.py has the tables."""
+    """The environment variables of a run on GPUs. jaxtrain/environment.py has the tables."""
 
-    defaults: bool = key(True, "begin with the table of the GPU; False: with nothing but the memory budget")
-    set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they stand above the table")
+    defaults: bool = key(True, "begin with the table of the GPU; False: with the memory budget only")
+    set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they override the table")
     inherit: str = key(
         "", "names or patterns of the shell's variables that may stay, as NCCL_ALGO,FI_*; others that change a run are refused"
     )
@@ -688,7 +690,7 @@ class Env:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A whole run. Made by `resolve`, read by everything, changed by nothing."""
+    """The resolved config of a run. Made by `resolve`; frozen."""
 
     precision: str = key(
         "bf16",
@@ -722,18 +724,18 @@ class RunConfig:
 
     @property
     def compute(self) -> str:
-        """The type of activations, and of GEMMs and gathered weights but for those in 8 bits: f32 | bf16."""
+        """Return the dtype of activations, and of matmuls and gathered weights that are not in 8 bits: f32 | bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch, padding included."""
+        """Return the tokens of a global batch, padding included."""
         return self.train.global_batch * self.data.seq_len
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config, in the words a user needs."""
+    """One problem of a config, in words for the user."""
 
     key: str
     value: object
@@ -754,11 +756,12 @@ class ConfigError(ValueError):
 
 
 def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Logical axis -> mesh axes that split it, on a mesh of these sizes. With zero = 0 weights and all that belongs to them are
-    whole over the mesh axes that split the batch.
+    """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
 
-    Experts rest as wholes, one or several on a device, while their number divides: then they are gathered as they lie in
-    memory. Axes that do not divide it split the model dimension of each expert's weights.
+    With zero = 0, weights and their gradients and moments are replicated over the mesh axes that shard the batch.
+
+    Mesh axes that divide the number of experts shard the experts, which are contiguous in memory for the all-gather. The other
+    axes shard the model dimension of each expert's weights.
     """
     rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
     whole: list[str] = []
@@ -771,27 +774,27 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
     if run.sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
-    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}  # tokens move to experts
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}  # tokens are sent to experts
     return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
 
 
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
-    """Size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
+    """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    Where both data and fsdp are -1, fsdp is what expert, tensor and seq leave of a node (1 where their groups fill it), stages
-    lie on different nodes as far as there are some, and data is the rest. `what` names the devices in a refusal.
-    Raises ConfigError for sizes that do not fill the devices.
+    If data and fsdp are both -1, fsdp is the number of devices of a node that expert, tensor and seq leave (1 if their groups
+    fill it). Stages are on different nodes as far as there are some, and data is the rest. `what` names the devices in an
+    error. Raises ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
-    rule = "must be a positive number, or -1 for whatever is left"
+    rule = "must be a positive number, or -1 for the devices that are left"
     wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
     if wrong:
         raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in wrong.items()])
     free = [axis for axis, size in asked.items() if size == -1]
     if len(free) > 1 and free != ["data", "fsdp"]:
         others = " or ".join(f"mesh.{axis}" for axis in free)
-        rule = "only data and fsdp may both be -1, or the split is not determined"
+        rule = "only data and fsdp may both be -1, otherwise the sizes are not determined"
         raise ConfigError([Problem("mesh", shown, rule, f"Set {others} to a number.")])
     fixed = math.prod(size for size in asked.values() if size != -1)
     if devices % fixed or (not free and fixed != devices):
@@ -812,7 +815,7 @@ def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str,
 
 
 def public_name(field_name: str) -> str:
-    """`from_` is `from` in config files: Python reserves the word."""
+    """Return the name of a field in config files: `from` for `from_`, because Python reserves the word."""
     return field_name.rstrip("_")
 
 
@@ -843,7 +846,7 @@ class RecordingDict(ml_collections.ConfigDict):
         return made
 
     def get_ref(self, key: str) -> Any:
-        """Return a reference to a key. ConfigDict stores it by an assignment, which is none of the file's."""
+        """Return a reference to a key. ConfigDict stores it by an assignment, which is not recorded."""
         before = key in self.assigned
         reference = super().get_ref(key)
         if not before:
@@ -852,7 +855,7 @@ class RecordingDict(ml_collections.ConfigDict):
 
 
 def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned as a whole.
+    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned at once.
 
     A copy by `copy.deepcopy`, or of another class, has no record.
     """
@@ -874,7 +877,7 @@ def default_config() -> Any:
 
 
 def to_dict(run: Any) -> dict[str, Any]:
-    """Nested plain dict of a RunConfig, as written to config.json and read by `from_dict`; or of one of its sections."""
+    """Return a RunConfig, or one of its sections, as a nested plain dict, as in config.json. `from_dict` reads it."""
 
     def plain(section: Any) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -891,7 +894,7 @@ def to_dict(run: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """('model.d_model', 128), ... in declaration order."""
+    """Yield ('model.d_model', 128), ... in declaration order."""
     for name, value in tree.items():
         if isinstance(value, Mapping | ml_collections.ConfigDict):
             yield from flatten(value, f"{prefix}{name}.")
@@ -925,13 +928,13 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A remedy for a misspelt name."""
+    """Return a remedy for a misspelt name."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
 
 
 def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Typed sections from a nested dict. Unknown keys and wrong types come back as problems, with the default in place."""
+    """Return the typed sections of a nested dict, and its problems. Unknown keys and wrong types leave the default."""
     problems: list[Problem] = []
 
     def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
@@ -980,7 +983,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
 
 
 def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """ConfigDict -> RunConfig with every derived value filled in, and the problems found on the way.
+    """Return the RunConfig of a ConfigDict with every derived value filled in, and the problems found.
 
     Derived: `model.head_dim` from d_model / num_heads or the parts of a latent model's heads, `dtypes.*` from `precision`.
     """
@@ -997,7 +1000,7 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> Any:
-    """The `:variant` of `--config=FILE:variant`, typed by its defaults.
+    """Return the `:variant` of `--config=FILE:variant`, typed by its defaults.
 
     `parse_arg("half,seq=4096", half=False, seq=8192)` gives an object with `.half` True and `.seq` 4096. A bare name
     switches a bool on. Leftovers and values of the wrong type raise ConfigError.
@@ -1017,7 +1020,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
             else:
                 chosen[name] = kind(text)
                 if kind is int and chosen[name] < 1:
-                    raise ValueError("there is no use for less than one")
+                    raise ValueError("must be at least 1")
         except (ValueError, KeyError):
             what = "a whole number, 1 or more" if kind is int else "true or false" if kind is bool else "text"
             example = defaults[name] or ("true" if kind is bool else 1)

@@ -1,11 +1,11 @@
-"""Placement of a sequence's tokens over the ranks of `mesh.seq`, and the division of attention among them. No jax.
+"""Sharding of a sequence's tokens over the ranks of `mesh.seq`, and of the attention between them. Imports no jax.
 
-A rank of the seq axis is (ring place, place in its Ulysses group): rank = ring place x ulysses + place in the group, so that
-a group, whose all-to-alls are the larger traffic, is made of neighbours.
+A rank of the seq axis is ring rank x ulysses + Ulysses rank. So the ranks of a Ulysses group, whose all-to-alls are the larger
+traffic, are neighbours.
 
-A ring of r places cuts each row into 2 r chunks of C tokens and gives place g the chunks g and 2 r - 1 - g (zigzag order). An
-early chunk sees little and its partner much: under the causal mask every place has the same 2 r C^2 pairs to compute.
-The Ulysses ranks of a place divide those two chunks between them, and attend to both with a part of the heads.
+A ring of r ranks cuts each sequence into 2 r chunks of C tokens and gives ring rank g the chunks g and 2 r - 1 - g (zigzag
+order). An early chunk has few visible keys, its partner many. Under the causal mask every ring rank computes the same 2 r C^2
+pairs. The Ulysses ranks of one ring rank shard its two chunks, and each attends to both with some of the heads.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ METHODS = choices("parallel.context")
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """How the ranks of a sequence work together: `ulysses` x `ring` of them; (1, 1): the sequence is on one device."""
+    """The context parallelism of a sequence: `ulysses` x `ring` ranks. (1, 1): the sequence is on one device."""
 
-    ulysses: int = 1  # ranks that trade tokens for heads around an attention that sees all tokens of the group
-    ring: int = 1  # places whose keys and values travel
-    gathered: bool = False  # keys and values are gathered over the places at once; else they go round
+    ulysses: int = 1  # ranks that exchange tokens for heads around an attention over all tokens of the group
+    ring: int = 1  # ring ranks whose keys and values are exchanged
+    gathered: bool = False  # keys and values are gathered over the ring ranks at once; otherwise they go round the ring
 
     def __str__(self) -> str:
         places = f"keys gathered over {self.ring}" if self.gathered else f"a ring of {self.ring}"
@@ -35,19 +35,19 @@ class Context:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Chunks of a row, in the order in which devices hold them; (0,) where a row stays as it is."""
+        """Return the chunks of a sequence in the order in which devices hold them; (0,) if it is not cut."""
         if self.ring == 1:
             return (0,)
         return tuple(chunk for place in range(self.ring) for chunk in (place, 2 * self.ring - 1 - place))
 
     @property
     def divides(self) -> int:
-        """What the length of a sequence must be a multiple of."""
+        """Return the number that the sequence length must be a multiple of."""
         return self.size * 2 if self.ring > 1 else self.size
 
 
 def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int) -> Context:
-    """The division of `ranks` ranks of the seq axis.
+    """Return the ring and Ulysses sizes for `ranks` ranks of the seq axis.
 
     Args:
       method: parallel.context.
@@ -65,23 +65,26 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
 
 
 def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
-    """Why so many ranks cannot divide these heads, or None. Key/value heads that are fewer are held by several ranks."""
+    """Return why a Ulysses group of this size cannot shard these heads, or None.
+
+    If there are fewer key/value heads than ranks, ranks hold replicas of them.
+    """
     if heads % group:
         return f"{heads} query heads do not divide over {group} ranks"
     if kv_heads % group and group % kv_heads:
-        return f"{kv_heads} key/value heads neither divide over {group} ranks nor can each be held by as many of them"
+        return f"{kv_heads} key/value heads neither divide over {group} ranks nor divide the number of ranks"
     return None
 
 
 def pairs(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
-    """Query-key pairs that each rank computes under the causal mask, per head of the model; one document fills the row.
+    """Return the query-key pairs of each rank under the causal mask, per query head, for one document per sequence.
 
-    `window`: tokens that a query sees, itself included; 0: all before it.
+    `window`: tokens that a query attends to, itself included; 0: all before it.
     """
     reach = min(window or seq_len, seq_len)
 
     def before(end: float) -> float:
-        """Pairs of all queries before this place in the row."""
+        """Return the pairs of all queries before position `end` of the sequence."""
         return end**2 / 2 if end <= reach else reach**2 / 2 + (end - reach) * reach
 
     if context.ring == 1:

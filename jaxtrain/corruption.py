@@ -1,7 +1,7 @@
-"""Hardware that computes wrong without saying so: a step taken twice must give the same bits, and replicas must agree.
+"""Silent data corruption: a repeated step must give the same bits, and replicas must agree.
 
-Both go by digests of what each device holds (jaxtrain/digests.py). A step can only be compared with itself where a program
-gives the same bits each time: on GPUs that takes train.deterministic.
+Both checks compare digests of each device's shards (jaxtrain/digests.py). Repeating a step needs a deterministic program: on
+GPUs, train.deterministic.
 """
 
 import collections
@@ -21,15 +21,15 @@ from jaxtrain.stacks import ON_HOST
 from jaxtrain.train import state
 from jaxtrain.train.state import TrainState
 
-PROBE = 512  # rows and columns of the matrices that each device multiplies when something is wrong
+PROBE = 512  # rows and columns of the matrices that each device multiplies after a mismatch
 
 
 class Corrupted(RuntimeError):
-    """The same computation gave different bits, or replicas of the same numbers differ. Names the device where it can."""
+    """The same computation gave different bits, or replicas differ. The message names the device if it is known."""
 
 
 class Verifier:
-    """Takes steps twice. mesh: that of the states. say: for the log."""
+    """Runs steps twice and compares the results. mesh: that of the states. say: prints a line of the log."""
 
     def __init__(self, abstract: TrainState, mesh: jax.sharding.Mesh, say: Callable[[str], None]):
         self._abstract, self._mesh, self._say = abstract, mesh, say
@@ -45,14 +45,14 @@ class Verifier:
         self._digests = jax.jit(local, out_shardings=NamedSharding(mesh, P()))
 
     def by_device(self, current: TrainState) -> np.ndarray:
-        """u32 (devices, tensors, 2): digests of the part of each tensor that each device of the mesh holds."""
+        """Return the digests of each tensor's shard on each device of the mesh, u32 (devices, tensors, 2)."""
         return np.asarray(self._digests(*(x for _, x in _leaves(current))))
 
     def twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
-        """What `train_step(current, batch)` gives, once it has given the same bits twice. `current` is given away.
+        """Return the result of `train_step(current, batch)` after two executions gave the same bits. `current` is donated.
 
-        The state waits in host memory meanwhile, as for a checkpoint: the devices need no more memory than for a step. Raises
-        Corrupted.
+        A copy of the state is in host memory meanwhile, as for a checkpoint, so devices need no more memory than for a step.
+        Raises Corrupted.
         """
         jax.block_until_ready(current)
         began = time.perf_counter()
@@ -69,9 +69,7 @@ class Verifier:
         self._compare(first, second, done)
         self._replicas(second, done)
         extra = time.perf_counter() - began - (once - copied)
-        self._say(
-            f"step {done} taken twice: the same bits on {self._mesh.size} devices; it cost {extra:.2f} s more than one step"
-        )
+        self._say(f"step {done} repeated: the same bits on {self._mesh.size} devices; it cost {extra:.2f} s more than one step")
         return result, values
 
     def _compare(self, first: np.ndarray, second: np.ndarray, done: int) -> None:
@@ -84,9 +82,9 @@ class Verifier:
         if len(devices) < self._mesh.size:
             who = f"on {_listed(devices)} alone"
         else:
-            who = f"on all devices, as sums over devices spread it; each by itself: {probe()}"
+            who = f"on all devices, as sums over devices spread it; each by itself: {compare_matmuls()}"
         raise Corrupted(
-            f"step {done} gave other bits when it was taken again, {who} ({len(names)} tensors, among them {names[0]}). "
+            f"step {done} gave other bits when it was repeated, {who} ({len(names)} tensors, among them {names[0]}). "
             "Nothing is saved from here. Take the device out of service (docs/checkpoints.md)."
         )
 
@@ -115,13 +113,13 @@ class Verifier:
 
 
 def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
-    """Those in device memory: XLA computes on nothing that is in host memory."""
+    """Return the arrays in device memory: XLA computes on nothing that is in host memory."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != ON_HOST]
 
 
-def probe() -> str:
-    """Whether the devices of this process agree about a product that each computes by itself, in words."""
+def compare_matmuls() -> str:
+    """Return in words whether the devices of this process agree on a matmul that each computes by itself."""
     key = jax.random.key(0)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
     found = {}
@@ -130,7 +128,7 @@ def probe() -> str:
         found[device] = digests.text(jax.jit(digests.sums)(product(x)))
     usual = collections.Counter(found.values()).most_common(1)[0][0]
     odd = [device for device, bits in found.items() if bits != usual]
-    return f"{_listed(odd)} computes otherwise than the others" if odd else "all agree about a test product"
+    return f"{_listed(odd)} computes other results than the others" if odd else "all agree on a test matmul"
 
 
 def _listed(devices: list[Any]) -> str:

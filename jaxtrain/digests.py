@@ -1,12 +1,12 @@
-"""Digests of arrays, computed where the arrays are: equal bits have equal digests, on any mesh and any number of processes.
+"""Digests of arrays, computed on their devices: equal bits have equal digests, on any mesh and any number of processes.
 
 A digest is three sums modulo 2^32 over an array's elements, read as unsigned words w_i of their own width: of w_i, of
-w_i x (2654435761 i | 1), and of how many are no finite number. Integer sums do not depend on their order, so the digest does
-not depend on how an array is split. One flipped bit changes the first sum by a power of two below 2^32, which is never
-nothing; elements that changed places change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
+w_i x (2654435761 i | 1), and of the number of elements that are not finite. Integer sums do not depend on their order, so the
+digest does not depend on the sharding. One flipped bit changes the first sum by a power of two below 2^32, never by 0; swapped
+elements change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
 
-Each device sums up what it holds, and one all-reduce adds all sums of a call: hundreds of little ones would have to be in the
-same order everywhere, between those of training.
+Each device sums its shards, and one all-reduce adds all sums of a call. Hundreds of small all-reduces would need the same order
+on every process, between those of training.
 """
 
 import functools
@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 KNUTH = 2654435761
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-AT_ONCE = 8  # arrays of one kind in a call of `of_many`
+AT_ONCE = 8  # arrays of one kind in a call of `digest_arrays`
 
 
 def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
-    """uint32 (3,): the digest of an array whose elements have 1, 2 or 4 bytes. For use inside jit.
+    """Return the digest of an array whose elements have 1, 2 or 4 bytes, uint32 (3,). For use inside jit.
 
-    begin, shape: where `x` begins in the whole array, and the whole's shape, if it is a part of one.
+    begin, shape: if `x` is a shard, its offset in the global array and the global shape.
     """
     word = jax.lax.bitcast_convert_type(x.astype(jnp.uint8) if x.dtype == bool else x, WORDS[x.dtype.itemsize])
     w = word.astype(jnp.uint32)
@@ -40,7 +40,8 @@ def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> 
         stride *= shape[axis] if shape else x.shape[axis]
     weighted = w * ((index * jnp.uint32(KNUTH)) | jnp.uint32(1))
     wrong = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
-    # One reduction of all three: of three, XLA's CPU compiler would write their operands to memory, six times a bfloat16 array.
+    # One reduction for all three: for three reductions, XLA's CPU compiler would write their operands to memory, six times a
+    # bfloat16 array.
     zeros = (jnp.uint32(0),) * 3
     return jnp.stack(jax.lax.reduce((w, weighted, wrong.astype(jnp.uint32)), zeros, _added, tuple(range(x.ndim))))
 
@@ -49,19 +50,19 @@ def _added(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Ar
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def of_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
-    """Digests of arrays in device memory, on their way: uint32 (3,), or (layers, 3) for those that are stacked on axis 0."""
+def digest_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
+    """Begin to compute digests of arrays in device memory: uint32 (3,), or (layers, 3) for arrays stacked on axis 0."""
     return program(arrays, stacked)(*arrays)
 
 
 def program(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], stacked: Sequence[bool]) -> Any:
-    """Jitted: arrays like these -> what `of_layers` gives."""
+    """Return the jitted function of arrays like these to the result of `digest_layers`."""
     return _program(tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True)))
 
 
 @functools.lru_cache(maxsize=256)
 def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
-    """Jitted: arrays of these kinds -> their digests, on every device."""
+    """Return the jitted function of arrays of these kinds to their digests, replicated over the devices."""
     if not all(isinstance(sharding, NamedSharding) for _, _, sharding in kinds):
 
         def alone(*arrays: jax.Array) -> list[jax.Array]:
@@ -85,7 +86,7 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
                 every = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), mine, (begin[0], 0))
             else:
                 every = sums(x, begin, shape)[None]
-            # Devices that hold the same part: one of them counts.
+            # Of the devices with the same shard, only one counts.
             used = {axis for part in spec for axis in axes_of(part)}
             first = jnp.asarray(True)
             for axis in mesh.axis_names:
@@ -96,18 +97,21 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
     whole = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
 
     def apart(*arrays: jax.Array) -> list[jax.Array]:
-        together, out, at = whole(*arrays), [], 0
+        digests, out, at = whole(*arrays), [], 0
         for shape, layers, _ in kinds:
             rows = shape[0] if layers else 1
-            out.append(together[at : at + rows] if layers else together[at])
+            out.append(digests[at : at + rows] if layers else digests[at])
             at += rows
         return out
 
     return jax.jit(apart, out_shardings=[NamedSharding(mesh, P())] * len(kinds))
 
 
-def of_many(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """uint32 (3,) by name. Waits for them, a few at a time: arrays of one kind share a compiled program."""
+def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Return the digests of arrays by name, uint32 (3,).
+
+    It waits for a few arrays at a time. Arrays of one kind share a compiled program.
+    """
     kinds: dict[Any, list[str]] = {}
     for name, x in arrays.items():
         kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(name)
@@ -115,13 +119,13 @@ def of_many(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     for names in kinds.values():
         for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
             here = [_on_device(arrays[name]) for name in some]
-            found = [np.asarray(x) for x in of_layers(here, [False] * len(here))]
+            found = [np.asarray(x) for x in digest_layers(here, [False] * len(here))]
             out.update(zip(some, found, strict=True))
     return {name: out[name] for name in arrays}
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """XLA computes on nothing that rests in pinned host memory."""
+    """Return the array in device memory: XLA computes on nothing that is in pinned host memory."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding) and sharding.memory_kind == "pinned_host":
         return jax.device_put(x, sharding.with_memory_kind("device"))
@@ -129,17 +133,17 @@ def _on_device(x: jax.Array) -> jax.Array:
 
 
 def text(digest: Any) -> str:
-    """As files have it: the two sums that say which bits they are, as 16 hexadecimal digits."""
+    """Return a digest as files store it: the two sums that identify the bits, as 16 hexadecimal digits."""
     first, second, _ = np.asarray(digest).tolist()
     return f"{first:08x}{second:08x}"
 
 
 def not_finite(digest: Any) -> int:
-    """How many elements are infinite or no number."""
+    """Return the number of elements that are infinite or NaN."""
     return int(np.asarray(digest)[2])
 
 
-def together(texts: Iterable[tuple[str, str]]) -> str:
-    """One digest for many tensors, from (name, digest) pairs in any order."""
+def combine(texts: Iterable[tuple[str, str]]) -> str:
+    """Return one digest for many tensors, from (name, digest) pairs in any order."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(texts))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]

@@ -1,9 +1,8 @@
-"""The environment variables of a run: a table for each GPU, additions of the config, and variables of the shell that are
-refused.
+"""The environment variables of a run: a table for each GPU, the config's additions, and refused variables of the shell.
 
-Two people who start one config should get one run. So the variables that change what GPUs compute, or how fast, are part of the
-config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names those of the shell that may stay.
-What is left of the shell's is refused by name. No jax here: all of it is decided before jax is imported.
+The same config must give the same run to every user. So variables that change the results or the speed of GPUs are part
+of the config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names variables of the shell that
+may stay. Other such variables of the shell are refused by name. Imports no jax: all of this is decided before jax is imported.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from jaxtrain.config import Problem, RunConfig, parts_of
 from jaxtrain.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
 
-# Variable -> (value, why); the value None: it stays unset, for the reason given.
+# Variable -> (value, reason); value None: it stays unset.
 Table = Mapping[str, tuple[str | None, str]]
 
 ALL: Table = {
@@ -23,7 +22,7 @@ ALL: Table = {
     "NCCL_NVLS_ENABLE": (None, "NCCL sums in the switches where there are any; train.deterministic forbids it"),
     "NCCL_PROTO": (None, "NCCL chooses by size; one protocol for all sizes costs the others"),
 }
-# By compute capability (hardware.Gpu.sm): what differs from one generation to the next.
+# By compute capability (hardware.Gpu.sm): the differences between generations.
 TABLES: Mapping[int, Table] = {
     80: ALL
     | {
@@ -46,78 +45,78 @@ TABLES: Mapping[int, Table] = {
     },
 }
 
-# Names that change what is computed or how fast it is.
+# Names that change results or speed.
 PREFIXES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", "NVTE_", "TF_", "NVIDIA_TF32_OVERRIDE")
-# Of those, the ones that do not, or that somebody else looks after.
+# Exceptions: names without an effect, and names that another module handles.
 HARMLESS = (
     *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_TIMESTAMP*", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE"),
     *("JAX_LOGGING_LEVEL", "JAX_DEBUG_LOG_MODULES", "JAX_TRACEBACK_FILTERING", "CUDA_CACHE_*"),
     *("TF_CLI_*", "TF_VAR_*", "TF_DATA_DIR", "TF_LOG*", "TF_PLUGIN_*", "TF_TOKEN_*"),  # Terraform's
-    # What images of NVIDIA's say of themselves, and where a toolkit lies.
+    # Variables of NVIDIA's images about themselves, and paths of a toolkit.
     *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT", "CUDA_DIR", "CUDA_INSTALL_PATH", "CUDA_TOOLKIT_ROOT_DIR"),
     *("CUDA_BIN_PATH", "CUDNN_HOME", "CUDNN_PATH", "CUDNN_ROOT*", "CUDNN_*DIR", "NCCL_HOME", "NCCL_ROOT*", "NCCL_*_DIR"),
-    # Which devices and processes there are: hardware.probe and distributed.detect read them.
+    # Selection of devices and processes: hardware.probe and distributed.detect read them.
     *("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS"),
-    # The memory budget: hardware.memory_environment refuses what contradicts it.
+    # The memory budget: hardware.memory_environment refuses contradictions.
     *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
     *("XLA_PYTHON_CLIENT_ALLOCATOR", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
 )
-# Where a site's network is: no part of a run, and different from host to host.
+# A site's network: not part of a run, and different from host to host.
 SITE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")
-# In the name of a variable whose value belongs into no log and no receipt.
+# Parts of the name of a variable whose value must not be in a log or receipt.
 SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
-# Read by the loader, by the shell, or before the config is: setting them here would do nothing, or too little.
+# Read by the loader, by the shell, or before the config is: setting them here would be too late.
 TOO_LATE = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"),
     *("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_*", "JAXTRAIN_*", "SLURM_*"),
 )
-EXPORTED = "JAXTRAIN_EXPORTED"  # names of what an earlier run of this process has set
+EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process has set
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """What a run sets in its own environment, with the reasons, and what it takes from the shell's."""
+    """The variables that a run sets, with the reasons, and those that it inherits from the shell."""
 
     set: dict[str, str] = dataclasses.field(default_factory=dict)
-    why: dict[str, str] = dataclasses.field(default_factory=dict)  # of those set
+    why: dict[str, str] = dataclasses.field(default_factory=dict)  # of the variables that are set
     inherited: dict[str, str] = dataclasses.field(default_factory=dict)
     unset: dict[str, str] = dataclasses.field(default_factory=dict)  # variables left unset on purpose, with the reason
 
     def common(self) -> dict[str, str]:
-        """What all processes of a run must have alike: not the memory of a host, nor what its network is called."""
+        """Return the variables that must be equal on all processes: without a host's memory and network names."""
         apart = (HOST_LIMIT, *SITE)
         return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
     def lines(self) -> list[str]:
-        """For the log: what is set and why, and what came from the shell."""
+        """Return lines for the log: the variables that are set, with reasons, and those of the shell."""
         said = [f"environment: {name}={value} ({self.why[name]})" for name, value in self.set.items()]
         if self.inherited:
             shell = " ".join(f"{name}={value}" for name, value in self.inherited.items())
-            said.append(f"environment: from the shell, as it stands: {shell}")
+            said.append(f"environment: from the shell, unchanged: {shell}")
         return said
 
 
 def table(sm: int) -> Table:
-    """The table of a GPU by its compute capability times ten; that of the generation before where it is between two."""
+    """Return the table of a GPU by its compute capability times ten. A value between two GPUs gets the older one's."""
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
-def secret(name: str) -> bool:
-    """Whether the name of a variable speaks of a secret."""
+def is_secret(name: str) -> bool:
+    """Return whether the name of a variable suggests a secret."""
     return any(word in name.upper() for word in SECRET)
 
 
-def changing(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what a run computes or how fast, as the shell has them. None with a secret."""
+def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the shell's variables that change the results or the speed of a run, without secrets."""
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIXES) and not secret(name) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
+        if name.startswith(PREFIXES) and not is_secret(name) and not any(fnmatch.fnmatchcase(name, each) for each in HARMLESS)
     }
 
 
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
-    """`env.set` as name -> value, and what is wrong with it."""
+    """Return `env.set` as name -> value, and its problems."""
     found: dict[str, str] = {}
     problems = []
     for item in parts_of(text):
@@ -126,8 +125,8 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
             problems.append(Problem("env.set", item, "must be NAME=VALUE", "For example NCCL_CROSS_NIC=1."))
         elif name in found:
             problems.append(Problem("env.set", item, f"{name} is named twice", "Keep one of them."))
-        elif secret(name):
-            rule = "its name speaks of a secret, and what is set here stands in the log and the receipt"
+        elif is_secret(name):
+            rule = "its name suggests a secret, and the log and the receipt contain the values set here"
             problems.append(Problem("env.set", name, rule, "Set it in the shell that starts the run."))
         elif any(fnmatch.fnmatchcase(name, each) for each in TOO_LATE):
             rule = f"{name} is read before the config is"
@@ -140,9 +139,9 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
 
 
 def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
-    """What a run sets, and what is wrong with the environment it would start in.
+    """Return the variables that a run sets, and the problems of the environment it would start in.
 
-    On CPUs only `env.set` is set, and nothing refused.
+    On CPUs only `env.set` applies, and no variable is refused.
     """
     env = run.env
     asked, problems = parse(env.set)
@@ -157,28 +156,28 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     if devices.kind != "gpu" or devices.count < 1:
         return _overlay(chosen, environ), problems
     known = table(devices.sm) if env.defaults else {}
-    # An inherited variable stands above the table: the config named it.
+    # An inherited variable overrides the table: the config names it.
     stays = {name for name in environ if _matches(name, env.inherit)}
     stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
     unset = {name: why for name, (v, why) in known.items() if v is None and not environ.get(name)}
     chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
-    decided, wrong = _decided(run, devices, asked, environ)
+    decided, wrong = _derive_variables(run, devices, asked, environ)
     chosen |= decided
     problems += wrong
-    problems += _slipped_in(environ, env.inherit, {*chosen, *(p.key for p in problems)})
+    problems += _find_unnamed_variables(environ, env.inherit, {*chosen, *(p.key for p in problems)})
     overlay = _overlay(chosen, environ)
     return dataclasses.replace(overlay, unset={n: why for n, why in unset.items() if n not in overlay.set}), problems
 
 
-def _decided(
+def _derive_variables(
     run: RunConfig, devices: Devices, asked: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[Problem]]:
-    """What other keys decide: memory, and sums that repeat themselves. And what contradicts them."""
+    """Return the variables that other keys decide (memory, deterministic sums), and problems of contradicting variables."""
     fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
     memory, problems = memory_environment(fraction, {**environ, **asked})
     decided = {name: (value, "train.memory_fraction") for name, value in memory.items()}
     for name in sorted({*memory, HOST_LIMIT} & set(asked) - {p.key for p in problems}):
-        rule = "is decided by train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
+        rule = "follows from train.memory_fraction" if name != HOST_LIMIT else f"is read from the shell: {HOST_LIMIT}=GIB"
         problems.append(Problem("env.set", name, rule, "Leave it out here."))
     if not environ.get(HOST_LIMIT):
         decided[HOST_LIMIT] = (str(int(pinned_limit_gib(environ))), "memory of the host that copies of the state may pin, GiB")
@@ -191,10 +190,13 @@ def _decided(
     return decided, problems
 
 
-def _slipped_in(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
-    """What the shell brings and nobody has named, all in one, with the line that takes it. told: set by the run, or refused."""
+def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
+    """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
+
+    told: variables that the run sets or refuses.
+    """
     earlier = environ.get(EXPORTED, "").split(",")
-    found = {n: value for n, value in changing(environ).items() if value and n not in told and not _matches(n, inherit)}
+    found = {n: value for n, value in select_variables(environ).items() if value and n not in told and not _matches(n, inherit)}
     problems = []
     if left := {name: value for name, value in found.items() if name in earlier}:
         words = " ".join(f"{name}={value}" for name, value in left.items())
@@ -215,7 +217,7 @@ def _matches(name: str, patterns: str) -> bool:
 
 
 def _overlay(chosen: Mapping[str, tuple[str, str]], environ: Mapping[str, str]) -> Overlay:
-    inherited = {name: value for name, value in changing(environ).items() if name not in chosen}
+    inherited = {name: value for name, value in select_variables(environ).items() if name not in chosen}
     why = {}
     for name, (value, reason) in chosen.items():
         there = environ.get(name) or value

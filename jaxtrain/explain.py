@@ -1,4 +1,4 @@
-"""Every key of a config on one page: as text with values and origins, or as the markdown of docs/config.md."""
+"""All keys of a config on one page: as text with values and origins, or as the markdown of docs/config.md."""
 
 import dataclasses
 import sys
@@ -16,14 +16,14 @@ OWN_RULE = Key("a rule of this config's own")
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line; '' for an empty string."""
+    """Return a value as it is written on the command line; '' for an empty string."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) or "''"
 
 
 def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return (key, value, who set it, meaning) of every key. A value that was derived reads "asked -> derived"."""
+    """Return (key, value, origin, meaning) of every key. A value that was derived reads "asked -> derived"."""
     keys = declared()
     out = []
     for key, value in flatten(to_dict(loaded.run)):
@@ -38,11 +38,11 @@ def _meaning(key: Key) -> str:
 
 
 def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
-    """Print the table: rich's where there is a terminal, aligned columns where there is none.
+    """Print the table: by rich on a terminal, otherwise in aligned columns.
 
     Args:
-        loaded: the config, and who set each key.
-        found: dotted key -> the value in use, for keys that leave it open, such as mesh.fsdp = -1.
+        loaded: the config, and the origin of each value.
+        found: dotted key -> the derived value, for keys such as mesh.fsdp = -1.
     """
     title = f"{loaded.launch.config_file}{':' + loaded.launch.variant if loaded.launch.variant else ''}"
     if sys.stdout.isatty():
@@ -61,7 +61,7 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
 
 
 def markdown() -> str:
-    """docs/config.md: every section and key with type, default, values and meaning, from the declarations in config.py."""
+    """Return docs/config.md: every section and key with type, default, values and meaning, from config.py."""
     out = [
         "# Every key of a config",
         "",

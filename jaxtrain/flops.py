@@ -9,29 +9,28 @@ length T, and 2 FLOPs per multiply-add:
                    2 N H T                               the half that a causal mask leaves                   ("causal")
 
 and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three
-times the forward pass: the backward pass has two GEMMs for each one. With H N = D the "full" sum is the 6 N + 12 L H Q T of
-the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The two differ by a tenth for 8B at 8192, so no
-figure goes without its convention's name. Neither counts norms, rotary, softmax or the optimizer, neither knows of
-document borders, and what rematerialisation computes again is in HFU only. Of a run that does not train all weights, MFU counts
-what is left (`training`).
+times the forward pass: the backward pass has two matmuls for each one. With H N = D the "full" sum is the 6 N + 12 L H Q T of
+the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The two differ by a tenth for 8B at 8192, so every
+figure names its convention. Neither counts norms, rotary embedding, softmax or the optimizer, and neither considers document
+borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients (`training`).
 
 A token of a model with E experts goes through k of them, and through the shared one. So the feed-forward block is, with shared
 width S,
 
     feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
 
-and of the first layers that have no experts (model.dense_layers) 2 * 3 D times their own width. Whatever E is, MFU counts these
-active FLOPs only. Where experts take a fixed number of tokens (moe.capacity_factor, in even shares), a GPU computes all of
-their places, filled or not: that is in HFU (`beyond`).
+and of the first layers that have no experts (model.dense_layers) 2 * 3 D times their own width. MFU counts these active FLOPs
+only, for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of
+the buffers, which is in HFU only (`beyond`).
 
 Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
-width H = P + r for queries and keys, of which r are rotated, and of width W for values,
+width H = P + r for queries and keys, r of them rotated, and of width W for values,
 
     projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
     attention      2 N (H + W) T                         ("full"), half of it ("causal")
 
-as training computes it, with the keys and values of every head. Where a kernel takes values no narrower than keys, the zeros
-that fill them up are in neither MFU nor HFU.
+as training computes it, with the keys and values of every head. If a kernel needs values as wide as keys, the padding is in
+neither MFU nor HFU.
 """
 
 import dataclasses
@@ -58,7 +57,7 @@ class Flops:
 
 
 def head_dim(model: Model) -> int:
-    """H: as configured, or D / N."""
+    """Return H: as configured, or D / N."""
     return model.head_dim or model.d_model // model.num_heads
 
 
@@ -67,7 +66,7 @@ def value_dim(model: Model) -> int:
     return model.v_head_dim or head_dim(model)
 
 
-# Weights of a model's matrix products -> the activations they make. A tied head is the embedding. wkv_up makes v too.
+# Weights of a model's matmuls -> the activations they make. A tied head is the embedding. wkv_up makes v too.
 _ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wo": "attention_proj"}
 _ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
 _MADE = {
@@ -76,7 +75,7 @@ _MADE = {
     **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     "layers.mlp.router": "router",
 }
-_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # all that is below the last norm
+_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # everything below the last norm
 _EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 
 
@@ -92,10 +91,10 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
-    """Forward FLOPs per token of one layer's GEMMs, by weight (names without layer numbers).
+    """Return forward FLOPs per token of one layer's matmuls, by weight (names without layer numbers).
 
-    rows: of experts' GEMMs for each token, in place of the experts that it goes through.
-    dense: of one of model.dense_layers; the names are those of the other layers.
+    rows: rows of experts' matmuls per token, in place of the number of experts per token.
+    dense: for one of model.dense_layers; the names are those of the other layers.
     """
     d = model.d_model
     found = {f"layers.attention.{name}": 2.0 * into * out for name, (into, out) in projections(model).items()}
@@ -111,7 +110,7 @@ def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, 
 
 
 def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
-    """Forward FLOPs per token of one layer's GEMMs, by the activation they make (names of `activations.ACTIVATIONS`)."""
+    """Return forward FLOPs per token of one layer's matmuls, by the activation they make (`activations.ACTIVATIONS`)."""
     out: dict[str, float] = {}
     for name, cost in products(model, rows, dense).items():
         out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
@@ -122,13 +121,13 @@ def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, flo
 
 
 def layers(model: Model, rows: float = 0.0) -> float:
-    """Forward FLOPs per token of all layers' GEMMs."""
+    """Return forward FLOPs per token of all layers' matmuls."""
     linear = model.stacked_layers * sum(gemms(model, rows).values())
     return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
 
 
 def by_weight(model: Model) -> dict[str, float]:
-    """Forward FLOPs per token of the GEMMs of every weight below the head, all layers of a stack together."""
+    """Return forward FLOPs per token of the matmuls of every weight below the head, all layers of a stack together."""
     found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
     for i in range(model.dense_layers):
         found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
@@ -136,10 +135,10 @@ def by_weight(model: Model) -> dict[str, float]:
 
 
 def attention(model: Model, seq_len: int) -> Flops:
-    """Forward FLOPs per token of one layer's attention, the mean of all layers, without its projections.
+    """Return forward FLOPs per token of one layer's attention without its projections, the mean of all layers.
 
     A sliding window of W limits the causal count to W - W^2 / 2T positions, which is T / 2 at W = T. The full convention
-    knows no masks: it counts T.
+    ignores masks: it counts T.
     """
     causal = 0.0
     for kind, layers in windows.layers_by_kind(model):
@@ -150,21 +149,21 @@ def attention(model: Model, seq_len: int) -> Flops:
 
 
 def forward(model: Model, seq_len: int) -> Flops:
-    """Forward FLOPs per token."""
+    """Return forward FLOPs per token."""
     linear = layers(model) + 2 * model.d_model * model.vocab_size
     return Flops(linear, linear) + attention(model, seq_len) * model.num_layers
 
 
 def per_token(model: Model, seq_len: int) -> Flops:
-    """Training FLOPs per token: three times the forward pass. Llama-3-8B at 8192: 51.5 GFLOP causal, 57.9 full."""
+    """Return training FLOPs per token: three times the forward pass. Llama-3-8B at 8192: 51.5 GFLOP causal, 57.9 full."""
     return forward(model, seq_len) * 3
 
 
 def newton_schulz(model: Model) -> float:
-    """FLOPs a step, of the whole model, of Muon's matrix products; not of a token, and in no MFU.
+    """Return the FLOPs per step of Muon's matmuls, for the whole model. No MFU counts them.
 
-    Of a matrix with sides a <= b an iteration multiplies it by its transpose, that by itself, and the sum with the matrix:
-    2 a^2 b + 2 a^3 + 2 a^2 b. There are five.
+    For a matrix X of a rows and b >= a columns, each of five iterations computes A = X X^T, A A, and a polynomial of A times X:
+    2 a^2 b + 2 a^3 + 2 a^2 b.
     """
     d, attention_weights = model.d_model, list(projections(model).values())
     columns = [model.d_ff] * 3 * max(1, model.num_experts)
@@ -180,17 +179,17 @@ def newton_schulz(model: Model) -> float:
 
 
 def learns(run: RunConfig, name: str) -> bool:
-    """Whether a parameter, by its name without layer numbers, is trained."""
+    """Return whether a parameter, by its name without layer numbers, is trained."""
     return not run.lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(run.train.freeze))
 
 
-def passes_layers(run: RunConfig) -> bool:
-    """Whether the backward pass goes through the layers: not where nothing there, nor below, is trained."""
+def differentiates_layers(run: RunConfig) -> bool:
+    """Return whether the backward pass goes through the layers: not if everything in and below them is frozen."""
     return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
 
 
 def adapters(run: RunConfig) -> float:
-    """Forward FLOPs per token of the adapters of all layers: 2 R (inputs + outputs) for each weight that has one."""
+    """Return forward FLOPs per token of the adapters of all layers: 2 R (inputs + outputs) for each weight that has one."""
     m, d = run.model, run.model.d_model
     ends = {name: sum(pair) for name, pair in projections(m).items()}
     ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
@@ -198,39 +197,39 @@ def adapters(run: RunConfig) -> float:
 
 
 def training(run: RunConfig) -> Flops:
-    """Training FLOPs per token of a run: those of `per_token`, less what is not computed for frozen weights, and adapters'.
+    """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
 
-    A frozen weight has no gradient, a third of its three GEMMs: with adapters a step is twice the forward pass, and three times
-    that of the adapters. Below the lowest layer that is trained gradients are counted that need not be computed, as is the
-    first layer's in the usual count.
+    A frozen weight has no gradient, which is one of its three matmuls. With adapters a step is two forward passes of the base
+    and three of the adapters. Input gradients below the lowest trained layer are counted although not needed, as the usual
+    count does for the first layer.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     head = 2 * m.d_model * m.vocab_size
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
-    if passes_layers(run):
+    if differentiates_layers(run):
         return total
     within = forward(m, run.data.seq_len) + Flops(-head, -head)
-    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass is all of activations
-    to_norm = 0 if learns(run, "final_norm.scale") else head  # nobody wants the gradient of the last hidden states
+    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
+    to_norm = 0 if learns(run, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
 def head(run: RunConfig) -> float:
-    """Of them, those of the output head: its product, and the gradients of states and of its weight where they are wanted."""
+    """Return the FLOPs of `training` in the output head: its matmul, and the needed gradients of states and weight."""
     m = run.model
-    wanted = passes_layers(run) or learns(run, "final_norm.scale")
+    wanted = differentiates_layers(run) or learns(run, "final_norm.scale")
     return 2.0 * m.d_model * m.vocab_size * (1 + wanted + learns(run, "embed.embedding" if m.tied_head else "head"))
 
 
 def beyond(run: RunConfig) -> Flops:
-    """Return the FLOPs per token that a run computes beside the model's, for HFU.
+    """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
-    They are those that remat computes a second time, the second forward matmul with the head of a loss of pairs, and those of
-    places of experts beyond an even load. With a capacity below 1 tokens are dropped, and they may be negative.
+    They are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity beyond an
+    even load. A capacity below 1 drops tokens, so the result may be negative.
     """
-    back = passes_layers(run)
+    back = differentiates_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
     twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs
     rows = expert_rows(run)
@@ -238,15 +237,16 @@ def beyond(run: RunConfig) -> Flops:
         return extra + Flops(twice, twice)
     spare = layers(run.model, rows) - layers(run.model)
     again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
-    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: of activations, and of weights that learn
+    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: gradients of activations and weights
     return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
 
 
 def expert_rows(run: RunConfig) -> float:
-    """Rows that all experts together multiply for each token, of the load that a plan takes: an even one.
+    """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
-    The experts of a token; with a capacity that many even shares, since arrays have the size of what could come. Likewise with
-    one expert on each device, whose plain matmul takes all of its room (kernels/experts/feed_forward.py).
+    That is the number of experts per token. With a capacity it is multiplied by the capacity factor, since buffers have the
+    size of the capacity. The same holds for one expert per device, whose dense matmul covers its whole buffer
+    (kernels/experts/feed_forward.py).
     """
     e, m = run.moe, run.model
     alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
@@ -254,21 +254,21 @@ def expert_rows(run: RunConfig) -> float:
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
-    """FLOPs per token that the remat policy computes a second time; HFU counts them, MFU does not. rows: as in `products`.
+    """Return the FLOPs per token that the remat policy recomputes. HFU counts them, MFU does not. rows: as in `products`.
 
-    Of each layer a GEMM runs again where the backward pass needs its result and no activation behind it was kept:
+    A matmul of a layer is recomputed if the backward pass needs its result and neither it nor a later activation is saved:
 
-    - q, k, v where they are not kept; with qk_norm q and k in any case, since its backward pass reads what was normed, which
-      only "dots" keeps;
-    - the attention kernel unless both its output and its log-sum-exp are kept;
-    - of latent attention both latents where they are not kept, since the backward pass of their norms reads them;
-    - wo unless its output is kept, or the residual stream after it; its output with sandwich_norm, whose backward reads it;
-    - gate and up where they are not kept, those of experts too; the router, whose scores no policy keeps but "none";
+    - q, k, v if they are not saved; with qk_norm q and k in any case, since its backward pass reads the input of the norm,
+      which only "dots" saves;
+    - the attention kernel unless both its output and its log-sum-exp are saved;
+    - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
+    - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
+    - gate and up if they are not saved, those of experts too; the router, whose scores only "none" saves;
     - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
       `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with sandwich_norm in all.
 
-    This holds for a fused attention kernel with its own backward pass (cuDNN). Left out, as in the usual definition: what
-    that backward pass computes again inside itself.
+    This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
+    out, as usual.
     """
     if remat.policy == "none":
         return Flops(0.0, 0.0)
@@ -294,9 +294,9 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) -> float | None:
-    """Part of the dense peak in use: FLOPs per token x tokens per second, both per device, over peak (TFLOP/s).
+    """Return the fraction of the dense peak: FLOPs per token x tokens per second, both per device, over peak (TFLOP/s).
 
-    With `per_token` it is MFU, with `per_token + beyond` HFU. None where the peak is not known (None or 0).
+    With `per_token` it is MFU, with `per_token + beyond` HFU. None if the peak is unknown (None or 0).
     """
     if not peak_tflops:
         return None
@@ -304,8 +304,9 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 
 def parameters(model: Model) -> dict[str, int]:
-    """Number of parameters by part, and their "total". A tied head has none of its own; of a model with experts "mlp" is the
-    shared one, and that of layers without experts."""
+    """Return the number of parameters by part, and their "total". A tied head has no parameters of its own. For a model with
+    experts, "mlp" is the shared expert and the feed-forward of layers without experts.
+    """
     d, h, count, stacked = model.d_model, head_dim(model), model.num_layers, model.stacked_layers
     attention_params = sum(into * out for into, out in projections(model).values())
     if model.qkv_bias:
@@ -329,7 +330,7 @@ def parameters(model: Model) -> dict[str, int]:
 
 
 def active_parameters(model: Model) -> int:
-    """Parameters that one token meets: of the experts those it goes through, of all else everything."""
+    """Return the number of parameters that one token uses: its experts, and all other weights."""
     count = parameters(model)
     if not model.num_experts:
         return count["total"]

@@ -1,7 +1,7 @@
 """Text from a trained model, token by token; sample.py is its command.
 
-The model is the one that was trained, with the same attention code and a key/value cache. Weights stay split over the
-devices, the one sequence is on all of them.
+The model is the one that was trained, with the same attention code and a key/value cache. Weights stay sharded; the sequence is
+replicated.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class Sampler:
 
     def __init__(self, run: RunConfig, placement: Placement):
         run = for_inference(run)
-        self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too little to shard
-        # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not do.
-        # No token sees farther back than tokens did in training: rotary angles beyond that were never learnt.
+        self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
+        # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not support.
+        # Attention is limited to the distances of training, since rotary angles beyond them were not trained.
         specs = tuple(
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
             for spec in attention_specs(run)
@@ -56,14 +56,14 @@ class Sampler:
 
     @property
     def cache_specs(self) -> Any:
-        """PartitionSpecs of a cache."""
+        """Return the PartitionSpecs of a cache."""
         _, heads = cached_arrays(self.run.model, self.placement)
         kv, of_dense = (self.placement.spec((*first, None, None, heads, None)) for first in (("layers",), ()))
         made: Any = Cache
         return made((kv, kv), ((of_dense, of_dense),) * self.run.model.dense_layers, P(), P(), P())
 
     def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
-        """The logits, f32 (B, V), of what follows each row's last token, and the cache with the tokens in it."""
+        """Return the logits of the token after each row's last one, f32 (B, V), and the cache with these tokens."""
         model = self.definition.bind(params)
         hidden, cache = self._pipe.decode(model, tokens_BT, cache) if self._pipe else model.decode(tokens_BT, cache)
         return model.logits(hidden[:, -1:])[:, 0], cache
@@ -73,7 +73,7 @@ class Sampler:
         return choose(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
 
     def empty_cache(self, rows: int, room: int) -> Cache:
-        """An empty cache on the devices, with room for so many tokens in each row."""
+        """Return an empty cache on the devices, for `room` tokens in each row."""
         empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._places)
         return jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(self.placement.mesh, spec), self.cache_specs))
 
@@ -88,9 +88,9 @@ class Sampler:
         seed: int,
         room: int = 0,
     ) -> Iterator[int]:
-        """Token ids that continue the prompt (at least one id), one by one; the caller decides where to stop.
+        """Yield token ids that continue the prompt (at least one id); the caller decides where to stop.
 
-        room: tokens that the cache holds at least; prompts with the same room share the single-token step.
+        room: least capacity of the cache in tokens; prompts with the same capacity share the single-token step.
         """
         # Lengths are rounded up so that prompts of similar length share one compiled step.
         room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
@@ -104,8 +104,10 @@ class Sampler:
 
 
 def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
-    """One token id, int32 (). temperature 0 takes the likeliest; otherwise a draw from softmax(logits / temperature), cut
-    to the smallest set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Return one token id, int32 (). temperature 0 takes the likeliest token. Otherwise draw from softmax(logits /
+    temperature), limited to the smallest set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020,
+    arXiv:1904.09751).
+    """
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     order = jnp.argsort(-logits_V)
@@ -116,7 +118,7 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
 
 
 def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
-    """The prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
+    """Return the prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
     prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
     made: list[int] = []
     how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
@@ -128,10 +130,10 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
 
 
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """As a document begins; a line's end where there is nothing at all to go on from.
+    """Return the ids of a prompt as the beginning of a document; a newline if there would be no id.
 
-    Raises TokenizerError for an id that the model does not have (the tokenizer is not that of its training), and where there
-    is nothing to go on from at all.
+    Raises TokenizerError for an id that the model does not have (another tokenizer than in training), and for a prompt without
+    ids.
     """
     ids = [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
     if not ids:
@@ -145,7 +147,7 @@ def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
 
 
 def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> list[str]:
-    """The same for each of the prompts that `ask.prompt` holds."""
+    """Return the prompt and its continuation for each of the prompts in `ask.prompt`."""
     asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
     vocab_size = sampler.run.model.vocab_size
     room = max(len(prompt_ids(tokenizer, one.prompt, vocab_size)) for one in asks) + ask.max_tokens
@@ -153,11 +155,10 @@ def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.S
 
 
 def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
-    """Config, sampler, weights and step of a run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder.
+    """Return config, sampler, weights and step of a run's newest checkpoint, one checkpoint, or a Hugging Face folder.
 
-    Of a run with adapters, weights are those of their base and the adapters. base: where the base is now, if not where it was.
-
-    Raises CheckpointError, HuggingFaceError, also where the stored config is not one of this version.
+    For a run with adapters, the weights are those of base and adapters. base: the folder of the base, if it was moved. Raises
+    CheckpointError, HuggingFaceError, also for a stored config of another version.
     """
     source = open_origin(path)
     run = source.run()

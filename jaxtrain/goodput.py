@@ -1,7 +1,7 @@
-"""The wall time of a run by cause, over all attempts, summed from its ledger. No jax here.
+"""The wall time of a run by cause, over all attempts, summed from its ledger. Imports no jax.
 
-Goodput is the part of the wall time in which steps were taken that counted. Time after an end that was wanted (exit code 0, or
-130 for Ctrl-C) until somebody went on is "stopped" and no part of it. ledger.py writes the file.
+Goodput is the fraction of the wall time spent on steps that count. The time between a planned end (exit code 0, or 130 for
+Ctrl-C) and the next attempt is "stopped" and excluded. ledger.py writes the file.
 """
 
 import dataclasses
@@ -13,32 +13,32 @@ from typing import Any
 
 from jaxtrain.progress import duration
 
-# Cause -> what it means. "other" is the way out, after the last step.
+# Cause -> its meaning. "other" is the end of the process, after the last step.
 MEANING = {
     "step": "steps that counted",
-    "startup": "from the birth of the process to the first step, but for compiling, restoring and data",
+    "startup": "from the start of the process to the first step, without compiling, restoring and data",
     "compile": "compiling",
     "restore": "reading a checkpoint",
     "data": "waiting for data",
     "save": "waiting for a save",
     "eval": "held-out loss and samples",
-    "repeated": "steps that were lost, and taken again",
-    "hang": "nothing moved, until the watchdog ended it",
-    "down": "no step could run: from a crash, or a request to leave, to the next attempt; preflight is in it",
+    "repeated": "steps that were lost and repeated",
+    "hang": "hang, until the watchdog ended it",
+    "down": "from a crash or a request to stop to the next attempt, preflight included",
     "other": "the rest",
-    "stopped": "nothing ran, because that was wanted",
+    "stopped": "between a planned end and the next attempt",
 }
 CAUSES = tuple(MEANING)
-REPEATABLE = ("step", "data", "eval")  # what a step that is lost had cost
+REPEATABLE = ("step", "data", "eval")  # time of a step that was lost
 HUNG = 124  # the watchdog's exit code
-WANTED = (0, 130)  # exit codes after which nobody misses the run
+WANTED = (0, 130)  # exit codes of a planned end
 FILE = "goodput.jsonl"
 LINE_S = 30.0  # from one line of the ledger to the next at most
 
 
 @dataclasses.dataclass
 class Span:
-    """A stretch of time of an attempt (0: between two). `first` and `last`: steps done at its ends; last None: not known."""
+    """A span of time of an attempt (0: between two). `first` and `last`: steps done at its ends; last None: unknown."""
 
     attempt: int
     start: float  # seconds since 1970
@@ -50,33 +50,32 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went. `parts` has every cause of CAUSES, in seconds, and sums to `wall_s`."""
+    """The wall time of a run by cause. `parts` has every cause of CAUSES, in seconds, and sums to `wall_s`."""
 
     wall_s: float
     parts: dict[str, float]
     attempts: int
     steps: int  # done
-    steps_repeated: int  # at least: those of a killed attempt's last seconds nobody has counted
+    steps_repeated: int  # at least: the last seconds of a killed attempt are not counted
     spans: list[Span] = dataclasses.field(default_factory=list)
 
     @property
     def goodput(self) -> float | None:
-        """Part of the time in which the run was wanted; None before there is any."""
+        """Return the goodput as a fraction of the time without "stopped"; None before there is any."""
         wanted = self.wall_s - self.parts["stopped"]
         return self.parts["step"] / wanted if wanted > 0 else None
 
     def record(self) -> dict[str, Any]:
-        """For the receipt."""
+        """Return the goodput as the receipt stores it."""
         parts = {cause: round(s, 3) for cause, s in self.parts.items()}
         counted = {"attempts": self.attempts, "steps": self.steps, "steps_repeated": self.steps_repeated}
         return {"goodput": self.goodput, "wall_s": round(self.wall_s, 3), "parts_s": parts, **counted}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger; the last has `seen_last` besides: when its writer was last alive.
+    """Return the lines of a ledger. The last one also has `seen_last`: the time when its writer was last alive.
 
-    Raises ValueError where a line is none of a ledger. A last line cut short by a kill is left
-    out. A ledger that is not there has no lines.
+    Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
     """
     try:
         raw, seen = path.read_bytes(), path.stat().st_mtime
@@ -96,21 +95,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> Goodput:
-    """Adds up a ledger. now: for a run that is alive, until when; None: until it was last seen."""
+    """Sum up a ledger. now: the present time, for a run that is alive; None: the time when it was last seen."""
     spans: list[Span] = []
     attempts = at = repeated = 0
     began = until = 0.0
-    doing: str | None = None  # in the attempt under way; None between attempts
+    doing: str | None = None  # in the present attempt; None between attempts
     away = "down"
     last_seen: float | None = None
     for line in lines:
         kind = line["kind"]
         if kind == "begin":
-            if doing is not None:  # killed: until it was last seen it did what it did
+            if doing is not None:  # killed: until it was last seen, its last activity continued
                 until = _tail(spans, attempts, until, line["seen"], doing, at)
                 away = "down"
-                for span in _without_progress(spans, attempts):
-                    span.last = None  # it was at work on steps that it has not finished
+                for span in _spans_without_progress(spans, attempts):
+                    span.last = None  # it was working on unfinished steps
             if attempts:
                 gap = max(0.0, line["time"] - until)
                 spans.append(Span(0, until, until + gap, {away: gap}, at, at))
@@ -142,9 +141,9 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
 
 
 def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
-    """The time from the last line of an attempt to when it was last seen. Returns the latter.
+    """Add the time from the last line of an attempt to when it was last seen. Return that time.
 
-    Lines come every LINE_S seconds: what claims to be much later is the time at which the file was copied.
+    Lines come every LINE_S seconds: a much later modification time is the time at which the file was copied.
     """
     length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
     if length:
@@ -152,20 +151,20 @@ def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doi
     return until + length
 
 
-def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
-    """The newest spans of an attempt, back to the last in which a step was done."""
+def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
+    """Return the newest spans of an attempt, back to the last one in which a step was done."""
     newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
     return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
 
 
 def _hung(spans: list[Span], attempt: int) -> None:
-    """The attempt was ended by the watchdog: what it spent since its last step was spent on nothing."""
-    for span in _without_progress(spans, attempt):
+    """Count the time since an attempt's last step as lost: the watchdog ended the attempt."""
+    for span in _spans_without_progress(spans, attempt):
         span.seconds = {"hang": sum(span.seconds.values())}
 
 
 def _repeat(spans: list[Span], step: int) -> None:
-    """What was spent on steps after `step` was spent on steps that are taken again."""
+    """Count the time of steps after `step` as repeated: the next attempt takes them again."""
     for span in spans:
         if span.last is not None and span.last <= step:
             continue
@@ -176,12 +175,12 @@ def _repeat(spans: list[Span], step: int) -> None:
             if lost:
                 span.seconds[cause] -= lost
                 span.seconds["repeated"] = span.seconds.get("repeated", 0.0) + lost
-        # What is left of it is of steps that stand; a later `back` may take from them too.
+        # The rest belongs to steps that count; a later `back` may reduce it too.
         span.last = step if not whole else span.first
 
 
 def words(found: Goodput) -> str:
-    """One line: the goodput, and the causes of the rest, largest first."""
+    """Return one line: the goodput, and the other causes, largest first."""
     if found.goodput is None:
         return "goodput: nothing has been measured yet"
     rest = {cause: s for cause, s in found.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * found.wall_s}

@@ -1,7 +1,7 @@
-"""Properties of GPUs, the devices of this machine, and the memory budget of a run. No jax: this is read before it starts.
+"""Properties of GPUs, the devices of this machine, and the memory budget of a run. Imports no jax: it is read before jax.
 
 Peaks are dense rates. Data sheets print rates with 2:4 sparsity, which are twice as high and which training never sees.
-A GPU that is not in the table is None, never a guess: MFU against the wrong peak is worse than no MFU.
+A GPU that is not in the table is None: MFU against a wrong peak is worse than no MFU.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import pynvml
 
 from jaxtrain.config import Problem
 
-# GiB of every GPU left to NCCL buffers and the CUDA context, neither of which JAX allocates. cuDNN's workspace is none of it:
-# XLA allocates that. A stated budget, not a measurement: raise or lower what JAX gets with train.memory_fraction.
+# GiB of every GPU left to NCCL buffers and the CUDA context, neither of which JAX allocates. cuDNN's workspace is not part of
+# it: XLA allocates that. A stated budget, not a measurement: change JAX's share with train.memory_fraction.
 RESERVE_GIB = 6.0
 # On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25
@@ -25,9 +25,9 @@ RESERVE_MOST = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU model. Rates are dense TFLOP/s (0: the format does not exist there), memory in the data sheet's GB.
+    """One GPU model. Rates are dense TFLOP/s (0: the format does not exist there), memory is in the data sheet's GB.
 
-    `hbm_gb` is the nominal size; what a driver reports differs by up to two percent, so budgets take the reported one.
+    `hbm_gb` is the nominal size; a driver's figure differs by up to two percent, so budgets use the reported size.
     `nvlink_gb_s` counts both directions, as data sheets do. `sm` is the compute capability times ten.
     """
 
@@ -43,7 +43,7 @@ class Gpu:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Dense TFLOP/s of the GEMMs of `config.precision`: f32 runs as full float32, not as tf32."""
+        """Return the dense TFLOP/s of matmuls with `config.precision`: f32 runs as full float32, not as tf32."""
         return {"bf16": self.bf16, "fp8": self.fp8, "f32": self.f32}[precision]
 
 
@@ -54,29 +54,28 @@ GH200_SHEET = "NVIDIA GH200 data sheet"
 B200_SHEET = "NVIDIA HGX B200 specifications, per GPU"
 GB200_SHEET = "NVIDIA GB200 NVL72 specifications, divided by its 72 GPUs"
 
-# Pattern of the whole device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so that a MIG slice, a
-# GB300 or a cut-down export model is unknown rather than taken for its bigger relative. The more specific come first.
-# fmt: off
+# Pattern of the full device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so a MIG slice, a GB300 or a
+# reduced export model is unknown and not mistaken for a similar GPU. The more specific come first. fmt: off
 TABLE: tuple[tuple[str, Gpu], ...] = (
-    (r"A100-SXM4-40GB",            Gpu("A100 SXM 40GB",  80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
-    (r"A100-PCIE-40GB",            Gpu("A100 PCIe 40GB", 80,  312.0,    0.0,  156.0, 19.5,  40, 1.555,  600, A100_SHEET)),
-    (r"A100-SXM4-80GB",            Gpu("A100 SXM 80GB",  80,  312.0,    0.0,  156.0, 19.5,  80, 2.039,  600, A100_SHEET)),
-    (r"A100 80GB PCIe",            Gpu("A100 PCIe 80GB", 80,  312.0,    0.0,  156.0, 19.5,  80, 1.935,  600, A100_SHEET)),
-    (r"H100 NVL",                  Gpu("H100 NVL",       90,  835.5, 1670.5,  417.5, 60.0,  94, 3.9,    600, H100_SHEET)),
-    (r"H100 PCIe",                 Gpu("H100 PCIe",      90,  756.0, 1513.0,  378.0, 51.0,  80, 2.0,    600, H100_SHEET)),
-    (r"H100( SXM5?)?( 80GB HBM3)", Gpu("H100 SXM",       90,  989.4, 1978.9,  494.7, 66.9,  80, 3.35,   900, H100_SHEET)),
-    (r"H200 NVL",                  Gpu("H200 NVL",       90,  835.5, 1670.5,  417.5, 60.0, 141, 4.8,    900, H200_SHEET)),
-    (r"H200( SXM5?)?( 141GB HBM3e)?", Gpu("H200 SXM",    90,  989.4, 1978.9,  494.7, 66.9, 141, 4.8,    900, H200_SHEET)),
-    (r"GH200 144G HBM3e",          Gpu("GH200 144GB",    90,  989.4, 1978.9,  494.7, 66.9, 144, 4.9,    900, GH200_SHEET)),
-    (r"GH200 480GB",               Gpu("GH200 96GB",     90,  989.4, 1978.9,  494.7, 66.9,  96, 4.0,    900, GH200_SHEET)),
-    (r"B200",                      Gpu("B200",          100, 2250.0, 4500.0, 1125.0, 75.0, 180, 8.0,   1800, B200_SHEET)),
-    (r"GB200",                     Gpu("GB200",         100, 2500.0, 5000.0, 1250.0, 80.0, 186, 8.0,   1800, GB200_SHEET)),
+    (r"A100-SXM4-40GB", Gpu("A100 SXM 40GB", 80, 312.0, 0.0, 156.0, 19.5, 40, 1.555, 600, A100_SHEET)),
+    (r"A100-PCIE-40GB", Gpu("A100 PCIe 40GB", 80, 312.0, 0.0, 156.0, 19.5, 40, 1.555, 600, A100_SHEET)),
+    (r"A100-SXM4-80GB", Gpu("A100 SXM 80GB", 80, 312.0, 0.0, 156.0, 19.5, 80, 2.039, 600, A100_SHEET)),
+    (r"A100 80GB PCIe", Gpu("A100 PCIe 80GB", 80, 312.0, 0.0, 156.0, 19.5, 80, 1.935, 600, A100_SHEET)),
+    (r"H100 NVL", Gpu("H100 NVL", 90, 835.5, 1670.5, 417.5, 60.0, 94, 3.9, 600, H100_SHEET)),
+    (r"H100 PCIe", Gpu("H100 PCIe", 90, 756.0, 1513.0, 378.0, 51.0, 80, 2.0, 600, H100_SHEET)),
+    (r"H100( SXM5?)?( 80GB HBM3)", Gpu("H100 SXM", 90, 989.4, 1978.9, 494.7, 66.9, 80, 3.35, 900, H100_SHEET)),
+    (r"H200 NVL", Gpu("H200 NVL", 90, 835.5, 1670.5, 417.5, 60.0, 141, 4.8, 900, H200_SHEET)),
+    (r"H200( SXM5?)?( 141GB HBM3e)?", Gpu("H200 SXM", 90, 989.4, 1978.9, 494.7, 66.9, 141, 4.8, 900, H200_SHEET)),
+    (r"GH200 144G HBM3e", Gpu("GH200 144GB", 90, 989.4, 1978.9, 494.7, 66.9, 144, 4.9, 900, GH200_SHEET)),
+    (r"GH200 480GB", Gpu("GH200 96GB", 90, 989.4, 1978.9, 494.7, 66.9, 96, 4.0, 900, GH200_SHEET)),
+    (r"B200", Gpu("B200", 100, 2250.0, 4500.0, 1125.0, 75.0, 180, 8.0, 1800, B200_SHEET)),
+    (r"GB200", Gpu("GB200", 100, 2500.0, 5000.0, 1250.0, 80.0, 186, 8.0, 1800, GB200_SHEET)),
 )
 # fmt: on
 
 
 def lookup(device_kind: str) -> Gpu | None:
-    """The GPU that JAX's `device_kind` (or the driver's product name) stands for; None where the table does not hold it."""
+    """Return the GPU of JAX's `device_kind` (or the driver's product name); None if the table lacks it."""
     name = re.sub(r"^NVIDIA\s+", "", device_kind.strip(), flags=re.IGNORECASE)
     for pattern, gpu in TABLE:
         if re.fullmatch(pattern, name, re.IGNORECASE):
@@ -86,12 +85,12 @@ def lookup(device_kind: str) -> Gpu | None:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices a run will see: `kind` is cpu or gpu, `memory_gib` of one device, `source` says how this is known.
+    """The devices of a run: `kind` is cpu or gpu, `memory_gib` of one device, `source` of this information.
 
     CPU devices of one process share the memory that is available to it: `memory_gib` is an equal part of that.
 
-    `sm` is the compute capability times ten (90: Hopper), 0 where neither the driver nor the table tells. `node`: how many of
-    them one node holds; 0 for all. `problem`: why there is none to run on, where `count` is 0 and that is known.
+    `sm` is the compute capability times ten (90: Hopper), 0 if unknown. `node`: devices of one node; 0: all. `problem`: why
+    `count` is 0, if that is known.
     """
 
     kind: str
@@ -109,16 +108,16 @@ class Devices:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The table's entry, None on CPU and for an unknown GPU."""
+        """Return the table's entry; None on CPU and for an unknown GPU."""
         return lookup(self.name) if self.kind == "gpu" else None
 
 
 def probe(environ: Mapping[str, str] | None = None) -> Devices:
-    """The devices of this process, as JAX will find them, without starting JAX.
+    """Return the devices of this process as JAX will find them, without starting JAX.
 
-    JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those the
-    driver reports through NVML and CUDA_VISIBLE_DEVICES leaves. `count` is 0 where JAX_PLATFORMS asks for a GPU and there
-    is none, where CUDA_VISIBLE_DEVICES names none that there is, and where the driver fails: a CPU is no substitute.
+    JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those that the
+    driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
+    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
@@ -129,7 +128,7 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
     if found:
-        # The mesh wants equal devices; the first one's name, and the least memory and capability, stand for all.
+        # The mesh needs equal devices: the name of the first one, and the least memory and capability of all.
         names, memories, sms = zip(*found, strict=True)
         return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
     if platform in ("cuda", "gpu"):
@@ -149,7 +148,7 @@ def _cpu(environ: Mapping[str, str], why: str) -> Devices:
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str]:
-    """(name, memory in GiB, compute capability x 10) of every visible GPU, or none and the reason."""
+    """Return (name, memory in GiB, compute capability x 10) of every visible GPU, or none and the reason."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs"
@@ -179,7 +178,7 @@ def _describe(handle: Any) -> tuple[str, float, int]:
 
 
 class InvisibleGpu(ValueError):
-    """CUDA_VISIBLE_DEVICES, or the driver, leaves no GPU that a run could use. `problem` says why."""
+    """CUDA_VISIBLE_DEVICES or the driver leaves no usable GPU. `problem` has the reason."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -189,7 +188,7 @@ class InvisibleGpu(ValueError):
 def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
     """Return NVML handles in the order of CUDA_VISIBLE_DEVICES. Like CUDA, the list ends at the first number that is no GPU.
 
-    An entry may be the beginning of a UUID (GPU-1a2b), as the driver allows, where one GPU alone has it. NVML must be
+    An entry may be the beginning of a UUID (GPU-1a2b) that only one GPU has, as the driver allows. NVML must be
     initialised, by `nvml.nvmlInit()`. Raises nvml.NVMLError, and InvisibleGpu for a MIG slice, for a UUID that none or several
     GPUs have, and for a list whose first entry is no GPU.
     """
@@ -215,7 +214,7 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
 
 
 def _uuid(index: int, nvml: Any) -> str:
-    """A GPU's UUID; "" where the driver has lost the GPU, which is no reason to refuse another one."""
+    """Return a GPU's UUID; "" if the driver has lost the GPU. A lost GPU is no reason to refuse another one."""
     try:
         found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:
@@ -229,14 +228,14 @@ def _invisible(visible: str, rule: str) -> InvisibleGpu:
 
 
 def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
-    """Part of a GPU's memory that JAX takes: `configured`, or where that is 0 all but the reserve, to four digits."""
+    """Return the fraction of a GPU's memory that JAX takes: `configured`; for 0, all but the reserve, to four digits."""
     if configured > 0:
         return configured
     return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
 
 
-# What makes programs on GPUs give the same bits each time: XLA's options, and NCCL's algorithms (as in Megatron-LM's guide to
-# deterministic training).
+# Settings for the same bits at each run of a program on GPUs: XLA's options, and NCCL's algorithms (as in Megatron-LM's guide
+# to deterministic training).
 REPEATABLE = {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True}
 NCCL_ALGO = "^NVLS"
 
@@ -245,14 +244,14 @@ HOST_SHARE = 0.8  # of the host's memory may be pinned for copies of the state w
 
 
 def host_gib() -> float:
-    """Memory of this machine."""
+    """Return the memory of this machine in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def available_gib(root: str | os.PathLike[str] = "/") -> float:
     """Return the GiB that a process can still get here: MemAvailable, or the smallest limit of its memory cgroups (v1, v2).
 
-    root: the folder that holds proc and sys; for tests. Where /proc tells nothing, all memory of this machine.
+    root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine counts.
     """
     base = Path(root)
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(base / "proc/meminfo"), re.MULTILINE)
@@ -265,13 +264,14 @@ def available_gib(root: str | os.PathLike[str] = "/") -> float:
             continue
         mount, name = (mounts / "memory", "memory.limit_in_bytes") if v1 else (mounts, "memory.max")
         group = Path(group.lstrip("/"))
-        # A limit of a parent binds its children too. In a container the path may be that of the host, and the mount is its own.
+        # A limit of a parent applies to its children too. In a container the path may be that of the host, while the mount is
+        # the container's.
         limits += [int(text) for each in (group, *group.parents) if (text := _text(mount / each / name).strip()).isdigit()]
     return min(limits) / 2**30
 
 
 def _text(path: Path) -> str:
-    """A file's text; "" where it cannot be read."""
+    """Return a file's text; "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -279,12 +279,13 @@ def _text(path: Path) -> str:
 
 
 def pinned_limit_gib(environ: Mapping[str, str]) -> float:
-    """Host memory that copies of the state may take, by the variable that XLA reads."""
+    """Return the GiB of host memory that copies of the state may take, by the variable that XLA reads."""
     return float(environ.get(HOST_LIMIT) or int(HOST_SHARE * host_gib()))
 
 
 def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
-    """Variables to export before JAX is imported so that it takes `fraction` of each GPU, and those set that contradict it.
+    """Return variables to export before JAX is imported, so that it takes `fraction` of each GPU, and the problems of
+    contradicting variables.
 
     JAX reads the fraction when it starts the GPU, takes 75% by default, and must preallocate for the number to be a budget.
     """
@@ -314,6 +315,6 @@ def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dic
     unified = "TF_FORCE_UNIFIED_MEMORY"
     if environ.get(unified, "").lower() in ("1", "true"):
         refuse(
-            unified, "pages GPU memory to the host, so that a run over budget crawls instead of failing", f"Unset {unified}."
+            unified, "pages GPU memory to the host, so a run over budget becomes slow instead of failing", f"Unset {unified}."
         )
     return {name: str(fraction)}, problems

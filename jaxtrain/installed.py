@@ -5,13 +5,14 @@ import hashlib
 import importlib.metadata
 from pathlib import Path
 
-# Those that compute something.
+# Packages that compute.
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_collections", "ml_dtypes", "tokenizers",
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
     "nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas",
 )  # fmt: skip
-# Of a run besides: ptxas and libdevice, which make its kernels, NVSHMEM, and what reads and writes the arrays of checkpoints.
+# Further packages of a run: ptxas and libdevice, which compile its kernels, NVSHMEM, and packages that read and write
+# checkpoints.
 OF_A_RUN = (
     *PACKAGES,
     "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "tensorstore",
@@ -19,7 +20,7 @@ OF_A_RUN = (
 
 
 def version(name: str) -> str | None:
-    """Of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +34,7 @@ def remedy(extra: str) -> str:
 
 @functools.cache
 def code() -> str:
-    """SHA-256 of jaxtrain's own files, as they are when first asked for."""
+    """Return the SHA-256 of jaxtrain's own files, as they are at the first call."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -41,5 +42,5 @@ def code() -> str:
 
 
 def versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Of all of them that are installed, by name."""
+    """Return the versions of all of these packages that are installed, by name."""
     return {name: found for name in names if (found := version(name))}

@@ -1,8 +1,8 @@
-"""From a command line to a RunConfig: reads the config file, applies the overrides, and collects everything that is wrong.
+"""From a command line to a RunConfig: reads the config file, applies the overrides, and collects all problems.
 
-Every command that takes `--config` comes through `load`. It does by hand what absl's flags would do, because those stop at
-the first mistake, drop arguments without dashes in silence, and read `None` for a string as the text 'None'. The config
-object is ml_collections' all the same, so files written for it work.
+Every command that takes `--config` comes through `load`. absl's flags are not used: they stop at the first mistake, drop
+arguments without dashes silently, and read `None` for a string as the text 'None'. The config object is from ml_collections, so
+files written for it work.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ NO_DROPOUT = (
 )
 
 
-# The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for all else.
+# The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for other types.
 BARE = "\0"
 # Rules of a command line.
 NO_VALUE, NO_OPTION, LEFT_OVER = "needs a value", "no such option", "left over: it belongs to no option"
@@ -50,7 +50,7 @@ STRAYS = (NO_OPTION, LEFT_OVER)
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a run was asked for, as its receipt and log tell it."""
+    """The command line and config of a run, for its receipt and log."""
 
     config_file: str
     variant: str
@@ -61,7 +61,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The config's name, with its variant: llama3_8b-half."""
+        """Return the config's name, with its variant: llama3_8b-half."""
         stem = Path(self.config_file).stem
         return re.sub(r"[^\w.-]+", "-", f"{stem}-{self.variant}") if self.variant else stem
 
@@ -85,8 +85,11 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `load` found. `run` holds defaults where a problem stands; `file_read` is False where it is nothing but defaults.
-    `asked` has the values before any was derived."""
+    """The result of `load`.
+
+    `run` has defaults in place of keys with problems; `file_read` is False if it has only defaults. `asked` has the values
+    before derivation.
+    """
 
     run: RunConfig
     problems: list[Problem]
@@ -103,17 +106,17 @@ def load(
     switches: Mapping[str, str] | None = None,
     arguments: list[str] | None = None,
 ) -> Loaded:
-    """Reads `--config=FILE[:variant] [--config.KEY=VALUE ...]` and the command's own options. No jax, no device.
+    """Read `--config=FILE[:variant] [--config.KEY=VALUE ...]` and the command's own options. Uses no jax and no device.
 
     Args:
         argv: the arguments, without the program's name.
         options: names of the command's own options, with their defaults.
-        switches: the same of options that may be given without a value, with the value of each then; absent, it is "".
+        switches: names of options that may be given without a value -> the value then; an absent one is "".
         arguments: collects the arguments without dashes; None: each is a problem.
 
     Returns: the config, all options in `Loaded.options`, and every mistake as a Problem. Nothing is raised.
 
-    `Loaded.origins` says for each dotted key who set it: default, file, command line, or derived (by `config.resolve` and by
+    `Loaded.origins` has the origin of each dotted key: default, file, command line, or derived (by `config.resolve` and by
     `fit_schedule`).
     """
     options, switches = dict(options or {}), dict(switches or {})
@@ -145,11 +148,11 @@ def load(
 
 
 def length(o: Optimizer, steps: int) -> int:
-    """Return how many steps warm-up and decay of a schedule take at least, in a run of so many steps."""
+    """Return the least number of steps for warm-up and decay of a schedule, in a run of `steps` steps."""
     if o.schedule == "constant":
         return o.warmup_steps
     decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-    return max(1, o.warmup_steps) + decay  # the first step is taken at the peak where there is no warm-up
+    return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
 
 
 def _changed(config: ml_collections.ConfigDict) -> set[str]:
@@ -164,15 +167,15 @@ AUTHORS = ("default", "file", "command line")  # each ranks above those before i
 def fit_schedule(
     run: RunConfig, authors: Mapping[str, str], values: Mapping[str, Mapping[str, Any]]
 ) -> tuple[RunConfig, list[str]]:
-    """Fit the learning-rate schedule to a shorter run, or to a lower peak, where its author ranks below that of the change.
+    """Fit the schedule to a shorter run or a lower peak, if the origin of its values ranks below that of the change.
 
-    `--config.train.steps=20` with a file that warms up for 50 of 700 steps warms up for one: the same part of the run. A value
-    whose author ranks as high as that of train.steps, or higher, stays as it is, and `validate` reports the contradiction.
+    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for one: the same fraction of the run. A
+    value whose origin ranks at least as high as that of train.steps is unchanged, and `validate` reports the contradiction.
 
     Args:
         run: the resolved config.
-        authors: dotted key -> who set it, one of AUTHORS.
-        values: author -> the flat config as that author left it.
+        authors: dotted key -> its origin, one of AUTHORS.
+        values: origin -> the flat config with the values of that origin.
 
     Returns:
         the config, and one line for each value that changed.
@@ -207,7 +210,7 @@ def fit_schedule(
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """`config.resolve`, with the reasons for what does not exist on purpose."""
+    """Return the result of `config.resolve`, with explanations for keys that do not exist on purpose."""
     run, problems = resolve(config)
     return run, [_explain_refusal(p) for p in problems]
 
@@ -279,14 +282,14 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
         return did_you_mean(f"--{n}" for n in begun)
     given = "=VALUE" if given and OTHER_UNIT.search(name) else given
     meant = [name] if name in known else nearest_keys(name, known) if known else []
-    # Other trainers' names can mean options of main, which this command may lack.
+    # Names from other trainers can mean options of main, which this command may not have.
     if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
         return did_you_mean(_as_option(setting, given) for setting in found)
     return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
 
 
 def _as_option(setting: str, given: str) -> str:
-    """Return a setting as the command line has it: with the value of the table, or with the one that was typed."""
+    """Return a setting as on the command line: with the value of the table, or with the one that was typed."""
     if setting.startswith("--"):
         return setting.partition("=")[0] + given
     if " " in setting:
@@ -295,21 +298,20 @@ def _as_option(setting: str, given: str) -> str:
 
 
 def _file_and_variant(text: str) -> tuple[str, str]:
-    """FILE.py:variant -> (FILE.py, variant). The first colon after .py counts, so that a folder may hold one."""
+    """Return (FILE.py, variant) of FILE.py:variant. The first colon after .py counts, so a folder's name may contain one."""
     path, found, variant = text.partition(".py:")
     return (path + ".py", variant) if found else (text, "")
 
 
 def _relative(path: Path) -> str:
-    """As short as it can be written from here."""
+    """Return the shortest way to write a path from the current folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
-    """The ConfigDict of a config file's `get_config(variant)`, and the number of GPUs that its layout is for (0: any); None
-    with the reasons where there is none.
+    """Return the ConfigDict of a config file, and the number of GPUs of its layout (0: any); or None and the problems.
 
-    The file is executed without being imported, so that no __pycache__ appears beside it.
+    The file is executed without being imported, so no __pycache__ appears next to it.
     """
     file = Path(path)
     if not file.is_file():
@@ -336,13 +338,13 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         config = module.get_config(variant) if variant else module.get_config()
     except ConfigError as e:
         return None, 0, e.problems
-    # A config file is a user's program: whatever it raises is a mistake in that file, to be shown with its line.
+    # A config file is a user's program: every exception is a mistake in that file, shown with its line.
     except Exception as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(file)]
         line = e.lineno if isinstance(e, SyntaxError) else (lines[-1] if lines else None)
         where = f"line {line} raises" if line else "raises"
         first = (str(e).strip() or "no message").splitlines()[0].rstrip(".")
-        remedy = "Mend the file."
+        remedy = "Correct the file."
         if isinstance(e, TypeError) and variant and "argument" in first:
             remedy = f"This file takes no variant: leave out ':{variant}'."
         return None, 0, [Problem("--config", path, f"{where} {type(e).__name__}: {first}", remedy)]
@@ -357,7 +359,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
 
 
 def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:
-    """Sets one dotted key from its text, read as the type the key has. The config is unchanged where that fails."""
+    """Set one dotted key from its text, read as the key's type. On failure the config is unchanged."""
     known = [name for name, _ in flatten(config)]
     shown = None if text == BARE else text
     *path, last = key.split(".")
@@ -371,7 +373,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
         keys = [k for k in known if k.startswith(f"{key}.")]
         return [Problem(key, shown, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
     if old is None:
-        # A file that wrote None; `resolve` reports it, and there is no type to read the text by.
+        # A file that wrote None; `resolve` reports it, and there is no type for the text.
         return []
     if text == BARE and not isinstance(old, bool):
         return [Problem(key, None, "needs a value", f"Write --config.{key}=VALUE.")]
@@ -392,7 +394,7 @@ def _example(text: str, kind: type) -> str:
 
 
 def parse(text: str, kind: type) -> Any:
-    """A value from its text. Raises ValueError or KeyError where the text is none of `kind`."""
+    """Return a value from its text. Raises ValueError or KeyError if the text is not of type `kind`."""
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     if kind is float:
@@ -404,7 +406,7 @@ def parse(text: str, kind: type) -> Any:
 
 
 def _explain_refusal(problem: Problem) -> Problem:
-    """Keys that people look for and that do not exist on purpose."""
+    """Return the problem with an explanation, for keys that people expect and that do not exist on purpose."""
     if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem

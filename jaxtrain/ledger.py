@@ -1,9 +1,9 @@
-"""The ledger of a run's wall time: an append-only file with the causes of each attempt's time. No jax here.
+"""The ledger of a run's wall time: an append-only file with the causes of each attempt's time. Imports no jax.
 
-`goodput.jsonl` in the run's folder is written by process 0. A line of kind `begin` opens an attempt, `spent` says what the time
-since the line before went to, `back` that the run went back to a step (so that the steps after it are taken twice), `end` how
-the attempt ended. Once a second the file's time of modification is set: it tells when a killed attempt was last alive.
-goodput.py adds it all up.
+Process 0 writes `goodput.jsonl` in the run's folder. A line of kind `begin` opens an attempt. `spent` has the causes of the
+time since the line before. `back` is a rollback to a step: the steps after it are repeated. `end` has the end of the attempt.
+The file's modification time is set once a second, and so shows when a killed attempt was last alive. goodput.py sums up the
+file.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from jaxtrain.goodput import LINE_S, Goodput, read, summarise
 LOGGER = logging.getLogger("jaxtrain")
 
 BEAT_S = 1.0
-PATIENCE_S = 2.0  # with another thread that hangs in a write
+PATIENCE_S = 2.0  # for another thread that hangs in a write
 
 
 class Ledger:
-    """Writes down where the time of one attempt goes. A context manager. `during` and `base` belong to the main thread.
+    """Records the time of one attempt by cause. A context manager. `during` and `base` belong to the main thread.
 
-    path: of goodput.jsonl. began: when the process was born, seconds since 1970. active: False on processes other than 0, where
-    nothing is written.
+    path: of goodput.jsonl. began: start of the process, in seconds since 1970. active: False on processes other than 0, which
+    write nothing.
     """
 
     def __init__(self, path: Path, began: float, active: bool = True):
         self.path, self._active, self._kept = path, active, active
-        self._offset = time.time() - time.monotonic()  # one clock for the whole attempt, whatever NTP does meanwhile
-        self._since = self._line = began  # when the cause under way began; when the last line was written
+        self._offset = time.time() - time.monotonic()  # one clock for the whole attempt, independent of NTP
+        self._since = self._line = began  # when the present cause began; when the last line was written
         self._stack = ["startup"]
         self._spent: dict[str, float] = {}  # since the last line
-        self._step: int | None = None  # not known before there is a state
+        self._step: int | None = None  # unknown before there is a state
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._failed = False
@@ -57,14 +57,14 @@ class Ledger:
             self._thread.join()
 
     def base(self, cause: str) -> None:
-        """From here on this is what time goes to that nothing else claims."""
+        """Set the cause of all time that no `during` block counts, from now on."""
         with self._lock:
             self._account()
             self._stack[0] = cause
 
     @contextlib.contextmanager
     def during(self, cause: str) -> Iterator[None]:
-        """Time in this block goes to `cause`, but for what a block inside it claims."""
+        """Count the time in this block for `cause`, except the time of blocks within it."""
         with self._lock:
             self._account()
             self._stack.append(cause)
@@ -78,12 +78,12 @@ class Ledger:
                     self._write()
 
     def stepped(self, step: int) -> None:
-        """So many steps are done."""
+        """Record that `step` steps are done."""
         with self._lock:
             self._step = step
 
     def back(self, step: int) -> None:
-        """The run goes on from this step: what was done after it will be done again."""
+        """Record a rollback to this step: later steps will be repeated."""
         with self._lock:
             self._account()
             self._write()
@@ -91,9 +91,9 @@ class Ledger:
             self._append({"kind": "back", "step": step})
 
     def end(self, exit_code: int, reason: str) -> None:
-        """The attempt is over. What comes after this is not written."""
+        """Record the end of the attempt. Nothing is written after it."""
         self._over.set()
-        if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, say, must get on
+        if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, for example, must not wait
             return
         try:
             if self._active:
@@ -105,7 +105,7 @@ class Ledger:
             self._lock.release()
 
     def close(self, exit_code: int, reason: str) -> Goodput | None:
-        """The attempt is over, and this is where the time of all attempts went; None where that cannot be told."""
+        """Record the end of the attempt. Return the goodput of all attempts; None if it cannot be read."""
         self.end(exit_code, reason)
         try:
             return summarise(read(self.path)) if self._kept else None
@@ -123,7 +123,7 @@ class Ledger:
         self._since = now
 
     def _write(self) -> None:
-        """One line of all that was spent since the last; where that fails it is part of the next."""
+        """Write one line with all time since the last line; after a failure it becomes part of the next line."""
         seconds = {cause: round(s, 6) for cause, s in self._spent.items() if s > 0}
         line = {"kind": "spent", "until": self._since, "seconds": seconds, "step": self._step, "doing": self._stack[-1]}
         if seconds and self._append(line):
@@ -140,7 +140,7 @@ class Ledger:
                 if file.write(whole) != len(whole):  # the disk is full
                     raise OSError(errno.ENOSPC, "only a part of a line could be written")
         except OSError as error:
-            with contextlib.suppress(OSError):  # what was written of it would spoil the next line
+            with contextlib.suppress(OSError):  # a partial line would spoil the next one
                 os.truncate(self.path, size)
             if not self._failed:
                 LOGGER.warning("%s", f"{self.path} cannot be written ({error}): the time it lacks counts as lost")
@@ -155,12 +155,12 @@ class Ledger:
                 if self._since - self._line >= LINE_S:
                     self._write()
                 now = self._since
-            with contextlib.suppress(OSError):  # the next line of the ledger tells as well
+            with contextlib.suppress(OSError):  # the next line of the ledger includes this time
                 os.utime(self.path, (now, now))
 
 
 def _cut_to_lines(path: Path) -> float | None:
-    """Takes off a last line that a kill cut short. Returns when the file was last touched; None where there is none."""
+    """Remove a last line that a kill cut short. Return the file's modification time; None if there is no file."""
     try:
         seen = path.stat().st_mtime
         held = path.read_bytes()

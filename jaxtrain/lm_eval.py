@@ -2,8 +2,8 @@
 
     python -m jaxtrain.lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
 
-All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported when
-it is used and not before. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
+All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported on
+first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
 """
 
 import argparse
@@ -23,18 +23,20 @@ from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.startup import start_jax
 
-MAX_TOKENS = 256  # written where a task does not say how many, as with the harness's other models
+MAX_TOKENS = 256  # if a task has no number, as with the harness's other models
 ROWS = 8
 
 
 class TaskError(ValueError):
-    """A task asks for what this model cannot do."""
+    """A task needs something that this model cannot do."""
 
 
 @functools.cache
 def harness_model() -> type:
-    """The model class, known to the harness as `jaxtrain`. Its arguments: workdir (a run's folder, or one of its
-    checkpoints/<step>), tokenizer (where it is now), max_length (tokens that the model sees), batch_size."""
+    """Return the model class, registered in the harness as `jaxtrain`.
+
+    Its arguments: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved), max_length
+    (longest input in tokens), batch_size."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
@@ -54,7 +56,7 @@ def harness_model() -> type:
             from jaxtrain.scoring import Scorer
 
             super().__init__()
-            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # those two the harness always gives
+            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # the harness always sets these two
                 raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
@@ -72,7 +74,7 @@ def harness_model() -> type:
 
         @property
         def prefix_token_id(self) -> int:
-            """What stands before a text without a context: the harness has room for one token."""
+            """Return the token before a text without a context: the harness allows one token."""
             return self.ids.bos[-1] if self.ids.bos else self.ids.eot
 
         @property
@@ -80,11 +82,11 @@ def harness_model() -> type:
             return self.scorer.max_length
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            # As a document begins, unless the harness puts something before it itself.
+            # As at the beginning of a document, unless the harness prepends a token itself.
             return self._known([*(self.ids.bos if add_special_tokens is not False else ()), *self.ids.encode(string)])
 
         def _known(self, ids: list[int]) -> list[int]:
-            # A tokenizer may have more ids than the model, for pictures or for nothing: what counts is what is asked.
+            # A tokenizer may have more ids than the model, for images or as padding: only the requested ids are checked.
             if ids and max(ids) >= self._vocab:
                 raise TaskError(f"tokenizer {self.ids.name!r} gives the id {max(ids)}, and the model has {self._vocab}")
             return ids
@@ -126,14 +128,13 @@ def harness_model() -> type:
 
 
 def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
-    """(strings to stop at, tokens at most) of a task's generation arguments. Raises TaskError for anything but the likeliest
-    token at a time."""
+    """Return (strings to stop at, maximal tokens) from a task's generation arguments. Raises TaskError for sampling."""
     rest = dict(asked)
     until = rest.pop("until", None) or []
     lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
     if rest.pop("do_sample", False) or rest.pop("temperature", 0):
         raise TaskError(f"generation arguments {asked}: only the likeliest token at a time; pass --gen_kwargs do_sample=False")
-    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without meaning where nothing is drawn
+    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without an effect in greedy decoding
     if unknown := sorted(rest.keys() - drawing):
         raise TaskError(f"generation argument {unknown[0]!r} is not supported")
     stops = [until] if isinstance(until, str) else list(until)
@@ -141,14 +142,14 @@ def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of these."""
+    """Return the text before the first of these strings."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options that are not the harness's."""
+    """Return the parser of jaxtrain's options; the others are the harness's."""
     parser = ArgumentParser(
         prog=spelled("python -m jaxtrain.lm_eval"),
         description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
@@ -163,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; exit 2 where it is wrong."""
+    """Run the command line and return its exit code; 2 if it is wrong."""
     args, rest = parser().parse_known_args(argv)
     problems = []
     if importlib.util.find_spec("lm_eval") is None:
@@ -187,13 +188,13 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "max_length": args.max_length}
     own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
     before_this = sys.argv
-    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options there and nowhere else
+    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options only there
     setup_logging()
     try:
         harness = HarnessCLI()
         harness.execute(harness.parse_args())
     except ValueError as error:
-        if not str(error).startswith("Tasks not found"):  # the harness's words for a name that it does not know
+        if not str(error).startswith("Tasks not found"):  # the harness's message for an unknown name
             raise
         names = str(error).partition(":")[2].strip()
         raise TaskError(f"--tasks: the harness has no task {names}. List its tasks with: lm_eval ls tasks") from error

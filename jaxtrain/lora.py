@@ -1,7 +1,7 @@
-"""Checkpoints of adapters: which base they stand beside, that it is the same one, and both merged into one set of weights.
+"""Checkpoints of adapters: identify their base, check it, and merge both into one set of weights.
 
-A run with `lora.rank` saves its adapters alone. meta.json says under `base` where the other weights came from, and a digest of
-them: adapters beside other weights than they were trained with are another model, and nothing would show it.
+A run with `lora.rank` saves only its adapters. `base` in meta.json has the origin and a digest of the base weights: adapters on
+another base are another model, and no error would show it.
 """
 
 import functools
@@ -26,9 +26,9 @@ from jaxtrain.train.state import Tensors, is_stacked
 
 @functools.partial(jax.jit, static_argnames="order")
 def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
-    """Each element's 16 bits times an odd number that its place decides, added up modulo 2^32.
+    """Return the sum modulo 2^32 of each element's 16 bits times an odd number that depends on its index.
 
-    order: of a stack the layer at each place, None where it is empty, () of other arrays. Layers count as if they lay in order.
+    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. Layers count as if in order.
     """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):
@@ -46,10 +46,11 @@ def _by_place(values: Sequence[int], x: jax.Array) -> jax.Array:
 
 
 def digest(params: Params, layers: Arrangement | None = None) -> str:
-    """A number, in hexadecimal, that follows from all weights, rounded to bfloat16, and from nothing else: sums of integers are
-    the same on every mesh. It tells models apart that were mixed up, and is no proof against forgery.
+    """Return a hexadecimal digest of all weights, rounded to bfloat16.
 
-    layers: how they lie on pipeline stages (TrainState.layers).
+    It is the same on every mesh. It detects a mix-up of models.
+
+    layers: their order on pipeline stages (TrainState.layers).
     """
     found = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -60,31 +61,33 @@ def digest(params: Params, layers: Arrangement | None = None) -> str:
 
 
 def base_path(meta: Mapping[str, Any], asked: str = "") -> str:
-    """The checkpoint that adapters stand beside: `asked` where that is another place than they were trained from, otherwise the
-    one that their own meta.json names. Raises CheckpointError where that names none."""
+    """Return the checkpoint of the base: `asked`, or by default the path in the adapters' meta.json.
+
+    Raises CheckpointError if there is none.
+    """
     base = meta.get("base")
     if not isinstance(base, Mapping) or not {"path", "digest"} <= base.keys():
         raise CheckpointError(
-            f"step {meta.get('step')} holds adapters, and its meta.json names no base that they stand beside: it was not "
+            f"step {meta.get('step')} holds adapters, and its meta.json names no base: it was not "
             "written by a run with lora.rank."
         )
     return asked if asked and asked != meta["config"]["init"]["from"] else base["path"]
 
 
 def restore_base(path: str, wanted: Tensors) -> Tensors:
-    """The wanted weights, named as in checkpoints, of the base in `path`, rounded to the dtypes asked for.
+    """Return the wanted weights, named as in checkpoints, of the base in `path`, rounded to the wanted dtypes.
 
-    Raises CheckpointError, which names the base, where it is not there, or has other tensors.
+    Raises CheckpointError, which names the base, if it is missing or has other tensors.
     """
     try:
         source = open_origin(path)
-        return stored_form.converted(source.read(stored_form.in_stored_form(wanted, source.stored)), wanted)
+        return stored_form.converted(source.read(stored_form.stored_tensors(wanted, source.stored)), wanted)
     except (CheckpointError, HuggingFaceError) as error:
         raise gone(path, error) from error
 
 
 def gone(path: str, error: Exception) -> CheckpointError:
-    """The error for a base that cannot be read."""
+    """Return the error for a base that cannot be read."""
     return CheckpointError(
         f"the base of these adapters, {path}, cannot be read: {error} Put it back there, or name the place where it is now "
         "(init.from of a run, --base of a command)."
@@ -92,20 +95,20 @@ def gone(path: str, error: Exception) -> CheckpointError:
 
 
 def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
-    """Raises CheckpointError where the base in `path`, whose digest is `found`, is not the one that adapters stand beside."""
+    """Raise CheckpointError if the base in `path`, whose digest is `found`, is not the base that the adapters belong to."""
     if found != meta["base"]["digest"]:
         raise CheckpointError(
-            f"the weights in {path} are not those that the adapters of step {meta['step']} were trained beside: their digest "
+            f"the weights in {path} are not the base of the adapters of step {meta['step']} were trained beside: their digest "
             f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
             "--base of a command)."
         )
 
 
 def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]]:
-    """(name, array) of a model without adapters, one by one: W + scale a b for what is adapted, all else as it is.
+    """Yield (name, array) of a model without adapters: W + scale a b for adapted weights, all others unchanged.
 
     tensors: by their canonical names, with or without a prefix: weights, and adapters (`...attention.lora.wq_a`). Each is
-    looked up once, when its turn comes. scale: alpha / rank.
+    looked up once, in order. scale: alpha / rank.
 
     Computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its other half or
     without its weight.
@@ -126,8 +129,8 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
 
 
 def product(name: str, a: Any, b: Any) -> np.ndarray:
-    """a b in float32, with the dimensions in the order that the weight `name` has them in."""
+    """Return a b in float32, with its dimensions in the order of the weight `name`."""
     xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
     made = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
-    letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as the product has them
+    letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as in the matmul
     return made.transpose([letters.index(c) for c in ws])

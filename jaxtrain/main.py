@@ -46,7 +46,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
-    """Runs the command line and returns its exit code. own_process: see train.attempt."""
+    """Run the command line and return its exit code. own_process: see train.attempt."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(COMMAND.help(), end="")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     cluster, wrong = distributed.detect(loaded.options, os.environ)
     problems += wrong
     if bundle:
-        loaded = of_bundle(Path(bundle), loaded)
+        loaded = load_bundle(Path(bundle), loaded)
         problems += loaded.problems
     if style == "markdown" and not problems:
         print(explain.markdown(), end="")
@@ -84,14 +84,14 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return launch.report(problems)
     if style:
         return 0
-    overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # what is wrong with it, `validate` has told
+    overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # `validate` has reported its problems
     set_environment(overlay)
-    # Imported here: everything above must answer in a moment, and the environment must be set before jax is imported.
+    # Imported here: everything above must be fast, and the environment must be set before jax is imported.
     alone = cluster is None or not own_process
     try:
         start_jax(devices, cluster)
         if bundle:
-            return again(Path(bundle), loaded.run)
+            return replay_bundle(Path(bundle), loaded.run)
         from jaxtrain.train import run as train
 
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
@@ -103,17 +103,17 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             raise
         traceback.print_exc()
         distributed.leave(1)
-    except KeyboardInterrupt:  # of a caller that is no command: before the run listens to signals, and after
+    except KeyboardInterrupt:  # of a caller that is no command: before and after the run handles signals
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
     if not alone:
-        distributed.leave(code)  # Python's own way out waits for the others, minutes where one of them has failed
+        distributed.leave(code)  # Python's own exit waits for the others, for minutes if one of them has failed
     return code
 
 
 def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:
-    """Return the values that the run derives for keys which leave them open, by dotted key. Starts no JAX."""
+    """Return the values that the run derives for keys which leave them open, by dotted key. Does not start JAX."""
     sizes, _ = mesh_sizes(run, devices)
     found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
     if run.optimizer.schedule != "constant" and run.train.steps > 0:
@@ -128,8 +128,8 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
     return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 
-def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
-    """What was asked for, with the config of a replay's bundle below the command line instead of a file's."""
+def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
+    """Return the command line's config, with the config of a replay's bundle in place of a file's."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -144,8 +144,8 @@ def of_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
     return dataclasses.replace(loaded, run=run, problems=[*problems, *wrong], file_read=True)
 
 
-def again(bundle: Path, run: RunConfig) -> int:
-    """Takes the step of a bundle again; 0 where it goes wrong as it did then, 1 where it does not."""
+def replay_bundle(bundle: Path, run: RunConfig) -> int:
+    """Repeat the step of a bundle. Return 0 if it fails as it did then, 1 if it does not."""
     from jaxtrain import checkpoint, replay
     from jaxtrain.train import run as train
 
@@ -158,5 +158,5 @@ def again(bundle: Path, run: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a trace; before there are steps to trace it must end nothing
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks for a trace; before the first step it must not end the process
     sys.exit(main(own_process=True))

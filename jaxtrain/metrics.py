@@ -1,12 +1,11 @@
-"""The numbers of a run, the texts it writes, and the files they are kept in.
+"""Metrics and samples of a run, and their files.
 
-`metrics.jsonl` is the record: one JSON object a line, each written whole and flushed at once, so that a killed run loses no
-finished line. Processes other than 0 know their own GPUs alone, and write those to `metrics.<process>.jsonl`. `samples.txt` is
-the record of the texts. Trackers (jaxtrain/trackers) show both elsewhere, and are derived from them.
-Neither jax nor a tracker's package is imported here.
+`metrics.jsonl` is the record: one JSON object a line, each flushed at once, so a killed run loses no finished line. Processes
+other than 0 write the metrics of their own GPUs to `metrics.<process>.jsonl`. `samples.txt` is the record of the texts.
+Trackers (jaxtrain/trackers) copy both to other tools. Neither jax nor a tracker's package is imported here.
 
 Lines hold every digit: a float32 value is written as the decimal that reads back as the same number. JSON has no NaN and no
-infinity: such a value is written as null, and named with its kind in an extra field, `"nonfinite": {"loss": "nan"}`.
+infinity: such a value is written as null, and its kind is in an extra field, `"nonfinite": {"loss": "nan"}`.
 """
 
 import contextlib
@@ -45,11 +44,11 @@ GPU_KEYS = (
 
 
 class MetricsError(ValueError):
-    """metrics.jsonl cannot be read as it stands."""
+    """metrics.jsonl cannot be read."""
 
 
 class Rewound(NamedTuple):
-    """What `rewind` did: lines kept, lines dropped because a later step wrote them, whether the last line was cut short."""
+    """The result of `rewind`: lines kept, lines of later steps dropped, and whether the last line was cut short."""
 
     kept: int
     dropped: int
@@ -57,16 +56,16 @@ class Rewound(NamedTuple):
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace a file so that a reader, or a kill at any moment, finds either all of the old one or all of the new one."""
+    """Replace a file atomically: a reader, or a kill at any moment, finds either the old or the new file."""
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` when the block ends well, and vanishes when it raises."""
+    """Open a file to write. It becomes `path` when the block ends, and is removed if the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The watchdog and the listener for signals write too, at a run's end, from threads of their own.
+    # The watchdog and the signal thread write too, at a run's end, from their own threads.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -85,7 +84,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def plain(value: Any) -> Any:
-    """A Python number from a Python, numpy or jax scalar, without rounding; strings, bools and None pass through."""
+    """Return a Python number of a Python, numpy or jax scalar, without rounding; strings, bools and None are unchanged."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if getattr(value, "shape", ()) != ():
@@ -97,7 +96,7 @@ def plain(value: Any) -> Any:
 
 
 def encode(line: Mapping[str, Any]) -> str:
-    """One line of metrics.jsonl, without its newline."""
+    """Return one line of metrics.jsonl, without its newline."""
     out = {name: plain(value) for name, value in line.items()}
     bad = {name: repr(value) for name, value in out.items() if isinstance(value, float) and not math.isfinite(value)}
     if bad:
@@ -106,7 +105,7 @@ def encode(line: Mapping[str, Any]) -> str:
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """A line of metrics.jsonl with NaN and infinities put back in place. Raises ValueError where it is no such line."""
+    """Return a line of metrics.jsonl with NaN and infinities restored. Raises ValueError for another text."""
     line = json.loads(text)
     if not isinstance(line, dict) or "kind" not in line or not isinstance(line.get("step"), int):
         raise ValueError("not an object with `kind` and `step`")
@@ -114,14 +113,16 @@ def decode(text: str | bytes) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl, in order. A last line cut by a kill is left out; any other bad line raises MetricsError."""
+    """Yield the lines of a metrics.jsonl in order.
+
+    A last line cut by a kill is left out; another bad line raises MetricsError."""
     for _, line in _lines(Path(path)):
         if line is not None:
             yield line
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """(raw line, decoded line); the decoded line is None for a last line that a kill cut short."""
+    """Yield (raw line, decoded line); the decoded line is None for a last line that a kill cut short."""
     with open(path, "rb") as file:
         bad: tuple[int, bytes, str] | None = None
         for number, raw in enumerate(file, start=1):
@@ -156,35 +157,36 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """A view of a run, kept up by process 0 alone. `rewind` comes first. Nothing that a tracker fails at may end the run."""
+    """A copy of a run's metrics in another tool, kept by process 0. `rewind` is called first. A failure never ends the run."""
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """The run goes on from `step`: with these lines and samples up to it, and without `dropped` lines of later steps."""
+        """Continue from `step`, with these lines and samples up to it. `dropped` lines of later steps are removed."""
         ...
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:
-        """A line of metrics.jsonl, at a time in seconds since 1970."""
+        """Add a line of metrics.jsonl; wall_time: seconds since 1970."""
         ...
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """What the model wrote at one step."""
+        """Add the texts that the model generated at one step."""
         ...
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """`config` or `receipt`, as in the JSON file of that name. One that comes again replaces the one before."""
+        """Set `config` or `receipt`, as in the JSON file of that name. A later call replaces an earlier one."""
         ...
 
     def close(self, exit_code: int | None) -> None:
-        """Nothing more comes. None: the end has not been decided, and `line` may open it again."""
+        """Finish. exit_code None: not decided yet; `line` may reopen the tracker."""
         ...
 
 
 class Writers:
-    """The metric files of one run. Process 0 writes them; another process may call everything, and writes the lines of its GPUs
-    to a file of its own.
+    """The metric files of one run.
 
-    `rewind(step)` belongs before the first line of a resumed run. Lines are kept up to and including the restored step, so
-    the lines of a step must be written before its checkpoint is complete, or a kill between the two loses them.
+    Process 0 writes them. Another process may call every method; it writes only the lines of its GPUs, to its own file.
+
+    Call `rewind(step)` before the first line of a resumed run. Lines are kept up to and including the restored step. So the
+    lines of a step must be written before its checkpoint is complete, otherwise a kill between the two loses them.
     """
 
     def __init__(self, workdir: str | Path, trackers: Sequence[Tracker] = (), *, process_index: int = 0):
@@ -195,24 +197,25 @@ class Writers:
         self._file: BinaryIO | None = None
 
     def train(self, **line: Any) -> None:
-        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`, of a model with experts EXPERT_METRICS, and
-        of a loss of pairs REWARD_METRICS; TypeError names any missing or unknown."""
+        """Write one train line. Takes all of TRAIN_KEYS except `kind` and `time_unix`, and EXPERT_METRICS of a model with
+        experts, and REWARD_METRICS of a loss of pairs; TypeError names any that is missing or unknown.
+        """
         more = [name for names in (REWARD_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
 
     def source(self, **line: Any) -> None:
-        """Write one line on a source of a mixture. Takes all of SOURCE_KEYS but `kind`."""
+        """Write one line on a source of a mixture. Takes all of SOURCE_KEYS except `kind`."""
         self._write({"kind": "source", **line}, SOURCE_KEYS)
 
     def gpu(self, **line: Any) -> None:
-        """Write one line on a GPU, from any process. Takes all of GPU_KEYS but `kind` and `time_unix`, as `train` does."""
+        """Write one line on a GPU, from any process. Takes all of GPU_KEYS except `kind` and `time_unix`."""
         self._write({"kind": "gpu", **line, "time_unix": time.time()}, GPU_KEYS)
 
     def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:
-        """Write one eval line, and return it. Takes `loss` with the others of EVAL_KEYS (nats per token; bits per byte is None
-        where the tokenizer cannot tell bytes), or of a loss of pairs with REWARD_METRICS; TypeError as in `train`.
+        """Write one eval line, and return it. Takes `loss` and all others of EVAL_KEYS, or REWARD_METRICS of a loss of pairs;
+        TypeError as in `train`. The loss is in nats per token; bits per byte is None if the tokenizer has no byte counts.
 
-        name: of the set, "" where there is one without a name.
+        name: of the set; "" for a set without a name.
         """
         line = {"kind": "eval", "step": step, **line} | ({"set": name} if name else {})
         keys = NAMED_EVAL_KEYS if name else EVAL_KEYS
@@ -234,7 +237,7 @@ class Writers:
             tracker.line(line, line.get("time_unix", time.time()))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Add what the model wrote at one step."""
+        """Add the texts that the model generated at one step."""
         if not self._active:
             return
         with open(self.samples_path, "ab") as file:
@@ -243,13 +246,14 @@ class Writers:
             tracker.samples(samples)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Show the config or the receipt in all trackers; their files are written by others."""
+        """Send the config or the receipt to all trackers; other modules write their files."""
         for tracker in self._trackers:
             tracker.note(name, facts)
 
     def set_aside(self) -> list[Path]:
-        """Move what an attempt left that saved no checkpoint out of the way: where a checkpoint folder is not mounted, or
-        misspelt, it may be all that tells of the run. Returns the new places."""
+        """Move the files of an attempt that saved no checkpoint out of the way, and return their new paths. If a checkpoint
+        folder is not mounted or its path is misspelt, they may be the only record of the run.
+        """
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         moved = []
         for path in (self.path, self.samples_path) if self._active else (self.path,):
@@ -258,9 +262,9 @@ class Writers:
         return moved
 
     def rewind(self, step: int) -> Rewound:
-        """Forget everything after `step` (-1: everything), in metrics.jsonl, samples.txt and what is derived from them.
+        """Remove everything after `step` (-1: everything) from metrics.jsonl, samples.txt and the trackers.
 
-        The files are replaced in one move.
+        Each file is replaced atomically.
         """
         self.close()
         kept = dropped = 0
@@ -286,11 +290,11 @@ class Writers:
         return Rewound(kept, dropped, cut)
 
     def evaluated(self) -> set[int]:
-        """Steps whose held-out loss is written."""
+        """Return the steps whose held-out loss is written."""
         return {line["step"] for line in read(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
 
     def close(self, exit_code: int | None = None) -> None:
-        """Flush to disk and close. Writing again afterwards reopens, as long as no exit code was given."""
+        """Flush to disk and close. Writing later reopens the files, unless an exit code was given."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -306,7 +310,7 @@ class Writers:
 
 
 def _open_after_whole_lines(path: Path) -> BinaryIO:
-    """Open to append, without the rest of a line that a kill cut short: what follows would be glued to it."""
+    """Open a file to append, after removing a last line that a kill cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and any(line is None for _, line in _lines(path)):
         with replacing(path) as out:

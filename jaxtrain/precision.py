@@ -1,4 +1,4 @@
-"""Which matmuls `precision=fp8` puts in 8 bits, and where there are such matmuls. No jax: config checks read it."""
+"""The matmuls that `precision=fp8` computes in 8 bits, and the devices that support them. Imports no jax."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,20 +12,20 @@ SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floatin
 
 
 def uneven(run: RunConfig) -> bool:
-    """Return whether experts of a device have uneven numbers of rows, whose weights' gradients stay in bfloat16."""
+    """Return whether experts of a device have uneven numbers of rows. Gradients of their weights then stay in bfloat16."""
     alone = run.mesh.expert == run.model.num_experts and run.moe.impl == "auto"
     return run.model.num_experts > 1 and not run.moe.capacity_factor and not alone
 
 
 def matmuls(model: Model) -> tuple[str, ...]:
-    """Return the names of a model's matmul weights; of layers in a stack one name for all."""
+    """Return the names of a model's matmul weights, one name for all layers of a stack."""
     return tuple(name for name in flops.by_weight(model) if name != "layers.mlp.router")
 
 
 def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
-    """Of a model's matmul weights, by name, those in 8 bits; and what is wrong with `fp8.exclude`.
+    """Return the names of a model's matmul weights in 8 bits, and the problems of `fp8.exclude`.
 
-    An item of it is any part of a name between dots: wo, mlp.down, attention.
+    An item of `fp8.exclude` is any part of a name between dots: wo, mlp.down, attention.
     """
     key, items = "fp8.exclude", [item for item in map(str.strip, run.fp8.exclude.split(",")) if item]
     if run.precision != "fp8":
@@ -34,8 +34,10 @@ def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], l
             Problem(key, run.fp8.exclude, rule, "Set precision to fp8, or fp8.exclude to ''.")
         ] if items else []
     if not weights:
-        rule = "this model has no weight that is made by param(..., dot=True)"
-        return frozenset(), [Problem("precision", run.precision, rule, "Set precision to bf16, or make its weights so.")]
+        rule = "this model has no weight from param(..., dot=True)"
+        return frozenset(), [
+            Problem("precision", run.precision, rule, "Set precision to bf16, or create its weights with dot=True.")
+        ]
     chosen, problems = set(weights), []
     for item in items:
         named = {name for name in weights if f".{item}." in f".{name}."}
@@ -57,7 +59,10 @@ def _parts(names: Iterable[str]) -> list[str]:
 
 
 def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
-    """Why a model, or devices, cannot multiply in 8 bits. CPUs can: they round like a GPU, and compute in bfloat16."""
+    """Return the reasons why a model or devices cannot multiply in 8 bits.
+
+    CPUs can: they round like a GPU, and compute in bfloat16.
+    """
     if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []
     rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: traces of a few steps, and the compiled program's text, in WORKDIR/profile."""
+"""Traces of a few steps, and the compiled program's text, in WORKDIR/profile."""
 
 import time
 from collections.abc import Callable
@@ -16,12 +16,12 @@ HLO_TEXT = "train_step.hlo.txt"
 class Tracer:
     """Traces steps profile.start .. profile.start + profile.steps - 1, and profile.steps steps whenever asked, on process 0.
 
-    Call `before_step(step)` and `after_step(step, result)` around every step, and `close(result)` when the loop ends however
-    it ends. A run that starts inside these steps traces the rest of them; one that starts behind them says so. `asked` counts
-    the requests so far (`signals.Stop.traces`): each is a trace of the next steps; those that come during a trace are one more
-    trace after it. Python's own calls are left out of the trace: recording them slows the loop that is to be measured. The text
-    of `program` is written beside a trace: one that was loaded from the compile cache is not recorded with it. graphs: the
-    program's kernels are launched in CUDA graphs, of which a trace says so.
+    Call `before_step(step)` and `after_step(step, result)` around every step, and `close(result)` when the loop ends, also by
+    an exception. A run that starts inside these steps traces the others of them; one that starts after them logs that. `asked`
+    counts the requests so far (`signals.Stop.traces`). Each is a trace of the next steps; all requests during a trace are one
+    more trace after it. Python's own calls are left out of the trace, because recording them slows the measured loop. The text
+    of `program` is written next to a trace, because a trace does not record a program from the compile cache. graphs: the
+    program's kernels are launched in CUDA graphs, which the trace records.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Tracer:
 
     @property
     def tracing(self) -> bool:
-        """Whether the step under way is being traced (its time is then not representative)."""
+        """Return whether the current step is being traced (its time is then not representative)."""
         return self._tracing
 
     def before_step(self, step: int) -> None:
-        """Start the trace if it is time, and mark where the step begins."""
+        """Start the trace if it is due, and mark the start of the step."""
         if self._waiting and step >= self._first:
             self._waiting = False
             if step >= self._end:
@@ -78,7 +78,7 @@ class Tracer:
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        # By default a trace is called after the second in which it began, and two of short steps would share it.
+        # By default a trace's name is the second in which it began, which two traces of short steps would share.
         options.session_id = f"{time.strftime('%Y_%m_%d_%H_%M_%S')}_step_{step}"
         self.folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(self.folder, profiler_options=options)
@@ -91,7 +91,7 @@ class Tracer:
             )
 
     def after_step(self, step: int, result: Any) -> None:
-        """Mark where the step ends. `result`: anything the step computes; the last traced step is waited for through it."""
+        """Mark the end of the step. `result`: any result of the step; the last traced step waits for it."""
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
@@ -99,7 +99,7 @@ class Tracer:
             self.close(result)
 
     def close(self, result: Any = None) -> None:
-        """Write a trace still running, after waiting for `result`; without one nothing happens."""
+        """Write a running trace after waiting for `result`; without a trace, do nothing."""
         if not self._tracing:
             return
         import jax
@@ -109,7 +109,7 @@ class Tracer:
             self._annotation = None
         self._tracing = False
         try:
-            jax.block_until_ready(result)  # the device works behind the loop: without this the last steps are cut off
+            jax.block_until_ready(result)  # the device runs behind the loop: without this the last steps are cut off
         finally:
             jax.profiler.stop_trace()
         written = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
@@ -117,13 +117,13 @@ class Tracer:
             write_atomic(written[-1].with_name(HLO_TEXT), text)
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
-            f"  where the time went: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
-            "(or drop the .trace.json.gz beside it on https://ui.perfetto.dev)"
+            f"  time of a step: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
+            "(or open the .trace.json.gz in its folder at https://ui.perfetto.dev)"
         )
 
 
 class HasText(Protocol):
-    """A jax.stages.Compiled, as far as `dump_hlo` looks at it."""
+    """The part of jax.stages.Compiled that `dump_hlo` uses."""
 
     def as_text(self) -> str | None: ...
 
@@ -135,5 +135,5 @@ def dump_hlo(compiled: HasText, workdir: str | Path, say: Callable[[str], None])
     if text is None:
         raise RuntimeError("profile.dump_hlo = True: this backend gives no text of a compiled program. Set it to False.")
     write_atomic(path, text)
-    say(f"HLO: {path} ({len(text.splitlines())} lines; a text editor opens it, the entry computation stands under ENTRY)")
+    say(f"HLO: {path} ({len(text.splitlines())} lines; a text editor opens it, the entry computation is under ENTRY)")
     return path

@@ -1,9 +1,9 @@
 """The log of a run: `log.txt`, and the terminal with one line that updates in place.
 
-Every message takes one road, the logger named "jaxtrain": any module may use `logging.getLogger("jaxtrain")`, and while a
-`Console` is open its messages reach `log.txt` (`log.<process>.txt` for processes other than 0), each with its time and flushed
-at once, and the terminal. On a terminal the last line is live and messages appear above it; elsewhere it is printed as a plain
-line for each line of metrics. Warnings of other libraries, and the traceback of an error that ends the run, go to the log too.
+Every message goes through the logger named "jaxtrain": any module may use `logging.getLogger("jaxtrain")`. While a `Console` is
+open, messages go to the terminal and, with their time, to `log.txt` (`log.<process>.txt` for processes other than 0), which is
+flushed at once. On a terminal the last line is live and messages appear above it. Elsewhere each line of metrics is a plain
+line. Warnings of other libraries, and the traceback of an error that ends the run, go to the log too.
 """
 
 import collections
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LOGGER = logging.getLogger("jaxtrain")
-# The columns of a progress line, by the metric they show; a metric without a value, or of 0 tokens dropped, is left out.
+# The columns of a progress line, by metric. A metric without a value, or of 0 dropped tokens, is left out.
 COLUMNS = {
     "loss": "loss {:.4f}",
     "rewards/accuracies": "accuracy {:.0%}",  # of pairs
@@ -29,21 +29,21 @@ COLUMNS = {
     "tokens_per_s": "{:,.0f} tok/s",
     "mfu_causal": "MFU {:.1%}",
     "peak_memory_gib": "{:.1f} GiB",
-    "expert_load_max": "load {:.2f}x",  # of the fullest expert, in even shares
+    "expert_load_max": "load {:.2f}x",  # load of the fullest expert over an even load
     "dropped_tokens": "dropped {:.2%}",
 }
-WIDE = 118  # columns from which the bar fits beside the numbers; too narrow a line loses its end
-REDRAW_S = 0.1  # drawing more often shows nothing new and takes time from the loop
+WIDE = 118  # least columns for the bar next to the numbers; a narrower line loses its end
+REDRAW_S = 0.1  # drawing more often shows nothing new and slows the loop
 
 
 class Console:
-    """The voice of one process. A context manager; process 0 owns the terminal, the others speak up only to warn."""
+    """The log and terminal of one process. A context manager; process 0 writes to the terminal, others only warnings."""
 
     def __init__(self, workdir: str | Path, process_index: int, total_steps: int, *, stream: TextIO | None = None):
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
         self._process_index = process_index
         self._total = total_steps
-        self.of_fp8: float | None = None  # under precision=fp8, what MFU times this is: the MFU of the FP8 peak
+        self.of_fp8: float | None = None  # under precision=fp8, the factor from MFU to the MFU of the FP8 peak
         self._stream = stream or sys.stdout  # None once it is gone
         self._live: Progress | None = None
         self._drawn = 0.0
@@ -70,7 +70,7 @@ class Console:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.end_live()
         if error is not None and not isinstance(error, SystemExit):
-            # To the file alone: Python prints the traceback on the terminal itself.
+            # Only to the file: Python prints the traceback on the terminal itself.
             LOGGER.error("the run ends with an error", exc_info=error, extra={"file_only": True})
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
@@ -79,15 +79,15 @@ class Console:
         LOGGER.propagate = True
 
     def say(self, text: str) -> None:
-        """One message, to the log and the terminal."""
+        """Write a message to the log and the terminal."""
         LOGGER.info("%s", text)
 
     def warn(self, text: str) -> None:
-        """One message that the user should act on; also from processes other than 0."""
+        """Write a message that needs action by the user; also from processes other than 0."""
         LOGGER.warning("%s", text)
 
     def tick(self, step: int) -> None:
-        """Move the bar: `step` steps are done. Cheap enough for every step; draws on a terminal alone."""
+        """Move the progress bar to `step` steps done. Cheap enough for every step; it draws only on a terminal."""
         if self._has_live_line():
             self._draw(step)
 
@@ -103,9 +103,9 @@ class Console:
             LOGGER.info("%s", text)
 
     def _seconds_left(self, done: int, now: float, step_time_s: float | None) -> float | None:
-        """Return an estimate of the seconds until the last step, from the last quarter of the lines; of 20 lines at least.
+        """Return an estimate of the seconds until the last step, from the last quarter of the lines, at least 20 lines.
 
-        It has evaluations and saves in it. For the first line it is the step time alone.
+        It includes evaluations and saves. After the first line it uses the step time only.
         """
         while self._lines and self._lines[-1][0] >= done:  # a rollback
             self._lines.pop()
@@ -117,7 +117,7 @@ class Console:
         return (self._total - done) * (now - then) / (done - before)
 
     def end_live(self) -> None:
-        """Leave the live line as it stands and go on below it."""
+        """End the live line and continue below it."""
         if self._live is not None:
             live, self._live = self._live, None
             self._to_terminal(live.stop)
@@ -144,7 +144,7 @@ class Console:
             self._live = Progress(*columns, console=screen, auto_refresh=False)
             self._live.add_task("train", total=self._total, numbers="")
             self._live.start()
-            screen.show_cursor(True)  # a process that is killed could not bring it back
+            screen.show_cursor(True)  # a killed process could not show it again
         self._live.update(self._live.task_ids[0], completed=step, numbers=self._numbers, refresh=True)
 
     def _print(self, text: str, warning: bool) -> None:
@@ -157,21 +157,22 @@ class Console:
             self._stream.flush()
 
     def _to_terminal(self, action: Any) -> None:
-        """Write to the terminal; when it is gone (closed pipe, lost connection) the run goes on with its log alone."""
+        """Write to the terminal; if it is gone (closed pipe, lost connection), the run continues with its log only."""
         try:
             action()
         except (OSError, SystemExit) as error:  # rich turns a broken pipe into SystemExit
             stream, self._stream, self._live = self._stream, None, None
             if stream is not None:
-                # What the stream still holds must go somewhere, or Python fails at exit and the exit code is lost.
+                # Buffered output of the stream must be written somewhere, otherwise Python fails at exit and the exit code is
+                # lost.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
-            LOGGER.warning("%s", f"the terminal cannot be written to ({error!r}); all that follows is in {self.path} only")
+            LOGGER.warning("%s", f"the terminal cannot be written to ({error!r}); all further messages are only in {self.path}")
 
 
 class _FileFormat(logging.Formatter):
-    """Puts the level before what is not ordinary, so that `grep WARNING log.txt` finds it."""
+    """Adds the level to warnings and errors, so `grep WARNING log.txt` finds them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
@@ -206,7 +207,7 @@ def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float |
 
 
 def duration(seconds: float | None) -> str:
-    """'42s', '3m20s', '5h07m', '2d04h'; '-' for None."""
+    """Return '42s', '3m20s', '5h07m', '2d04h'; '-' for None."""
     if seconds is None:
         return "-"
     whole = max(0, round(seconds))

@@ -1,11 +1,11 @@
 """Replay of a failed step from its saved state and batch: `python -m jaxtrain.main --replay=BUNDLE`.
 
-    replay/step-7/bundle.json     the config, what was seen, digests of the state, versions, devices, the command
+    replay/step-7/bundle.json     the config, the failure, digests of the state, versions, devices, the command
     replay/step-7/batch.npz       the batch as it came from the data pipeline
     replay/step-7/checkpoints/7/  the weights that the step was computed from, infinite and undefined ones included
 
-The guard holds the state until this is written (jaxtrain/train/guard.py), so it is the very state of that step. Loss and
-gradient follow from weights and batch alone: moments are not kept, and stand as digests.
+The guard holds the state until the bundle is written (jaxtrain/train/guard.py), so it is the state before that step. Loss and
+gradient depend only on weights and batch, so moments are stored only as digests.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ FIGURES = ("loss", "grad_norm", "verdict")
 
 
 class ReplayError(RuntimeError):
-    """A bundle that cannot be written or read. Says what to do."""
+    """A bundle that cannot be written or read. The message has the remedy."""
 
 
 def weights_alone(current: TrainState) -> TrainState:
-    """Of a state, what a bundle holds."""
+    """Return the part of a state that a bundle stores."""
     return TrainState(current.step, current.params, (), layers=current.layers)
 
 
@@ -60,10 +60,10 @@ def write(
     argv: tuple[str, ...],
     peers: Peers,
 ) -> str:
-    """Write the bundle of a step that was not taken; every process of the run calls it. Returns a line for the log.
+    """Write the bundle of a skipped step; every process of the run calls it. Return a line for the log.
 
-    run: as it was compiled. current: the state as the guard holds it. batch: all rows. options: XLA's, of the compiled step.
-    Raises ReplayError where it cannot be written; nothing of it is left then.
+    run: as it was compiled. current: the state that the guard holds. batch: all rows. options: XLA's, of the compiled step.
+    Raises ReplayError if it cannot be written, and then removes it.
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
     sums = state.digests_by_name(state.to_digests(current))
@@ -78,12 +78,12 @@ def write(
             record = {
                 "format": FORMAT,
                 **{k: finite(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(bad).items()},
-                "state_digest": digests.together(of),
-                "weights_digest": digests.together((n, d) for n, d in of if n.startswith("params.")),
+                "state_digest": digests.combine(of),
+                "weights_digest": digests.combine((n, d) for n, d in of if n.startswith("params.")),
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
                 "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
                 "config": config.to_dict(run),
-                "compiler_options": compiler.of_no_run(options),
+                "compiler_options": compiler.remove_run_options(options),
                 "command": list(argv),
                 "devices": device_facts(jax.devices()),
                 "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax", "optax")},
@@ -92,15 +92,15 @@ def write(
                 shutil.copy(tried, folder / compiler.AUTOTUNED)
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
-        raise ReplayError(f"step {bad.step} cannot be kept for a replay: {error}") from error
+        raise ReplayError(f"step {bad.step} cannot be stored for a replay: {error}") from error
     return spelled(f"kept for a replay: python -m jaxtrain.main --replay={folder}")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """bundle.json. Raises ReplayError where there is none that can be read."""
+    """Return bundle.json. Raises ReplayError if it is missing or cannot be read."""
     path = folder / BUNDLE
     try:
-        record = files.unsealed(path.read_bytes())
+        record = files.unseal(path.read_bytes())
     except FileNotFoundError as error:
         raise ReplayError(f"{path}: no such file. A bundle is a folder WORKDIR/replay/step-N.") from error
     except (OSError, ValueError) as error:
@@ -111,10 +111,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
-    """Take the step of a bundle again on the devices that are here, and look for where its first bad value comes from.
+    """Repeat the step of a bundle on the present devices, and find the origin of its first bad value.
 
-    run: the bundle's config, as far as it was not overridden. Returns whether the step went wrong again in the same way.
-    Raises ReplayError, CheckpointError or ConfigError where it cannot be taken.
+    run: the bundle's config with overrides. Returns whether the step failed again in the same way. Raises ReplayError,
+    CheckpointError or ConfigError if the step cannot be repeated.
     """
     record = read(folder)
     program = build(run, jax.devices())
@@ -123,17 +123,17 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     wanted = program.batch["tokens"].shape
     if rows["tokens"].shape != (wanted[0] * wanted[1], wanted[2]):
         raise ReplayError(
-            f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: leave it as it was."
+            f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: restore the original config."
         )
     batch = place_batch(rows, program.batch, program.context, rows_here(program.batch))
     say(f"step {record['step']} of {folder}: data {record['data']}")
     current = _state(folder, record, program)
     sums = state.digests_by_name(state.to_digests(weights_alone(current)))
     del sums["step"]
-    same = digests.together((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
+    same = digests.combine((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
-    held = jax.tree.map(jnp.copy, params)  # the step gives its state away
+    held = jax.tree.map(jnp.copy, params)  # the step donates its state
     _, values = compiler.compile_train(program, _options(folder, run, record, program, say))(current, batch)
     now = {name: float(values[name]) for name in FIGURES}
     then = {name: float(record[name]) for name in FIGURES}
@@ -150,7 +150,10 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
 def _options(
     folder: Path, run: RunConfig, record: Mapping[str, Any], program: Program, say: Callable[[str], None]
 ) -> dict[str, str | bool]:
-    """XLA's, as the bundle's step had them, with the kernels that XLA chose by trying; those of another step or GPU its own."""
+    """Return XLA's options of the bundle's step, with the kernels that XLA chose by autotuning.
+
+    For another step or GPU, return its own options.
+    """
     facts = device_facts(jax.devices())
     alike = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
     if alike and json.loads(json.dumps(config.to_dict(run))) == record["config"]:
@@ -161,7 +164,7 @@ def _options(
 
 
 def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:
-    """The state before the bad step, but for the moments: those are fresh."""
+    """Return the state before the bad step, with fresh moments."""
     abstract = weights_alone(program.state)
     store = Checkpoints(folder / "checkpoints", finite=False)
     tensors = store.restore(record["step"], state.abstract_tensors(abstract))
@@ -173,14 +176,14 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     return TrainState(done, params, optimizer, guarded, abstract.layers)
 
 
-# ---- Where it comes from
+# ---- Origin of the bad value
 
 
 def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
-    """One line: the first place, in the order of computation, with a value that is infinite or no number.
+    """Return one line about the first array, in the order of computation, with a value that is infinite or NaN.
 
     sums: the parameters' digests. Layers are found by running the model's first 1, 2, 4, ... layers with its own final norm and
-    head, and plain cross entropy: what a layer spoils, the loss after it shows.
+    head, and plain cross entropy: a bad value of a layer shows in the loss after it.
     """
     wrong = _order(name for name, x in sums.items() if digests.not_finite(x))
     if wrong:
@@ -203,13 +206,13 @@ def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
 
 
 def _tensors(program: Program, tree: Any) -> state.Tensors:
-    """What has a program's parameters' places, by name, with layers apart."""
+    """Return a tree like a program's parameters by name, with layers apart."""
     done = jax.device_put(np.int32(0), program.state.step.sharding)
     return state.to_tensors(TrainState(done, tree, (), layers=program.state.layers))
 
 
 def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str:
-    """The first layer after which values are not finite; '' where all are, or where there are no layers to be counted."""
+    """Return the first layer after which values are not finite; '' if all are finite, or without numbered layers."""
     if STACK not in params:
         return ""
     kept = _tensors(program, params)
@@ -221,7 +224,7 @@ def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str
         some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
         return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))
 
-    first = run.model.dense_layers  # the stack that is shortened begins there
+    first = run.model.dense_layers  # the shortened stack begins there
     low, high = first, run.model.num_layers
     if not spoiled(high):
         return ""
@@ -237,7 +240,7 @@ def _in_loss(program: Program, params: Any, micro: Any) -> str:
 
 
 def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
-    """Those of a step: f32 (2,) by parameter, layers apart: how many values are not finite, and the norm."""
+    """Return (count of values that are not finite, norm) of each gradient of a step, f32 (2,) by parameter, layers apart."""
     _, grads = program.gradients(params, batch)
     return {name: np.asarray(_measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 
@@ -249,7 +252,7 @@ def _measured(g: jax.Array) -> jax.Array:
 
 
 def _in_gradients(program: Program, params: Any, batch: Any) -> str:
-    """One line: the first gradient that is not finite, and of which microbatch; where there is none, the largest."""
+    """Return one line about the first gradient that is not finite and its microbatch; or about the largest gradient."""
     found = _gradients(program, params, batch)
     wrong = _order((name for name, x in found.items() if x[0]), backward=True)
     if not wrong:
@@ -258,7 +261,7 @@ def _in_gradients(program: Program, params: Any, batch: Any) -> str:
         return "every value is finite: the largest gradients are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
     number = batch["tokens"].shape[0]
     for micro in range(number if number > 1 else 0):
-        # In every place: a pipeline has a schedule for all of them.
+        # In every slot: a pipeline has a schedule for all of them.
         alone = {n: jax.device_put(jnp.broadcast_to(x[micro : micro + 1], x.shape), x.sharding) for n, x in batch.items()}
         of_one = _gradients(program, params, alone)
         if one := _order((name for name, x in of_one.items() if x[0]), backward=True):
@@ -271,7 +274,7 @@ def _named(wrong: list[str]) -> str:
 
 
 def _order(names: Any, backward: bool = False) -> list[str]:
-    """Names of parameters in the order in which a step uses them: embedding, layers by number, the rest."""
+    """Return names of parameters in the order in which a step uses them: embedding, layers by number, other parameters."""
 
     def place(name: str) -> tuple[int, int, str]:
         layer = re.search(r"\.layers\.(\d+)\.", name)

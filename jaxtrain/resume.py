@@ -1,4 +1,5 @@
 """The table of keys that a resumed run may change, with the effect of each change, and the comparison of two configs by it.
+Uses no jax and no files. `receipt`, `parity` and the cache of `plan` read the table too.
 
 No jax, no files. `receipt`, `parity` and the cache of `plan` read the table too.
 """
@@ -14,7 +15,7 @@ from jaxtrain.optim import groups
 
 # Effects of a change on training, each greater than those before it.
 NOTHING = "nothing"  # neither losses nor speed
-TIME = "time"  # work beside the steps: no training loss changes
+TIME = "time"  # work between the steps: no training loss changes
 INPUTS = "inputs"  # the same program computes other numbers
 MACHINE = "machine"  # the same step by other kernels, or with other memory: losses differ by rounding
 LAYOUT = "layout"  # the same step in another layout or order: losses differ by rounding
@@ -23,7 +24,7 @@ FUNCTION = "function"  # another step
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One rule for some keys."""
+    """A rule, and the keys to which it applies."""
 
     keys: tuple[str, ...]  # dotted, with * for any part
     change: str  # free | ask | never
@@ -31,9 +32,9 @@ class Row:
     effect: str = FUNCTION
 
 
-# free: changes where, how fast, how long or how visibly the run goes on, or is changed on purpose all the time; noted at start.
-# ask: changes what is learnt, in a way that an edited config file could do unnoticed; must be named in checkpoint.allow_change.
-# never: the tensors or the meaning of token ids would not fit.
+# free: changes place, speed, length or output of the run, or is often changed on purpose; noted at start. ask: changes the
+# training, and could be an unnoticed edit of a config file; must be named in checkpoint.allow_change. never: the tensors or the
+# meaning of token ids would not fit.
 TABLE = (
     Row(
         ("mesh.*", "sharding.*"),
@@ -181,25 +182,25 @@ TABLE = (
 )
 
 EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # of a microbatch each
-# Which tokens a device holds at a time.
+# The tokens on a device at a time.
 DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", "attention.ulysses")
 
 
 def rows_for(key: str) -> list[Row]:
-    """The rows that speak of a key: exactly one for every key of the config."""
+    """Return the rows for a key: exactly one for every key of the config."""
     return [row for row in TABLE if any(fnmatch.fnmatchcase(key, pattern) for pattern in row.keys)]
 
 
 def effect(key: str) -> str:
-    """Return what a change of a dotted key does, one of the effects above; FUNCTION where the table has no such key."""
+    """Return the effect of a change of a dotted key, one of the effects above; FUNCTION if the table has no such key."""
     return next((row.effect for row in rows_for(key)), FUNCTION)
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = "") -> tuple[list[str], list[Problem]]:
-    """Notes on what changed and may, and problems where it may not.
+    """Return notes on allowed changes, and problems of changes that are not allowed.
 
     old: nested config of the checkpoint. A key it lacks (it was written by an older version) counts as its default now.
-    new: nested config of this run, both as `config.to_dict` gives them. allow_change: the value of checkpoint.allow_change.
+    new: nested config of this run. Both are results of `config.to_dict`. allow_change: the value of checkpoint.allow_change.
     """
     was, unknown = config.resolve(old)
     before = dict(config.flatten(config.to_dict(was)))
@@ -223,7 +224,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
         if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
-            reason = "moe.balance_loss and moe.z_loss are those of a microbatch, and add up to others"
+            reason = "moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values"
             row = dataclasses.replace(row, change="ask", reason=reason)
         if name == "data.max_segments" and {before[name], after[name]} == {0, config.MOST_DOCUMENTS}:
             row = dataclasses.replace(row, change="free", reason="the same cut of the data")
@@ -260,9 +261,9 @@ def _width_of_heads(values: Mapping[str, Any]) -> float:
 
 
 def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether a key decides which tokens a device holds at a time, and so which of them a capacity of its experts drops.
+    """Return whether a key decides which tokens are on a device, and so which tokens the capacity of its experts drops.
 
-    Where mesh.seq divides sequences, parallel.context decides which part of a sequence a device holds.
+    If mesh.seq shards sequences, parallel.context decides which tokens of a sequence are on a device.
     """
     if not (after["model.num_experts"] and after["moe.capacity_factor"]):
         return False
@@ -272,8 +273,9 @@ def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any
 
 
 def check_allow_change(allow_change: str) -> list[Problem]:
-    """What is wrong with checkpoint.allow_change itself: names that are no keys, and those that name only keys which can never
-    change. A pattern that takes such a key in with others does not allow it: `compare` refuses it all the same."""
+    """Return the problems of checkpoint.allow_change itself: unknown names, and patterns that match only fixed keys.
+
+    A pattern that also matches other keys passes here; `compare` still refuses a change of such a key."""
     known = list(config.declared())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):
@@ -297,7 +299,7 @@ def _shown(name: str, values: Mapping[str, Any]) -> str:
 
 
 def markdown() -> str:
-    """The table as docs/checkpoints.md shows it."""
+    """Return the table as docs/checkpoints.md shows it."""
     words = {"free": "freely, with a note", "ask": "only if named in `checkpoint.allow_change`", "never": "never"}
     lines = ["| keys | may change | why |", "|---|---|---|"]
     for row in TABLE:

@@ -57,7 +57,7 @@ TYPES = {"prompt": str, "max_tokens": int, "temperature": float, "top_p": float,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    # A ValueError: a layout that these devices cannot have.
+    # A ValueError: a layout that is impossible on these devices.
     return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError, ValueError))
 
 
@@ -83,7 +83,7 @@ def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str
         given: fields of config.Sample in place of those of the run's config.
     """
     start_jax(hardware.probe())
-    # Imported here: `--help` and wrong options answer in a moment, and the platform must be named before jax is imported.
+    # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
     import jax
 
     from jaxtrain.data.tokenizer import load_tokenizer
@@ -92,7 +92,7 @@ def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str
     run, sampler, params, step = load(workdir, jax.local_devices(), base)
     tokenizer = load_tokenizer(tokenizer_path or run.data.tokenizer)
     print(f"[{workdir.rstrip('/')}, step {step}]", file=sys.stderr)
-    # A run that writes no samples says max_tokens = 0.
+    # A run that writes no samples has max_tokens = 0.
     ask = dataclasses.replace(run.sample, **{"max_tokens": run.sample.max_tokens or config.Sample().max_tokens, **given})
     texts = continue_all(sampler, params, tokenizer, ask)
     print(*texts, sep="\n\n")

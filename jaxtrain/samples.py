@@ -1,12 +1,12 @@
-"""samples.txt: texts that a model wrote while it was trained, each under a line that names its step.
+"""samples.txt: texts that a model generated during training, each under a line with its step.
 
     --- step 200
     def main(self):
     --- step 400
     ...
 
-Where there are several prompts the line says which: `--- step 200, prompt 2`. A line of a text that looks like such a heading
-is written with a space before it, so that the file can be read back. Nothing here opens a file.
+With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. A line of a text that looks like such a
+heading is written with a space before it, so that the file can be read back. This module opens no file.
 """
 
 import re
@@ -18,7 +18,7 @@ HEADING = re.compile(r"^--- step (\d+)(?:, prompt (\d+))?\n", re.MULTILINE)
 
 
 class Sample(NamedTuple):
-    """A text, prompt included. `prompt` counts from 1; 0 where there is only one."""
+    """A text, prompt included. `prompt` counts from 1; 0 if there is only one."""
 
     step: int
     prompt: int
@@ -26,12 +26,12 @@ class Sample(NamedTuple):
 
 
 def prompts(text: str) -> list[str]:
-    """The prompts of `sample.prompt`."""
+    """Return the prompts of `sample.prompt`."""
     return text.split(SEPARATOR)
 
 
 def write(samples: Iterable[Sample]) -> str:
-    """As they stand in samples.txt."""
+    """Return samples as text for samples.txt."""
     return "".join(
         f"--- step {s.step}{f', prompt {s.prompt}' if s.prompt else ''}\n{HEADING.sub(lambda m: ' ' + m[0], s.text + chr(10))}"
         for s in samples
@@ -39,9 +39,9 @@ def write(samples: Iterable[Sample]) -> str:
 
 
 def read(text: str) -> Iterator[Sample]:
-    """The samples of a samples.txt. What stands before the first heading is none."""
+    """Yield the samples of a samples.txt. Text before the first heading is ignored."""
     found = list(HEADING.finditer(text))
     ends = [heading.start() for heading in found[1:]] + [len(text)]
-    for heading, end in zip(found, ends, strict=False):  # with no heading there is one end too many
+    for heading, end in zip(found, ends, strict=False):  # without a heading there is one newline too many
         body = text[heading.end() : end]
         yield Sample(int(heading[1]), int(heading[2] or 0), body.removesuffix("\n"))

@@ -1,7 +1,7 @@
 """Log-probabilities of texts, and greedy continuations, for evaluation harnesses.
 
-Log-probabilities are those of the model's own logits, in float32, of the tokens asked for and no others. Rows of a batch are
-padded on the right, where a causal model does not look. Lengths are rounded up to powers of two, so few programs are compiled.
+Log-probabilities are of the requested tokens only, from the model's logits in float32. Rows of a batch are padded on the right,
+which a causal model ignores. Lengths are rounded up to powers of two, so few programs are compiled.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ from jaxtrain.train.kernel import attention_specs
 
 SHORTEST = 64  # padded length of the shortest texts
 CHUNKS = (4096, 512, 64, 8, 1)  # tokens of prompts that are read at a time: few sizes, few programs
-LOGITS = 2048  # tokens whose logits exist at one time; of a batch at least one token of each row
+LOGITS = 2048  # tokens whose logits exist at one time; at least one token of each row
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The last `count` of `tokens`, given those before them."""
+    """A request: the log-probability of the last `count` of `tokens`, given those before them."""
 
     tokens: Sequence[int]
     count: int
 
 
 class Scorer:
-    """A model ready to be asked, on the devices of `sampler`.
+    """Scores texts with a model, on the devices of `sampler`.
 
-    rows: of a batch, rounded up to a multiple of the devices that share it. max_length: tokens that the model sees at most;
-    0: data.seq_len, farther than which it never saw in training.
+    rows: of a batch, rounded up to a multiple of the devices that share it. max_length: longest input in tokens; 0:
+    data.seq_len, the longest in training.
 
     Raises LayoutError for a sampler on pipeline stages.
     """
@@ -55,7 +55,7 @@ class Scorer:
         shards = self.placement.size(self.placement.mesh_axes("batch"))
         self.rows = -(-rows // shards) * shards
         self.max_length = max_length or run.data.seq_len
-        # Each row is one document, so nothing is packed, however the model was trained.
+        # Each row is one document, so nothing is packed, for any packing in training.
         specs = tuple(dataclasses.replace(spec, packed=False, max_segments=1) for spec in attention_specs(run))
         longest = padded(self.max_length)
         name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
@@ -69,7 +69,7 @@ class Scorer:
 
     def _scorer(self, definition: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
         def score(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """(log-probability of each target, whether it is the likeliest token), both (B, T)."""
+            """Return (log-probability of each target, whether it is the likeliest token), both (B, T)."""
             B, T = tokens_BT.shape
             model = definition.bind(params)
             positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -91,18 +91,16 @@ class Scorer:
         return score
 
     def score(self, asked: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """For each: the sum of its log-probabilities (nats), and whether every one of its tokens is the likeliest.
+        """Return for each request the sum of its log-probabilities (nats), and whether each of its tokens is the likeliest.
 
-        What is too long loses tokens on the left. Raises ValueError where more are to be scored than the model sees.
+        A text that is too long loses tokens on the left. Raises ValueError if the tokens to be scored exceed max_length.
         """
         for one in asked:
             if one.count > self.max_length:
-                raise ValueError(
-                    f"{one.count} tokens are to be scored at once, and the model sees max_length = {self.max_length}"
-                )
+                raise ValueError(f"{one.count} tokens are to be scored at once, above max_length = {self.max_length}")
         kept = [Scored(one.tokens[-(self.max_length + 1) :], one.count) for one in asked]
         out: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
-        # Of similar length together, the longest first: what does not fit into memory fails at once.
+        # Similar lengths together, the longest first: a batch that does not fit into memory fails at once.
         order = sorted((i for i, one in enumerate(kept) if one.count), key=lambda i: -len(kept[i].tokens))
         for start in range(0, len(order), self.rows):
             batch = order[start : start + self.rows]
@@ -120,25 +118,27 @@ class Scorer:
         return out
 
     def windows(self, tokens: Sequence[int], first: int) -> Iterator[Scored]:
-        """A text of any length in parts that the model sees, each token scored once, with all the context that fits into its
-        part. `first`: the token that stands before the text."""
+        """Yield a text of any length in requests of at most max_length tokens.
+
+        Each token is scored once, with as much context as fits. `first`: the token before the text.
+        """
         after = [first, *tokens]
         for start in range(0, len(tokens), self.max_length):
             end = min(start + self.max_length, len(tokens))
             yield Scored(after[max(0, end - self.max_length) : end + 1], end - start)
 
     def _next(self, params: Params, cache: Any, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
-        """The likeliest token after these, (B,), and the cache with them."""
+        """Return the likeliest token after these, (B,), and the cache with them."""
         logits_BV, cache = self._sampler.decode(params, cache, tokens_BT)
         return jnp.argmax(logits_BV, axis=-1), cache
 
     def likeliest(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], done: Callable[[int, list[int]], bool]
     ) -> list[list[int]]:
-        """What the model writes after each prompt (at least one token each), the likeliest token at a time.
+        """Return the greedy continuation of each prompt (at least one token each).
 
-        Ends where `done(index of the prompt, its tokens so far)` says so, or after its `max_tokens`. A prompt that leaves no
-        room for them in max_length loses tokens on the left; raises ValueError where nothing would be left of it.
+        It ends when `done(index of the prompt, its tokens so far)` is true, or after its `max_tokens`. A prompt that is too
+        long for max_length less `max_tokens` loses tokens on the left; ValueError if no token would be left.
         """
         for most in max_tokens:
             if most >= self.max_length:
@@ -161,8 +161,10 @@ class Scorer:
         max_tokens: Sequence[int],
         done: Callable[[int, list[int]], bool],
     ) -> None:
-        """One batch: what all prompts are long enough for is read in chunks; from there on every row goes a token at a time,
-        and one whose prompt is longer is given its next token. So all rows have the same length and nothing is padded."""
+        """Generate for one batch: read in chunks the tokens that all prompts have, then feed every row one token at a time.
+
+        A row with a longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and
+        no padding."""
         room = padded(max(len(prompts[i]) + max_tokens[i] for i in batch))
         cache = self._sampler.empty_cache(self.rows, room)
         rows = [prompts[i] for i in batch]
@@ -194,5 +196,5 @@ class Scorer:
 
 
 def padded(length: int) -> int:
-    """The next power of two, SHORTEST at least."""
+    """Return the next power of two, at least SHORTEST."""
     return max(SHORTEST, 1 << max(0, length - 1).bit_length())

@@ -16,7 +16,7 @@ Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
     targets      int32    the token that follows each input token in its document
     segments     int32    document number within the row, from 1; 0 is padding, and a row's padding is at its end
     positions    int32    position within the document's part in this row, from 0
-    weights      float32  how much each target counts in the loss; 0 where there is no target
+    weights      float32  how much each target counts in the loss; 0 without a target
 
 Batches of pairs have one more (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its
 pair p:
@@ -24,8 +24,8 @@ pair p:
     reference    float32  log-probability of a document's completion under the reference model, at its first token; 0 elsewhere
 """
 
-# Where tokens travel to their experts: the room of each round after the first, in even shares. A round has costs of its own,
-# beside those of its rows: a smaller one would have more of them, and a larger one more rows that are empty.
+# Size of each round after the first in the dispatch of tokens to experts, over an even load. A round has a fixed cost in
+# addition to its rows: a smaller size needs more rounds, a larger one has more empty rows.
 FURTHER_ROUND = 0.25
 
 DENSE = "dense_layers"  # the name of the layers without experts before that stack
@@ -45,12 +45,12 @@ PAIR_KEYS = {"reference": "float32"}
 # log-probabilities under the model and under the reference model.
 REWARD_METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
-# What the step of a model with experts reports beside its loss, all means over its layers but the last.
+# Metrics of experts in a step: means over layers, except expert_load_max.
 EXPERT_METRICS = (
-    "balance_loss",  # 1 where loads are even
-    "sequence_balance_loss",  # the same of each sequence by itself; 0 where moe.sequence_balance_loss is
+    "balance_loss",  # 1 for even loads
+    "sequence_balance_loss",  # the same for each sequence; 0 if moe.sequence_balance_loss is 0
     "router_z_loss",
     "router_entropy",  # nats
-    "dropped_tokens",  # share of all choices that a capacity left no room for
-    "expert_load_max",  # the largest load of any expert of any layer, in even shares
+    "dropped_tokens",  # share of all choices that a capacity dropped
+    "expert_load_max",  # the largest load of any expert of any layer, over an even load
 )

@@ -4,7 +4,7 @@ Every array has logical axis names ("batch", "embed", "heads", ...). `sharding.r
 tensor, seq; and stage and expert where they are used). A `Placement` is that map on a mesh.
 
 Gradients are computed inside one `jax.shard_map` over the whole mesh (train/program.py). Inside it every array is this device's
-local shard, and every collective is a call. One rule holds there: each device adds its own share to the loss, so that the loss
+local shard, and every collective is an explicit call. One rule holds: each device adds its own share to the loss, and the loss
 is the sum of the shares over all devices. Autodiff then gives each device its share of every gradient, and the gradient of a
 weight is the sum over the mesh axes that do not shard it.
 """
@@ -91,7 +91,7 @@ class Placement:
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
-    tokens_replicated: bool = False  # every device has all tokens, as in sampling; weights stay sharded as the rules say
+    tokens_replicated: bool = False  # every device has all tokens, as in sampling; weights stay sharded by the rules
 
     # ---- Mesh axes of a logical axis; all of size above 1
 
@@ -123,17 +123,17 @@ class Placement:
 
     @property
     def all_axes(self) -> tuple[str, ...]:
-        """All mesh axes."""
+        """Return all mesh axes."""
         return tuple(a for a, size in self.mesh.shape.items() if size > 1)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which devices hold different tokens inside attention and feed-forward blocks."""
+        """Return the mesh axes that shard tokens inside attention and feed-forward blocks."""
         return self.mesh_axes("batch") + self.mesh_axes("sequence")
 
     @property
     def sequence_parallel_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard tokens of the residual stream but not inside blocks. () if sharding.rules.residual = seq.
+        """Return the mesh axes that shard tokens of the residual stream but not inside blocks.
 
         Sequence parallelism as in Megatron (Korthikanti et al. 2022, arXiv:2205.05198).
         """
@@ -142,7 +142,7 @@ class Placement:
     def gather_axes(self, *axes: str | None) -> tuple[str, ...]:
         """Return the mesh axes along which weights with these logical axes are gathered for use: those that shard tokens.
 
-        Experts stay sharded over `expert`: tokens go to them.
+        Experts stay sharded over `expert`: tokens are sent to them.
         """
         tokens = self._rule("batch") + self._rule("sequence")
         return tuple(
@@ -160,7 +160,7 @@ class Placement:
 
     @property
     def activation_shards(self) -> dict[str, int]:
-        """Return how many devices shard each logical axis of activations, and how many the experts in use."""
+        """Return the number of devices that shard each logical axis of activations, and the experts in use."""
         axes = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
         return {axis: self.size(self.mesh_axes(axis)) for axis in axes} | {"experts": self.size(self.compute_axes("experts"))}
 
@@ -174,7 +174,7 @@ class Placement:
             if used.count(a) > 1:
                 who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
                 raise LayoutError(
-                    f"{name}: logical axes {' and '.join(who)} are both split over mesh axis {a!r}; "
+                    f"{name}: logical axes {' and '.join(who)} are both sharded over mesh axis {a!r}; "
                     f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
                 )
         return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
@@ -193,7 +193,7 @@ class Placement:
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
         """Return `f`, which computes with local shards, as a function of global arrays. Manual over the whole mesh."""
-        # The replication checker knows no axis_index_groups, no Pallas interpreter, and no sums over some axes only.
+        # The replication checker does not support axis_index_groups, the Pallas interpreter, and sums over some axes only.
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -233,8 +233,8 @@ def to_residual(x: jax.Array, partial: tuple[str, ...], p: Placement, dim: int =
 
     Args:
       x: tokens on dimension `dim`.
-      partial: mesh axes over which `x` is a partial sum. A reduce-scatter sums it where the residual stream's tokens are
-        sharded, an all-reduce elsewhere. Over other axes each device slices out its tokens.
+      partial: mesh axes over which `x` is a partial sum. A reduce-scatter sums it if the residual stream's tokens are sharded,
+          an all-reduce otherwise. Over other axes each device slices out its tokens.
     """
     for axis in p.sequence_parallel_axes:
         if axis in partial:
@@ -259,9 +259,9 @@ def to_block(x_BTD: jax.Array, p: Placement) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class GatherSpec:
-    """How one weight is gathered, and its gradient reduced. Static."""
+    """The gather of one weight, and the reduction of its gradient. Static."""
 
-    dims: tuple[tuple[int, tuple[str, ...]], ...]  # gathered dimensions, and along which mesh axes
+    dims: tuple[tuple[int, tuple[str, ...]], ...]  # gathered dimensions, and their mesh axes
     summed: tuple[str, ...]  # replica axes: the gradient is all-reduced over them, after the reduce-scatters
     compute: jnp.dtype
     reduce: jnp.dtype
@@ -269,7 +269,7 @@ class GatherSpec:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_weight(w: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Return a weight in the compute dtype, whole along the gathered dimensions.
+    """Return a weight in the compute dtype, unsharded along the gathered dimensions.
 
     The cast comes first, so that the all-gather carries the small dtype. Backward, in the reduce dtype: a reduce-scatter for
     each gathered dimension, an all-reduce over the replicas, then a cast to the dtype of `w`.
@@ -285,7 +285,7 @@ def _gather_fwd(w: jax.Array, spec: GatherSpec) -> tuple[jax.Array, jax.Array]:
 # A custom_vjp_call is one operation for remat policies, which then save no part of it (models/remat.py).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def all_gather_weight(w: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Return a weight, or its FP8 bits, whole along the gathered dimensions. It has no gradient."""
+    """Return a weight, or its FP8 bits, unsharded along the gathered dimensions. It has no gradient."""
     w = w.astype(spec.compute)
     for dim, over in spec.dims:
         w = all_gather(w, over, dim)
@@ -338,7 +338,7 @@ def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """Return the placement of a config on these devices.
 
     Raises:
-      LayoutError: the mesh or a rule asks for a layout that cannot be.
+      LayoutError: the mesh or a rule asks for an impossible layout.
     """
     mesh = make_mesh(run, devices)
     rules = rules_in_use(run, mesh.shape)
@@ -350,12 +350,12 @@ def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
 
 
 def replicated(placement: Placement) -> NamedSharding:
-    """Return the sharding in which every device holds the whole array."""
+    """Return the replicated sharding."""
     return NamedSharding(placement.mesh, P())
 
 
 def large_replicated_arrays(abstract: dict[str, jax.ShapeDtypeStruct], limit_bytes: int = 16 << 20) -> list[str]:
-    """Return the names of arrays above the limit that every device holds whole, although mesh axes could shard them."""
+    """Return the names of replicated arrays above the limit that mesh axes could shard."""
     found = []
     for name, a in abstract.items():
         sharding = a.sharding

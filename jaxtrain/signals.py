@@ -1,9 +1,9 @@
-"""Signals to a run: to leave in good order (Ctrl-C, and what a scheduler sends before it takes the machine away), or to trace.
+"""Signals to a run: to save and stop (Ctrl-C, or a scheduler before it takes the machine away), or to trace.
 
-The first signal to leave asks the loop to finish its step, save and leave; a second one leaves at once. SIGUSR2 asks to trace
-the next steps, as often as it comes, and changes nothing else. All of them are heard while the main thread waits inside XLA
-(a compile of minutes, a collective that hangs), where Python would run no signal handler: the interpreter's own handler writes
-the signal's number into a pipe right away, and a thread of ours reads it there.
+The first signal to stop asks the loop to finish its step, save and exit; a second one exits at once. Each SIGUSR2 asks for a
+trace of the next steps. Signals work while the main thread waits inside XLA (a compile of minutes, a collective that hangs),
+where Python runs no signal handler: the interpreter's own handler writes the signal's number into a pipe, and a thread reads
+it.
 """
 
 import os
@@ -17,22 +17,22 @@ from typing import Any
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 TRACE = signal.SIGUSR2
 
-# A terminal signals the whole process group and a launcher may pass the same signal on: that is one request, not two.
+# A terminal signals the whole process group and a launcher may forward the same signal: that counts as one request.
 SAME_REQUEST_S = 0.2
 
 CLOSE = 0  # no signal has this number
 
 
 class Stop:
-    """Whether, and why, the run has been asked to end, and how often to trace. Use as a context manager.
+    """Whether and why the run has been asked to stop, and the number of requested traces. Use as a context manager.
 
-    Signals are heard in the main thread alone: Python sets handlers nowhere else. A run in another thread leaves them to
-    whoever started it, and is never asked.
+    Signals are handled in the main thread only, because Python sets handlers nowhere else. A run in another thread leaves them
+    to its caller, and is never asked to stop.
 
-    ask: called with the signal's name, in the thread that listens, at the first signal to leave.
+    ask: called with the signal's name, in the reading thread, at the first signal to stop.
 
-    at_once: where this is set, there is nothing to save: it is called with the signal's name and exit code instead, to bring
-    the run's files to an end, and then the process ends. The main thread may be inside a compile of minutes.
+    at_once: if set, there is no state to save: it is called with the signal's name and exit code, to complete the run's files,
+    and then the process ends. The main thread may be inside a compile of minutes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Stop:
         self._ask = ask
         self.reason: str | None = None  # the name of the signal, once one has come
         self.exit_code: int | None = None
-        self.traces = 0  # how often a trace was asked for
+        self.traces = 0  # number of requested traces
         self._signals = signals
         self._first = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -54,12 +54,12 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """What to call the signal when speaking to a user."""
+        """Return the signal's name for messages."""
         return "Ctrl-C" if self.reason == "SIGINT" else str(self.reason)
 
     @staticmethod
     def exit_code_of(why: str) -> int:
-        """Of a run that was asked to stop: by a signal's name, or for another reason in words."""
+        """Return the exit code of a run that was asked to stop: by a signal's name, or for another reason in words."""
         return next((code for number, code in EXIT_CODES.items() if why.startswith(number.name)), 75)
 
     def __bool__(self) -> bool:
@@ -69,7 +69,7 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             return self
         self._pipe = reading, writing = os.pipe()
-        os.set_blocking(writing, False)  # as the interpreter demands: its handler must never wait
+        os.set_blocking(writing, False)  # required by the interpreter: its handler must never wait
         self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
         self._thread.start()
@@ -98,7 +98,7 @@ class Stop:
                     self._received(signal.Signals(number))
 
     def asked_elsewhere(self, why: str) -> None:
-        """Another process of the run was asked to stop."""
+        """Note that another process of the run was asked to stop."""
         if self.at_once is not None and self.reason is None:
             code = self.exit_code_of(why)
             try:
@@ -114,9 +114,9 @@ class Stop:
         elif self.reason is None:
             self._first = now
             self.exit_code = EXIT_CODES[number]
-            self.reason = number.name  # last: the loop looks at this one
+            self.reason = number.name  # last: the loop checks this one
             if self.at_once is not None:
-                _say(f"\n{self.name}: leaving, there is nothing to save yet.\n")
+                _say(f"\n{self.name}: stopping, there is nothing to save yet.\n")
                 try:
                     self.at_once(number.name, self.exit_code)
                 finally:
@@ -124,16 +124,16 @@ class Stop:
             _say(f"\n{self.name}: finishing this step, then saving. Again to leave at once.\n")
             self._ask(number.name)
         elif now - self._first > SAME_REQUEST_S:
-            _say(f"\n{number.name} again: leaving at once. What came after the last checkpoint is lost.\n")
+            _say(f"\n{number.name} again: stopping at once. Steps after the last checkpoint are lost.\n")
             os._exit(EXIT_CODES[number])
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A Python handler must be set for the interpreter to write to the pipe; the pipe's reader does the work."""
+    """Do nothing. A Python handler must be set for the interpreter to write to the pipe, which a thread reads."""
 
 
 def _say(text: str) -> None:
     try:
-        os.write(2, text.encode())  # not through sys.stderr: its lock may be held by the thread that was interrupted
+        os.write(2, text.encode())  # not through sys.stderr: its lock may be held by the interrupted thread
     except OSError:
-        return  # the terminal is gone; the run's end is written to its receipt all the same
+        return  # the terminal is gone; the run's end is still written to its receipt

@@ -1,11 +1,11 @@
-"""Copies of the state for its saves; the loop waits for the copies alone.
+"""Copies of the state for its saves; the loop waits only for the copies.
 
-The programs that copy and take digests are compiled in another thread, behind the first steps, so that the first save is no
-slower than the others (but for the digests of what rests in host memory). On GPUs copies go to pinned host memory a layer at a
-time, since more may not fit on the device. XLA keeps that memory from save to save. Pinning it takes seconds to minutes, so
-`reserve` begins with it beside compiling, long before the first save. On CPUs new memory costs several times the
-copy itself, as the kernel clears every page of it at its first use. There one program makes all copies in the memory of those
-of the save before, without the loop waiting for it.
+The programs for copies and digests are compiled in another thread during the first steps, so the first save is as fast as the
+others (except for the digests of arrays in host memory). On GPUs, copies go to pinned host memory a layer at a time, since more
+may not fit on the device. XLA keeps that memory from save to save. Pinning it takes seconds to minutes, so `reserve` starts it
+during compilation, long before the first save. On CPUs, new memory costs several times the copy itself, because the kernel
+clears every page at its first use. There one program makes all copies in the memory of the previous save's copies, and the loop
+does not wait for it.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from jaxtrain.train.state import Tensors, TrainState
 
 
 class Snapshot(NamedTuple):
-    """Copies of a state's tensors by name, and their digests, taken of the state itself."""
+    """Copies of a state's tensors by name, and digests of the state itself."""
 
     tensors: Tensors
     sums: Callable[[], dict[str, np.ndarray]]  # waits for them: uint32 (3,) by name (digests.sums)
@@ -34,12 +34,12 @@ class Snapshot(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array of a state, by what its copies depend on."""
+    """The properties of an array of a state that its copies depend on."""
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
-    order: tuple[int | None, ...]  # the layer at each place of axis 0 (state.NamedLeaf): each is copied by itself
+    order: tuple[int | None, ...]  # the layer in each slot of axis 0 (state.NamedLeaf): each is copied by itself
 
     @property
     def stacked(self) -> bool:
@@ -47,7 +47,7 @@ class Leaf(NamedTuple):
 
     @property
     def places(self) -> list[int]:
-        """Those that hold a layer."""
+        """Return the slots that hold a layer."""
         return [place for place, layer in enumerate(self.order) if layer is not None]
 
     @property
@@ -56,7 +56,7 @@ class Leaf(NamedTuple):
 
 
 class Snapshots:
-    """Copies of one run's states. abstract: shapes, dtypes and shardings of what its checkpoints hold."""
+    """Copies of one run's states. abstract: shapes, dtypes and shardings of the arrays in its checkpoints."""
 
     def __init__(self, abstract: TrainState):
         named = state.named_leaves(abstract)
@@ -72,13 +72,13 @@ class Snapshots:
     def reserve(self) -> None:
         """Begin to allocate the host memory of the copies, in another thread. A failure is left for the first `take` to raise.
 
-        Does nothing where `prepare` allocates, on CPUs.
+        Does nothing on CPUs, where `prepare` allocates.
         """
         if not self._keeps and self._reserved is None and self._prepared is None:
             self._reserved = self._worker.submit(allocate, self._leaves)
 
     def prepare(self) -> concurrent.futures.Future[None]:
-        """Begin to get ready, in another thread. Without it the first `take` does so and waits for it."""
+        """Begin to prepare, in another thread. Without it the first `take` does so and waits for it."""
         if self._prepared is None:
             self._prepared = self._worker.submit(self._get_ready)
             self._worker.shutdown(wait=False)
@@ -91,22 +91,22 @@ class Snapshots:
 
     def _get_ready(self) -> None:
         if self._keeps:
-            make, _ = together(self._leaves)
+            make, _ = compile_together(self._leaves)
             self._kept = make()
         else:
-            apart(self._leaves)
+            compile_by_layer(self._leaves)
 
     def take(self, current: TrainState) -> Snapshot:
-        """Copies of a state; all on their way.
+        """Begin to copy a state, and return the copies.
 
-        They stay good when the state is donated to the next step, and until the next call of `take`: whatever was done with the
-        last ones has to be over then, or `forget` be called before.
+        They stay valid after the state is donated to the next step, until the next call of `take`. Before that call, their
+        readers must be done, or `forget` must be called.
         """
-        # Whether it went well or not: what was in the way, a full disk or memory, may be gone, and what is missing is made now.
+        # After success or failure: a full disk or too little memory may be temporary, and missing parts are made now.
         concurrent.futures.wait([self.prepare()])
         began = time.perf_counter()
         if not self._keeps:
-            summed, copying = apart(self._leaves)
+            summed, copying = compile_by_layer(self._leaves)
             made = state.to_digests(current, summed)
             tensors: Tensors = {}
             for leaf, named in zip(self._leaves, state.named_leaves(current), strict=True):
@@ -115,14 +115,14 @@ class Snapshots:
                 else:
                     tensors[named.name] = copying[leaf](named.array)
             return Snapshot(tensors, lambda: state.digests_by_name(made), began)
-        make, copy = together(self._leaves)
+        make, copy = compile_together(self._leaves)
         memory, self._kept = self._kept or make(), []
         self._kept, sums = copy([named.array for named in state.named_leaves(current)], memory)
-        tensors = {name: _another(x) for name, x in zip(self._names, self._kept, strict=True)}
+        tensors = {name: _alias(x) for name, x in zip(self._names, self._kept, strict=True)}
         return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
     def forget(self) -> None:
-        """Somebody may still be reading the last copies: the next ones get memory of their own."""
+        """Give the next copies their own memory, because the last ones may still be read."""
         self._kept = []
 
 
@@ -130,7 +130,7 @@ def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
     """List shape, dtype and sharding of every copy, in the order of the names; on GPUs in pinned host memory."""
     like = []
     for leaf in leaves:
-        home = stacks.home_of_copy(leaf.shape, leaf.sharding, leaf.stacked)
+        home = stacks.copy_sharding(leaf.shape, leaf.sharding, leaf.stacked)
         if next(iter(home.device_set)).platform == "gpu":
             home = home.with_memory_kind(stacks.ON_HOST)
         shape, count = (leaf.shape[1:], len(leaf.places)) if leaf.stacked else (leaf.shape, 1)
@@ -148,18 +148,18 @@ def allocate(leaves: tuple[Leaf, ...]) -> None:
 
 
 def _zeros(a: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
-    """A device's part of the zeros; index: where it is, None for all."""
+    """Return a device's shard of the zeros; index: of the shard, None for all."""
     index = (slice(None),) * len(a.shape) if index is None else index
     return np.zeros([len(range(*part.indices(size))) for part, size in zip(index, a.shape, strict=True)], a.dtype)
 
 
 @functools.lru_cache(maxsize=8)
-def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
-    """Compiled: () -> memory for copies, and (arrays, memory) -> (copies, uint32 (copies, 3): their digests)."""
+def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
+    """Return compiled functions: () -> memory for copies; (arrays, memory) -> (copies, their digests, uint32 (copies, 3))."""
     like = copies(leaves)
 
     def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        del memory  # only its place is wanted
+        del memory  # only its memory is used
         out: list[jax.Array] = []
         sums: list[jax.Array] = []
         for a, leaf, found in zip(arrays, leaves, summed(*arrays), strict=True):
@@ -180,8 +180,8 @@ def together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def apart(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
-    """Compiled: digests of all arrays in device memory (digests.program), and each leaf's copy: array[, layer] -> copy."""
+def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
+    """Return compiled functions: digests of all arrays in device memory (digests.program); array[, layer] -> copy, by leaf."""
     here = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
     arrays = [leaf.abstract for leaf in here]
     summed = digests.program(arrays, [leaf.stacked for leaf in here]).lower(*arrays).compile()
@@ -194,7 +194,9 @@ def apart(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
     return summed, copying
 
 
-def _another(x: jax.Array) -> jax.Array:
-    """The same array as another object. What reads `x` may store its numbers on the host with it (Orbax asks for that), and on
-    CPUs those lie in the array's own memory, which then cannot be given away while the object lives."""
+def _alias(x: jax.Array) -> jax.Array:
+    """Return the same array as another object.
+
+    A reader of an array may cache its host values in it (Orbax asks for that). On CPUs those share the array's own memory,
+    which then cannot be donated while the object lives."""
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [part.data for part in x.addressable_shards])

@@ -1,8 +1,8 @@
-"""Arrays with layers stacked on axis 0: one layer out of them, and them out of layers, wherever their parts are.
+"""Arrays with layers stacked on axis 0: one layer out of them, and a stack out of layers, for any sharding.
 
-What lies at which place of a stack is a matter of state.py. Where a stack is split over pipeline stages, one layer is on the
-devices of one stage only. It reaches the others as a sum of bits, to which the other stages add nothing: -0.0 and NaN stay
-what they are, and no device ever holds more of a stack than its own part.
+state.py decides which layer is in which slot of a stack. If a stack is sharded over pipeline stages, a layer is on the devices
+of one stage only. The other stages get it as a sum of bits, to which they add zeros: -0.0 and NaN are preserved, and no device
+ever holds more than its own shard of a stack.
 """
 
 import functools
@@ -21,32 +21,32 @@ ON_HOST = "pinned_host"
 
 
 def on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """XLA computes on nothing that is in host memory."""
+    """Return the array in device memory: XLA computes on nothing that is in host memory."""
     return jax.device_put(x, jax.memory.Space.Device) if sharding.memory_kind == ON_HOST else x
 
 
 def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """On GPUs copies go straight to host memory: a second state would not fit on the device."""
+    """Return the array in host memory on GPUs, directly: a second state would not fit on the device."""
     on_gpu = next(iter(sharding.device_set)).platform == "gpu"
     return jax.device_put(x, jax.memory.Space.Host) if on_gpu else x
 
 
-# ---- How one layer is split
+# ---- Sharding of one layer
 
 
 def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """Mesh axes that split each dimension."""
+    """Return the mesh axes that shard each dimension."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
 
 
 def _stages(sharding: NamedSharding) -> tuple[str, ...]:
-    """Mesh axes that split the stack."""
+    """Return the mesh axes that shard the stack."""
     return _parts(sharding, 1)[0]
 
 
 def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
-    """The dimension of a layer over which devices that hold other layers can share it; None where none divides.
+    """Return the dimension of a layer that devices with other layers can shard; None if none divides.
 
     shape, sharding: of the stack.
     """
@@ -57,9 +57,8 @@ def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
     return None
 
 
-def home_of_layer(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """How one layer of a stack of this shape is split: as the stack splits it, and over the devices that hold other layers too
-    as far as it divides."""
+def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of one layer of a stack: as the stack's, and over devices with other layers if it divides."""
     over, *parts = _parts(sharding, len(shape))
     dim = _shared_dim(shape, sharding)
     if dim is not None:
@@ -69,7 +68,7 @@ def home_of_layer(shape: tuple[int, ...], sharding: NamedSharding) -> NamedShard
 
 
 def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """A sharding in which no two devices hold the same part, as far as the shape divides: replicas share the work of a copy."""
+    """Return a sharding without replicas, as far as the shape divides: replicas share the work of a copy."""
     mesh, parts = sharding.mesh, _parts(sharding, len(shape))
     used = {axis for part in parts for axis in part}
     for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
@@ -80,16 +79,16 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, P(*(part or None for part in parts)))
 
 
-def home_of_copy(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
-    """How the copy of an array, or of each of its layers, is split; on GPUs it is so in host memory."""
-    return _spread(home_of_layer(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
+def copy_sharding(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
+    """Return the sharding of the copy of an array, or of each of its layers; on GPUs in host memory."""
+    return _spread(layer_sharding(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
 
 
 # ---- One layer of a stack
 
 
 def layer_at(w: jax.Array, place: Any, sharding: NamedSharding) -> jax.Array:
-    """The layer at a place of a stack, split as `home_of_layer` says; for use inside jit. sharding: the stack's."""
+    """Return the layer in a slot of a stack, sharded as by `layer_sharding`; for use inside jit. sharding: the stack's."""
     over = _stages(sharding)
     if not over:
         return on_device(jax.lax.dynamic_index_in_dim(w, place, keepdims=False), sharding)
@@ -106,18 +105,18 @@ def layer_at(w: jax.Array, place: Any, sharding: NamedSharding) -> jax.Array:
             return jax.lax.psum(bits, over)
         return jax.lax.psum_scatter(bits, over, scatter_dimension=dim, tiled=True)
 
-    out = home_of_layer(w.shape, sharding).spec
+    out = layer_sharding(w.shape, sharding).spec
     taken = jax.shard_map(local, mesh=sharding.mesh, in_specs=(sharding.spec, P()), out_specs=out, check_vma=False)
     return taken(w, jnp.asarray(place, jnp.int32))
 
 
 @functools.cache
 def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """Jitted `(w, place) -> copy of the layer there` of an array of this shape, stacked on axis 0; on GPUs in host memory.
+    """Return the jitted `(w, place) -> copy of the layer` for arrays of this shape, stacked on axis 0; on GPUs in host memory.
 
-    One layer a call: a single call for all of them would hold the whole stack a second time on its way.
+    It copies one layer per call: a single call for all layers would need memory for a second stack.
     """
-    one = home_of_copy(shape, sharding, stacked=True)
+    one = copy_sharding(shape, sharding, stacked=True)
 
     def layer(w: jax.Array, place: jax.Array) -> jax.Array:
         return _to_host(jax.lax.with_sharding_constraint(layer_at(w, place, sharding), one), sharding)
@@ -127,29 +126,29 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 
 @functools.cache
 def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """Jitted copy of an array; on GPUs in host memory."""
-    one = home_of_copy(shape, sharding, stacked=False)
+    """Return the jitted copy of an array; on GPUs in host memory."""
+    one = copy_sharding(shape, sharding, stacked=False)
     return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), one), sharding))
 
 
 def copy_to_device(a: jax.Array, place: int) -> jax.Array:
-    """A layer of a stack in host memory, in device memory."""
+    """Return a layer of a stack in host memory, in device memory."""
     return _taking(a.shape, a.sharding)(a, place)
 
 
 @functools.cache
 def _taking(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    out = home_of_layer(shape, sharding).with_memory_kind("device")
+    out = layer_sharding(shape, sharding).with_memory_kind("device")
     return jax.jit(lambda w, place: layer_at(w, place, sharding), out_shardings=out)
 
 
 # ---- A stack of layers
 
 
-def in_places(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
-    """A stack of layers, one after another, with each at its place and zeros at empty ones; for use inside jit.
+def place_layers(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
+    """Return a stack of consecutive layers with each in its slot and zeros in empty slots; for use inside jit.
 
-    order: for each place its layer, None where it is empty.
+    order: the layer of each slot, None for an empty one.
     """
     if tuple(order) == tuple(range(x.shape[0])):
         return x
@@ -160,7 +159,7 @@ def in_places(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
 
 @functools.cache
 def _stacking(order: tuple[int | None, ...], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """Jitted: layers, by number -> the stack."""
+    """Return the jitted function: layers, by number -> the stack."""
     over, dim = _stages(sharding), _shared_dim(shape, sharding)
 
     def stacked(layers: list[jax.Array]) -> jax.Array:
@@ -168,14 +167,14 @@ def _stacking(order: tuple[int | None, ...], shape: tuple[int, ...], sharding: N
 
     def local(layers: list[jax.Array]) -> jax.Array:
         parts = stacked(layers)
-        if dim is not None:  # every stage has a part of every layer, and gets all parts of its own
+        if dim is not None:  # every stage has a shard of every layer, and gets all shards of its own layers
             return jax.lax.all_to_all(parts, over, split_axis=0, concat_axis=dim + 1, tiled=True)
         count = len(order) // math.prod(sharding.mesh.shape[a] for a in over)
         return jax.lax.dynamic_slice_in_dim(parts, jax.lax.axis_index(over) * count, count)
 
     if not over:
         return jax.jit(stacked, out_shardings=sharding)
-    one = home_of_layer(shape, sharding).spec
+    one = layer_sharding(shape, sharding).spec
     return jax.jit(
         jax.shard_map(local, mesh=sharding.mesh, in_specs=(one,), out_specs=sharding.spec, check_vma=False),
         out_shardings=sharding,
@@ -192,9 +191,9 @@ def _putting(sharding: NamedSharding) -> Any:
 
 
 def stack(layers: list[jax.Array], order: tuple[int | None, ...], a: jax.ShapeDtypeStruct) -> jax.Array:
-    """Layers, by number, as one array like `a`, each at its place.
+    """Return layers, by number, as one array like `a`, each in its slot.
 
-    In host memory one after the other, since the device may have no room for all.
+    In host memory they are copied one after the other, since the device may have no memory for all.
     """
     if a.sharding.memory_kind != ON_HOST:
         return _stacking(order, a.shape, a.sharding)(layers)

@@ -1,8 +1,8 @@
-"""Starting JAX: on GPUs in the environment of a run, on a machine without one without the messages of the CUDA plugin.
+"""Start JAX: on GPUs in the environment of a run, on a machine without GPUs without the messages of the CUDA plugin.
 
-With the `plan` extra the CUDA plugin is installed where no driver is. JAX then tries it at start, prints a traceback, and the
-plugin's libraries each report the missing driver, then or when the first program is compiled for a described GPU. None of it
-matters there, so CPU is named as the platform and those lines are left out. Every other line on stderr comes through.
+With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries it at start and prints a traceback, and the
+plugin's libraries report the missing driver, at start or when the first program is compiled for a described GPU. These messages
+are irrelevant, so the platform is set to CPU and those lines are removed from stderr. All other lines are kept.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from jaxtrain.distributed import Cluster, start
 from jaxtrain.environment import EXPORTED, Overlay
 from jaxtrain.hardware import Devices
 
-THREADS = "PJRT_NPROC"  # how many cores XLA's CPU client believes there are
+THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
 
 
 def set_environment(overlay: Overlay) -> None:
-    """Exports what a run sets, before JAX starts the GPUs: it then takes as much of their memory as the variables say.
+    """Set the environment of a run before JAX starts the GPUs, whose memory fraction it contains.
 
-    Raises ConfigError where the GPUs of this process were started without that.
+    Raises ConfigError if JAX has started the GPUs of this process with other settings.
     """
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
     if absent and _started_on_gpus():
-        rule = "JAX was started in this process before, without them: it took as much of the GPUs as it does by default"
+        rule = "JAX was started in this process before, without them, and has allocated its default share of GPU memory"
         before = " ".join(f"{name}={value}" for name, value in absent.items())
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
         raise ConfigError([Problem("environment", before, rule, remedy)])
@@ -43,18 +43,18 @@ def _started_on_gpus() -> bool:
     if "jax" not in sys.modules:
         return False
     import jax
-    from jax._src import xla_bridge  # there is no public way to ask
+    from jax._src import xla_bridge  # there is no public API to ask
 
-    # Plugins may be there before devices are (`plan` describes machines by them), and have read the variables by then.
+    # Plugins may be loaded before devices are (`plan` describes machines by them), and have read the variables by then.
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
 def set_compile_cache(run: RunConfig) -> None:
-    """Keeps compiled programs in `paths.cache`, small ones too: a restart should cost seconds. "" keeps none.
+    """Keep compiled programs in `paths.cache`, small ones too, so that a restart takes seconds. "": keep none.
 
-    Programs for several CPU devices are compiled anew in each process. XLA:CPU (jaxlib 0.11.2) loaded some of them wrongly:
-    all-gathers of independent loops met in one rendezvous, which corrupted memory and ended the process. Programs of today's
-    step have not shown it in 25 loads of five layouts; that is too few to trust the cache.
+    Programs for several CPU devices are compiled again in each process. XLA:CPU (jaxlib 0.11.2) loaded some of them wrongly:
+    all-gathers of independent loops met in one rendezvous, which corrupted memory and ended the process. The present step has
+    not shown it in 25 loads of five layouts, too few to trust the cache.
     """
     if not run.paths.cache:
         return
@@ -68,10 +68,10 @@ def set_compile_cache(run: RunConfig) -> None:
 
 
 def threads_for_cpus(count: int) -> None:
-    """Gives XLA more threads than it takes for `count` CPU devices of one process: before JAX starts them.
+    """Give XLA more threads than its default for `count` CPU devices of one process, before JAX starts them.
 
-    By itself it takes as many as there are devices or cores. A collective holds a thread for each device until all have come,
-    and with every thread held by those that came, whatever the others wait for is never run: after 40 s XLA ends the process
+    The default is the number of devices or cores. A collective blocks a thread for each device until all devices have joined.
+    If all threads are blocked, the computation that the other devices wait for never runs: after 40 s XLA ends the process
     ("Termination timeout for ... Expected 4 threads to join the rendezvous"). Seen with 8 devices on 2 cores.
     """
     if count > 1:
@@ -92,7 +92,7 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
         import jax
 
         if devices.kind == "cpu":
-            jax.config.update("jax_platforms", "cpu")  # where jax was imported before, it has read the variable
+            jax.config.update("jax_platforms", "cpu")  # if jax was imported before, it has read the variable
     if cluster is not None:
         with quiet():
             start(cluster)
@@ -116,7 +116,7 @@ def ending_at_once(stderr: int = 2) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave NOTES out of stderr, from any thread or library. Every other line is passed on as it comes."""
+    """Remove NOTES from stderr, from any thread or library. Every other line is passed on at once."""
     sys.stderr.flush()
     saved = os.dup(2)
     reading, writing = os.pipe()
@@ -128,7 +128,7 @@ def quiet() -> Iterator[None]:
         with open(reading, "rb") as lines:
             for line in lines:
                 if not NOTES.search(line):
-                    with contextlib.suppress(OSError):  # the terminal has gone; the pipe must be read all the same
+                    with contextlib.suppress(OSError):  # the terminal is gone; the pipe must still be read
                         os.write(saved, line)
 
     thread = threading.Thread(target=pass_on, daemon=True)

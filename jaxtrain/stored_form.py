@@ -1,4 +1,4 @@
-"""Moments whose stored form differs from the run's: in 8-bit blocks, or not."""
+"""Conversion of moments between storage dtypes: 8-bit blocks and others."""
 
 import functools
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from jaxtrain.train.state import Tensors, dividing
 _CODES, _SCALES = ".codes", ".scales"
 
 
-def in_stored_form(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
-    """What to read of a checkpoint that holds the tensors `stored`, so that `converted` can make the wanted ones of it."""
+def stored_tensors(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
+    """Return the tensors to read from a checkpoint with the tensors `stored`, from which `converted` makes the wanted ones."""
     out: Tensors = {}
     for name, a in wanted.items():
         base = name.removesuffix(_CODES).removesuffix(_SCALES)
@@ -37,7 +37,7 @@ def _signed(name: str) -> bool:
 
 
 def converted(tensors: Tensors, wanted: Tensors) -> Tensors:
-    """The wanted tensors, of those that `in_stored_form` said to read. Empties `tensors` as it goes."""
+    """Return the wanted tensors, converted from those of `stored_tensors`. Removes tensors from `tensors` as they are used."""
     out: Tensors = {}
     for name, a in wanted.items():
         base = name.removesuffix(_CODES).removesuffix(_SCALES)

@@ -1,4 +1,4 @@
-"""Addresses of object stores: which a path may have, before any client is imported.
+"""Addresses of object stores: the paths that may have one, checked before any client is imported.
 
 A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
 its interface).
@@ -11,7 +11,7 @@ from jaxtrain import installed
 
 BUCKETS = {"gs://": "gcsfs", "s3://": "s3fs"}  # -> package of the client, which an extra installs
 EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}
-SPECIAL = "#[]*?"  # to the clients a version of an object, and patterns of names
+SPECIAL = "#[]*?"  # to the clients: a version of an object, and patterns of names
 
 
 def is_bucket(path: object) -> bool:
@@ -25,7 +25,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
     checkpoints: whether it is for checkpoints. All other files must be on a mounted file system.
     """
     scheme, separator, rest = path.partition("://")
-    one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves one, too
+    one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves a single one, too
     if not separator and not one_slash:
         return None
     if one_slash and checkpoints:
@@ -45,7 +45,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
     if not rest.strip("/") or rest.startswith("/"):
         return "names no bucket", f"Write {scheme}://BUCKET/PATH."
     if wrong := [c for c in SPECIAL if c in rest]:
-        return f"{wrong[0]!r} has a meaning of its own in names there", "Name a path without it."
+        return f"{wrong[0]!r} has a special meaning in names there", "Name a path without it."
     if importlib.util.find_spec(package) is None:
         rule = f"{scheme}:// needs the package `{package}`, which is not installed"
         return rule, installed.remedy(EXTRAS[package])
@@ -53,7 +53,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
 
 
 def missing(path: str) -> str:
-    """Return the rule and the remedy for a folder of checkpoints that does not exist; "" where it does, or is in a store."""
+    """Return the rule and the remedy for a folder of checkpoints that does not exist; "" if it does, or is in a store."""
     if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
         return ""
     return "no such folder. Name a run's folder, its checkpoints folder, or one checkpoints/STEP."

@@ -1,4 +1,4 @@
-"""Names that other trainers use, our keys for them, and the nearest keys of a wrong one. No jax, no config."""
+"""Names from other trainers with jaxtrain's keys for them, and the nearest keys of a wrong one. Imports no jax."""
 
 import difflib
 import re
@@ -346,10 +346,10 @@ INDEX = index()
 
 
 def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
-    """Return up to three settings that a wrong key may mean, the likeliest first; none where nothing is near.
+    """Return up to three settings that a wrong key may mean, the likeliest first; [] if no key is near.
 
-    A slip of one letter in the typed section decides alone. Otherwise names of other trainers come first, then longer or
-    shorter names of the same section, then the same name in other sections. Where none of those exists, spelling decides.
+    A key with one wrong letter in the typed section is the only result. Otherwise names of other trainers come first, then
+    longer or shorter names of the same section, then the same name in other sections. Without any of those, spelling decides.
 
     Args:
         key: the dotted key, as it was typed.
@@ -386,7 +386,7 @@ def did_you_mean(settings: Iterable[str]) -> str:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """Return the remedy for a wrong key: the nearest ones, else those of its section, else where all are listed."""
+    """Return the remedy for a wrong key: the nearest keys, else those of its section, else the command that lists all."""
     found = nearest_keys(key, known)
     if found:
         return did_you_mean(found)
@@ -423,7 +423,7 @@ def _related(typed: str, tail: str) -> bool:
 
 
 def _distance(a: str, b: str) -> int:
-    """Return how many letters to insert, remove, replace or swap with their neighbour to make `b` of `a`."""
+    """Return the number of letters to insert, remove, replace or swap with a neighbour to turn `a` into `b`."""
     before, row = [0] * (len(b) + 1), list(range(len(b) + 1))
     for i, x in enumerate(a):
         last, before, row = before, row, [i + 1]

@@ -1,4 +1,4 @@
-"""How fast a run goes and how much memory it takes: the fields of a train line that are measured. No jax here."""
+"""The measured speed and memory of a run: fields of a train line. Imports no jax."""
 
 import contextlib
 import time
@@ -12,18 +12,17 @@ class Throughput:
     """Rates of a run from the wall times at which its steps start.
 
     A step's time is the wall time from its start to the next step's start, waiting for data included. A line reports the mean
-    over the steps since the line before it, of those whose time says something. Not counted are the step that `exclude` is
-    called in (evaluation, a blocking save, a trace being written) and the one after it, and likewise the first two steps: the
-    loop runs one step ahead of the device, so after a halt one step is only queued and seems to take no time. A line without
-    a counted step has None for every rate. FLOP/s and utilisation count the model's FLOPs, never recomputed ones; those
-    count into `hfu` alone.
+    over the counted steps since the last line. The step during which `exclude` is called (evaluation, a blocking save, a trace
+    being written) and the next one are not counted, nor are the first two steps: the loop runs one step ahead of the device, so
+    the step after a pause is only queued and seems to take no time. A line without a counted step has None for every rate.
+    FLOP/s and MFU count the model's FLOPs; recomputed FLOPs count only in `hfu`.
 
     Args:
         tokens_per_step: tokens of a global batch, padding included.
         num_devices: over all processes.
         flops_causal, flops_full: model FLOPs per token, forward and backward, with half or all of the attention square.
         flops_hardware: FLOPs per token that the devices execute, recomputation included; None: `hfu` is None.
-        peak_flops: dense FLOP/s of one device; None or 0 where unknown: utilisations are None.
+        peak_flops: dense FLOP/s of one device; None or 0 if unknown: MFU and HFU are then None.
         clock: seconds; for tests.
     """
 
@@ -52,7 +51,7 @@ class Throughput:
         self._waits: list[float] = []
 
     def start_step(self) -> None:
-        """Call at the top of every step, before its data is asked for, and once after the last."""
+        """Call at the start of every step, before its data is requested, and once after the last."""
         now = self._clock()
         if self._started is not None:
             if self._skip:
@@ -64,17 +63,17 @@ class Throughput:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around the call that returns the next batch."""
+        """Wrap the call that returns the next batch."""
         before = self._clock()
         yield
         self._wait += self._clock() - before
 
     def exclude(self, more: int = 0) -> None:
-        """The step under way does something else too: leave it out, and the next one, and so many more."""
+        """Exclude the present step, which includes other work, the next one, and `more` further steps."""
         self._skip = max(self._skip, self.SETTLE + more)
 
     def line(self) -> dict[str, float | None]:
-        """The rate fields of a train line, over the steps since the last call."""
+        """Return the rate fields of a train line, over the steps since the last call."""
         times, waits = self._times, self._waits
         self._times, self._waits = [], []
         out: dict[str, float | None] = dict.fromkeys(
@@ -95,13 +94,13 @@ class Throughput:
 
 
 class HasMemoryStats(Protocol):
-    """A jax.Device, as far as `memory` looks at it."""
+    """The part of a jax.Device that `memory` uses."""
 
     def memory_stats(self) -> Mapping[str, int] | None: ...
 
 
 def memory(devices: Iterable[HasMemoryStats]) -> tuple[float | None, float | None]:
-    """(in use, peak) in GiB of the fullest of these local devices; None where the devices do not tell, as CPUs."""
+    """Return (in use, peak) in GiB of the fullest of these local devices; None if the devices do not report it, as CPUs."""
     stats = [found for device in devices if (found := device.memory_stats())]
 
     def most(name: str) -> float | None:

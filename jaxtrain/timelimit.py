@@ -1,4 +1,4 @@
-"""Time limits: leave before `train.max_minutes` or the end of a Slurm job."""
+"""Time limits: stop before `train.max_minutes` or the end of a Slurm job."""
 
 import contextlib
 import math
@@ -13,30 +13,30 @@ from jaxtrain.runtime.variables import LAUNCHED, NOTE
 
 END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
 LEAST_S = 60.0  # left for the last save
-MOST = 0.25  # of the whole time, at most, is left for it
+MOST = 0.25  # limit, of the whole time
 LOOK_S = 1.0
 WHY = "time limit"
 
 
-def launched(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When run.sh was called, seconds since 1970; None where it was not."""
+def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return the time when run.sh was called, in seconds since 1970; None without run.sh."""
     text = environ.get(LAUNCHED, "")
     return float(text) if text.isdigit() else None
 
 
-def tell_launcher(why: str, environ: Mapping[str, str] = os.environ) -> None:
-    """A run that ends for its time limit is not to be started again: tells run.sh, where there is one."""
+def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Ask run.sh, if there is one, not to restart this run, which ends for its time limit."""
     if why.startswith(WHY) and NOTE in environ:
-        with contextlib.suppress(OSError):  # then it tries again, and finds the time over
+        with contextlib.suppress(OSError):  # a later attempt finds the time over
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
 
 
 def limit_s(
     text: str, environ: Mapping[str, str] = os.environ, now: float | None = None, age: float = 0.0
 ) -> tuple[float, list[Problem]]:
-    """(seconds from now, inf for none) that `train.max_minutes` gives, and what is wrong with it.
+    """Return the seconds from now that `train.max_minutes` allows, inf for no limit, and its problems.
 
-    Minutes count from the launch: that by run.sh, or else `age` seconds ago.
+    Minutes count from the call of run.sh, or without it from `age` seconds ago.
     """
     key, value = "train.max_minutes", text.strip()
     if not value:
@@ -56,15 +56,15 @@ def limit_s(
             Problem(key, text, "must be a number of minutes above 0, or auto", "For example 230, or '' for no limit.")
         ]
     now = time.time() if now is None else now
-    began = launched(environ)
+    began = launch_time(environ)
     return 60 * minutes - (now - began if began is not None else age), []
 
 
 class TimeLimit:
     """Asks a run to stop in time. A context manager.
 
-    seconds: until the run should be gone; inf: never. save_s: how long the longest save took so far. ask: called once, with a
-    reason in words, when only so much time is left as a step and a save may take.
+    seconds: until the run should have ended; inf: never. save_s: time of the longest save so far. ask: called once, with a
+    reason in words, when the remaining time is that of a step and a save.
     """
 
     def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):

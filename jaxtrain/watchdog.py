@@ -1,15 +1,15 @@
-"""Ends a run that hangs, and writes evidence of the cause. No jax here.
+"""Ends a run that hangs, and writes evidence of the cause. Imports no jax.
 
-What a run does has a budget each (`BUDGETS`, in seconds): the phases of its main thread, and what goes on beside it, such as a
-save in the background. A thread looks at the clock; where a budget is used up it writes a folder `hang-YYYYMMDD-HHMMSS` into
-the run's folder and ends the process with 124:
+Each activity of a run has a budget (`BUDGETS`, in seconds): the phases of its main thread, and background work such as a save.
+A thread checks the clock. When a budget is used up, it writes a folder `hang-YYYYMMDD-HHMMSS` into the run's folder and ends
+the process with 124:
 
-    cause.txt     which budget, in one sentence
-    stacks.txt    where every Python thread stands, and what every thread of the process waits in
-    report.json   the cause, the activities under way with their ages, and what the run knew last
+    cause.txt     the budget, in one sentence
+    stacks.txt    the stack of every Python thread, and the state of every thread of the process
+    report.json   the cause, the running activities with their ages, and the last facts of the run
 
-(`cause.1.txt` and so on for processes other than 0.) That thread runs only while Python runs: a call into C that never comes
-back and holds the interpreter's lock (the GIL) stops it too. Calls of XLA, tensorstore and the operating system release it.
+(`cause.1.txt` and so on for processes other than 0.) That thread runs only while Python runs: a call into C that never returns
+and holds the interpreter's lock (the GIL) blocks it too. Calls of XLA, tensorstore and the operating system release it.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ BUDGETS: dict[str, float] = {  # seconds; 0: not watched
     "checkpoint": 1800.0,
     "data": 900.0,
 }
-CAUSES = {  # what a phase that took too long is called; the seconds follow
+CAUSES = {  # the name of a phase that took too long; the seconds follow
     "startup": "the run has not started after",
     "compile": "compiling has not finished after",
     "step": "no step finished within",
@@ -47,16 +47,16 @@ CAUSES = {  # what a phase that took too long is called; the seconds follow
     "data": "waiting for data for",
 }
 
-# The end has budgets too, seconds for each attempt: file systems, devices and terminals may be what hangs.
+# The end has budgets too, seconds for each attempt: file systems, devices and terminals may be the part that hangs.
 STACKS_S, FACTS_S, REPORT_S, LOG_S, ENDED_S = 3.0, 3.0, 2.0, 2.0, 5.0
 
-POLL_S = 2.0  # the longest between two looks at the clock
+POLL_S = 2.0  # the longest interval between two checks
 
 
 def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
-    """`train.timeouts` ("step=600,data=120") as name -> seconds, and what is wrong with it.
+    """Return `train.timeouts` ("step=600,data=120") as name -> seconds, and its problems.
 
-    What is not named keeps its default, what is wrong too; 0 switches one off.
+    Other budgets, and wrong entries, keep their default; 0 disables a budget.
     """
     budgets, named, problems = dict(BUDGETS), set(), []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -84,16 +84,16 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
 
 
 class _Activity:
-    """Something under way, and how much of its budget it has used."""
+    """A running activity, and the used part of its budget."""
 
     def __init__(self, name: str, what: str | None, budget: float):
-        self.name, self.what, self.budget = name, what, budget  # what: beside the main thread alone; seconds, 0: none
+        self.name, self.what, self.budget = name, what, budget  # what: only for background activities; seconds, 0: none
         self.began = self.since = time.monotonic()
         self.used = 0.0  # seconds of the budget, those after `since` not counted
-        self.stands = False  # its clock, while a phase within it runs
+        self.stands = False  # its clock, paused while a phase within it runs
 
     def seconds(self, now: float) -> float:
-        """Used of the budget."""
+        """Return the used seconds of the budget."""
         return self.used if self.stands else self.used + now - self.since
 
     def stand(self, now: float) -> None:
@@ -106,16 +106,16 @@ class _Activity:
         self.used, self.since = 0.0, now
 
     def over(self, now: float) -> float:
-        """Seconds beyond the budget; negative within it."""
+        """Return seconds beyond the budget; negative within it."""
         return self.seconds(now) - self.budget if self.budget else -math.inf
 
     def cause(self) -> str:
-        """What to say when the budget is used up."""
+        """Return the cause when the budget is used up."""
         began = f"{self.what} has not finished after" if self.what else CAUSES[self.name]
         return f"{began} {self.budget:g} s ({KEY}: {self.name}={self.budget:g})"
 
     def fields(self, now: float) -> dict[str, Any]:
-        """For the report; times in seconds."""
+        """Return the fields of the report; times in seconds."""
         return {
             "name": self.name,
             "what": self.what,
@@ -127,15 +127,15 @@ class _Activity:
 
 
 class Watchdog:
-    """Watches a run from `__enter__` to `__exit__`. A context manager; see the module for what it does.
+    """Watches a run from `__enter__` to `__exit__`. A context manager; see the module.
 
     Args:
-        budgets: seconds by name, as `parse_budgets` gives them; where all are 0, nothing is started.
-        workdir: the run's folder. Made at a hang if it is not there.
-        facts: what the run knows (last steps, a pending save, device memory); put into report.json as JSON. Called at a hang,
-            in a thread of its own that is given FACTS_S seconds. What it raises is written into the report.
+        budgets: seconds by name, from `parse_budgets`; if all are 0, no thread is started.
+        workdir: the run's folder. Created at a hang if it is missing.
+        facts: returns facts about the run (last steps, a pending save, device memory) for report.json. Called at a hang, in its
+            own thread, for at most FACTS_S seconds. An exception is written into the report.
         ended: called with the cause when the folder is written, to finish the receipt. It has ENDED_S seconds.
-        process_index: goes into the names of the files. May be set later, once it is known.
+        process_index: part of the files' names. May be set later, once it is known.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the main thread does in this block has the budget `name`, from now on; the block around it stands still.
+        """Give the main thread's work in this block the budget `name`; the budget of the enclosing block is paused.
 
         Raises KeyError for a name that is not in BUDGETS.
         """
@@ -192,14 +192,15 @@ class Watchdog:
                     self._phases[-1].go_on(time.monotonic())
 
     def beat(self) -> None:
-        """The innermost phase made progress: it has its whole budget again."""
+        """Reset the budget of the innermost phase, which made progress."""
         with self._lock:
             if self._phases:
                 self._phases[-1].restart(time.monotonic())
 
     def begin(self, name: str, what: str) -> int:
-        """Something begins beside the main thread, with the budget `name`; `what` ("the save of step 500") names it in the
-        cause. Returns the token that `end` takes. Raises KeyError for a name that is not in BUDGETS."""
+        """Begin an activity in the background with the budget `name`; `what` ("the save of step 500") names it in the cause.
+
+        Returns the token for `end`. Raises KeyError for a name that is not in BUDGETS."""
         activity = _Activity(name, what, self._budgets[name])
         with self._lock:
             self._tokens += 1
@@ -207,7 +208,7 @@ class Watchdog:
             return self._tokens
 
     def end(self, token: int) -> None:
-        """It has ended. Raises KeyError for a token that has ended before."""
+        """End a background activity. Raises KeyError for a token that has ended before."""
         with self._lock:
             del self._beside[token]
 
@@ -225,22 +226,22 @@ class Watchdog:
                     report = self._overdue(now)
                 if report:
                     self._leave(report)
-        except Exception:  # of this file, or no space for a few lines: no reason to end a run that is well
-            LOGGER.exception("the watchdog has failed; the run goes on without it")
+        except Exception:  # of this file, or no space for a few lines: no reason to end a healthy run
+            LOGGER.exception("the watchdog has failed; the run continues without it")
 
     def _under_way(self) -> list[_Activity]:
         return [*self._phases, *self._beside.values()]
 
     def _give_back(self, late: float, now: float) -> None:
-        """The process did not run for `late` seconds (stopped, or its machine suspended): nothing has used its budget then.
+        """Extend all budgets by `late` seconds in which the process did not run (stopped, or its machine suspended).
 
-        The same holds for a call into C that keeps the GIL for long and then returns: the two look alike from here.
+        A call into C that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
         """
         for activity in self._under_way():
-            activity.since = min(activity.since + late, now)  # one that began after the pause has nothing to get back
+            activity.since = min(activity.since + late, now)  # an activity that began after the pause is not extended
 
     def _overdue(self, now: float) -> dict[str, Any] | None:
-        """The report of the activity that is furthest beyond its budget, or None."""
+        """Return the report of the activity that is furthest beyond its budget, or None."""
         running = [*self._phases[-1:], *self._beside.values()]
         late = max(running, key=lambda activity: activity.over(now), default=None)
         if late is None or late.over(now) <= 0:
@@ -256,10 +257,10 @@ class Watchdog:
         }
 
     def _leave(self, report: dict[str, Any]) -> None:
-        """Write the evidence and end the process, whatever else hangs or fails."""
+        """Write the evidence and end the process, even if something else hangs or fails."""
         try:
             cause, faults = report["cause"], []
-            # The stacks first: asking a device for facts may be the end of this process. Elsewhere if the run's folder hangs.
+            # The stacks first: asking a device for facts may end this process. They go elsewhere if the run's folder hangs.
             for place in (self._workdir, Path(tempfile.gettempdir())):
                 folder = _folder(place)
                 _, fault = _within(STACKS_S, lambda folder=folder: self._write_stacks(folder, cause))
@@ -276,15 +277,15 @@ class Watchdog:
             _within(LOG_S, lambda: LOGGER.error("%s", text))
             _, fault = _within(ENDED_S, lambda: self._ended(cause))
             if fault is not None:
-                _within(LOG_S, lambda: LOGGER.error("%s", f"the run could not be closed in good order: {fault}"))
+                _within(LOG_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
         finally:
-            os._exit(EXIT_CODE)  # sys.exit would end this thread alone, and the main thread does not listen
+            os._exit(EXIT_CODE)  # sys.exit would end only this thread, and the main thread hangs
 
     def _write_stacks(self, folder: Path, cause: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _name("cause", "txt", self.process_index)).write_text(cause + "\n")
         names = [f"  Thread 0x{t.ident or 0:016x}  {t.native_id}  {t.name}" for t in threading.enumerate()]
-        # Not into the folder at once: faulthandler keeps the GIL while it writes, and with it all of Python if that hangs.
+        # Not into the folder at once: faulthandler holds the GIL while it writes, and would block Python if the folder hangs.
         with tempfile.TemporaryFile("w+") as dumped:
             faulthandler.dump_traceback(dumped, all_threads=True)
             dumped.seek(0)
@@ -294,13 +295,13 @@ class Watchdog:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(what the call returns, None), or (None, what it raised or that it did not return in time). It runs in its own thread."""
+    """Call a function in its own thread. Return (its result, None), or (None, its exception or the timeout)."""
     found: list[tuple[Any, str | None]] = []
 
     def run() -> None:
         try:
             found.append((call(), None))
-        except BaseException as error:  # SystemExit too: the caller ends the process, and the fault is told
+        except BaseException as error:  # SystemExit too: the caller ends the process, and the error is reported
             found.append((None, repr(error)))
 
     try:
@@ -313,7 +314,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _plain(facts: Any) -> Any:
-    """As JSON can hold it: what it cannot, such as NaN, becomes text."""
+    """Return facts for JSON: values that JSON does not have, such as NaN, become text."""
     try:
         return json.loads(json.dumps(facts, default=str), parse_constant=str)
     except (TypeError, ValueError):  # keys that are no text, a cycle
@@ -321,7 +322,7 @@ def _plain(facts: Any) -> Any:
 
 
 def _here(pid: int, process_index: int) -> dict[str, Any]:
-    """Fields of a report that say which process this is about, and when."""
+    """Return the fields of a report that identify the process and the time."""
     at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"time": at, "host": socket.gethostname(), "pid": pid, "process_index": process_index}
 
@@ -335,7 +336,7 @@ def _name(stem: str, suffix: str, process_index: int) -> str:
 
 
 def _native_threads(pid: int) -> str:
-    """Every thread of a process: native id, name, state, and the kernel's function that it waits in where we may know it."""
+    """Return every thread of a process: native id, name, state, and the kernel's function that it waits in, if readable."""
     tasks = Path(f"/proc/{pid}/task")
     if not tasks.exists():
         return "\nThe system does not list the threads of a process.\n"
@@ -345,15 +346,15 @@ def _native_threads(pid: int) -> str:
             name = (task / "comm").read_text().strip()
             state = _state(task / "stat")
         except OSError:
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
         try:
             waits = (task / "wchan").read_text().strip("0")
         except OSError:
-            waits = ""  # not for us to read
+            waits = ""  # not readable for this user
         lines.append(f"  {task.name}  {name}  {state}  {waits}".rstrip())
     return "\n".join(lines) + "\n"
 
 
 def _state(stat: Path) -> str:
-    """The letter of a process or thread from its file `stat`: T where it is stopped."""
+    """Return the state letter of a process or thread from its file `stat`: T if it is stopped."""
     return stat.read_text().rpartition(")")[2].split()[0]

@@ -1,19 +1,19 @@
-"""How a step holds its weights and gradients: the stages of ZeRO, and when weights are gathered.
+"""ZeRO stages: the sharding of weights and gradients in a step, and when weights are gathered.
 
 After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float32 master weights count as optimizer state.
 
     ZeRO-0  master weights, moments and gradients are replicated. Gradients are all-reduced.
     ZeRO-1  master weights and moments are sharded. Weights are gathered once a step, in the compute dtype. Each device holds
-            an unreduced gradient of the whole weight. Reduce-scatters at the end of the step sum these.
-    ZeRO-2  as ZeRO-1, but each layer's gradient is reduce-scattered in its backward pass, and the embedding table stays
+    its unreduced gradient of the gathered weight. Reduce-scatters at the end of the step sum these. ZeRO-2  as ZeRO-1, but each
+    layer's gradient is reduce-scattered in its backward pass, and the embedding table stays
             sharded: each device looks up its columns (kernels/embedding.py).
     ZeRO-3  weights are gathered where they are used, and freed after it. With sharding.gather = step they are gathered once a
             step, and the step runs as ZeRO-1.
 
-The sum over replicas of a weight (over `data` beside `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch
-it is part of the layer's backward pass. With several it runs once, at the end of the step; so it does where weights are
-gathered across nodes. There XLA's scheduler finds no place for it: by plan a step of Llama 3 70B on data=16 fsdp=64, one
-microbatch, exposed 0.96 of 1.51 s of communication, and 0.26 s with the sum at its end.
+The sum over replicas of a weight (over `data` with `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch it is
+part of the layer's backward pass. With several it runs once, at the end of the step. It also runs there if weights are gathered
+across nodes, because XLA's scheduler cannot overlap it: a planned step of Llama 3 70B on data=16 fsdp=64, one microbatch,
+exposed 0.96 of 1.51 s of communication, and 0.26 s with the sum at its end.
 
 Everything here computes with local shards, inside the step's shard_map.
 """
@@ -45,16 +45,16 @@ from jaxtrain.sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class ComputeCopy:
-    """A gathered or FP8 value of a weight, and the master that gets the gradient."""
+    """A gathered or FP8 value of a weight, and the master weight that gets the gradient."""
 
     value: Any  # an array, gathered; or Float8
     master: Any
 
 
 class StackCheck:
-    """A check that a model runs its stack of layers once, whole, and with the weights unchanged.
+    """A check that a model runs its stack of layers once, completely, and with unchanged weights.
 
-    The stack has one backward pass, which gives its gradients to `StackWeight.into`. If the stack were run twice or in part,
+    The stack has one backward pass, which gives its gradients to `StackWeight.into`. If the stack were run twice or partly,
     sums of earlier microbatches would be added twice, or lost. A change of the weights before it would have no gradient.
 
     Args:
@@ -69,7 +69,7 @@ class StackCheck:
         self._trace, self._run = get_opaque_trace_state(convention="nnx"), False
 
     def note_run(self, layers: int, into: Sequence[jax.Array]) -> None:
-        """Note that the stack is run, by its number of layers and their `into`. Raise TypeError where that is not allowed."""
+        """Note that the stack is run, by its number of layers and their `into`. Raise TypeError if that is not allowed."""
         found = ""
         if self._run:
             found = "run twice"
@@ -88,7 +88,7 @@ class StackCheck:
 
 @dataclasses.dataclass(frozen=True)
 class StackWeight:
-    """A weight of a stack of layers that is differentiated, and the array that has its gradient.
+    """A differentiated weight of a stack of layers, and the array that gets its gradient.
 
     The backward pass of the stack (models/remat.py) gives `into` the weight's gradient, in the dtype of `into`; or, if
     `check.adds`, the sum of `into` and the weight's gradient. The weight itself has none.
@@ -105,7 +105,7 @@ jax.tree_util.register_dataclass(StackWeight, ["value", "into"], ["check"])
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """How a run shards weights and gradients: its ZeRO stage. Static."""
+    """The ZeRO stage of a run: how it shards weights and gradients. Static."""
 
     placement: Placement
     numerics: Numerics
@@ -170,7 +170,7 @@ class Zero:
         copies: for each weight its `ComputeCopy.value`, or None.
 
         Args:
-          in_fp8: which weights are multiplied in FP8.
+          in_fp8: the weights that are multiplied in FP8.
         """
 
         def quantized(w: jax.Array, axes: Axes, chosen: bool) -> Float8 | None:
@@ -252,7 +252,7 @@ def _gather_bits(bits: jax.Array, spec: GatherSpec) -> jax.Array:
 def zeros(like: Sequence[Any], after: Any = None) -> tuple[list[jax.Array], Any]:
     """Return arrays of zeros with these shapes and dtypes, and `after`. The zeros depend on `after`.
 
-    Without a dependency XLA would allocate them long before their use. Each is made from a scalar of its own: XLA would merge
+    Without a dependency XLA would allocate them long before their use. Each is made from a separate scalar: XLA would merge
     equal zeros, and then copy them.
     """
     scalars, after = jax.lax.optimization_barrier(([jnp.zeros((), a.dtype) for a in like], after))
@@ -271,7 +271,7 @@ def make_zero(run: RunConfig, placement: Placement, numerics: Numerics) -> Zero:
     """Return the `Zero` of `sharding.zero` and `sharding.gather`."""
     s = run.sharding
     once = s.zero == 1 or s.gather == "step"
-    # A pipeline accumulates over microbatches however few they are.
+    # A pipeline accumulates over any number of microbatches.
     several = run.train.grad_accum > 1 or placement.size("stage") > 1
     sums_once = several or placement.crosses_nodes(placement.gather_axes("embed"))
     return Zero(placement, numerics, once, once or s.zero == 2, sums_once, DTYPES[run.dtypes.grads])

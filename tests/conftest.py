@@ -73,7 +73,7 @@ def programs_make_room() -> Iterator[None]:
         from jaxtrain import snapshot
 
         programs.kept.clear()
-        for held in (helpers.train_step, helpers.program, snapshot.together, snapshot.apart):
+        for held in (helpers.train_step, helpers.program, snapshot.compile_together, snapshot.compile_by_layer):
             held.cache_clear()
         jax.clear_caches()
         gc.collect()

@@ -16,7 +16,7 @@ STEPS = ("", "sweep")  # modes that time train steps
 
 
 def unknown_names(known: Sequence[str]) -> Callable[[str], str]:
-    """Return the check of a list of names separated by commas."""
+    """Return a check for unknown names in a comma-separated list."""
 
     def check(text: str) -> str:
         wrong = [name for name in text.split(",") if name not in known]
@@ -27,7 +27,7 @@ def unknown_names(known: Sequence[str]) -> Callable[[str], str]:
 
 COMMAND = Command(
     "bench",
-    "Measure the devices of this machine: train steps by the program that training runs, kernels, or a whole node.",
+    "Measure the devices of this machine: train steps by the program of training, kernels, or a complete node.",
     (
         Option("steps", "timed steps; default 20", "N", "20", least=1, modes=STEPS),
         Option("warmup", "steps before them; default 5", "N", "5", least=1, modes=STEPS),
@@ -59,7 +59,7 @@ COMMAND = Command(
         ),
         Option(
             "kernels",
-            "instead: kernels against their floors, of arithmetic and of bytes, at the data sheet's rates: "
+            "instead: kernels and the lower bound of their time, by FLOPs and bytes at the data sheet's rates: "
             + ",".join(kernels.KINDS),
             "LIST",
             bare=",".join(kernels.KINDS),
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of a command line that one option alone does not show, before anything is started."""
+    """Return the problems of combinations of options, before anything is started."""
     options, found = parsed.options, []
     if options["trace"] and not options["out"]:
         found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))

@@ -1,4 +1,4 @@
-"""Run a measurement in a process of its own, so that peak memory, XLA's options and a crash are those of the case alone.
+"""Run a measurement in a separate process, so peak memory, XLA's options and a crash affect only the case.
 
 The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files; the child's output
 goes to a log. A long case saves partial answers (`save_partial`), so that a case that runs out of time keeps its findings.
@@ -60,7 +60,7 @@ def run_case(
 
     Returns:
       The answer with `verdict` (OK, REFUSED, NO_MEMORY, FAILED or LATE), `why` where it is not OK, and `seconds`, the time
-      that the process took. A crash and a timeout are answers too, with what the case had saved by then.
+      that the process took. A crash and a timeout are answers too, with the findings that the case has saved.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def run_case(
 
 
 def save_partial(request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """Save the findings of a case so far. They are its answer if it is killed. Where more would follow, `verdict` is LATE."""
+    """Save the findings of a case so far. They are its answer if it is killed. If more would follow, `verdict` is LATE."""
     if "answer_file" in request:  # the case runs in a child
         write_atomic(Path(request["answer_file"]), json.dumps(answer))
 
@@ -91,10 +91,10 @@ def run_program(
     limit_s: float | None = None,
     killed_s: float = KILLED_S,
 ) -> tuple[int | None, str]:
-    """Run a program that can import this package. Return its exit code, None after a timeout, and its output.
+    """Run a program that can import this package. Return the exit code, None after a timeout, and the output.
 
-    When this returns or raises, Ctrl-C included, the child and everything it started have ended: children of our own end with
-    their parent, and whatever else is in its session is killed.
+    When this returns or raises, Ctrl-C included, the child and everything it started have ended: a child of this package ends
+    with its parent, and all other processes in its session are killed.
     """
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
@@ -116,12 +116,12 @@ def run_program(
 
 
 def module_command(name: str, *args: str) -> list[str]:
-    """Return the command line of one of our modules, in this interpreter."""
+    """Return the command line of one of jaxtrain's modules, in this interpreter."""
     return [sys.executable, "-m", f"jaxtrain.{name}", *args]
 
 
 def last_lines(output: str) -> str:
-    """Return the end of a program's output: for a Python error its message and where it was raised."""
+    """Return the end of a program's output: for a Python error its message and line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return " | ".join(lines[-3:])[-LAST_CHARACTERS:] or "no output"
 

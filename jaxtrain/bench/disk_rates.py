@@ -29,13 +29,13 @@ def existing(folder: Path) -> Path:
 
 
 def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
-    """Return write_gb_s and read_gb_s of a file system: a file is written until the disk has it, and read back from there.
+    """Write a file to a file system, read it back from the disk, and return write_gb_s and read_gb_s.
 
-    The file has no name, so that nothing is left of it. In a folder that is read-only, its largest file is read, and
+    The file has no name, so a crash leaves nothing behind. In a folder that is read-only, its largest file is read, and
     `write_gb_s` is None. The server of a network file system may still have the file in its memory.
 
     Args:
-        seconds: for both together; the bytes until then count.
+        seconds: limit for both together. The rates are of the bytes until then.
 
     Raises:
         Unmeasured: there is too little free space, or nothing to read.
@@ -47,7 +47,7 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
     free = shutil.disk_usage(folder).free
     if free < FREE_FACTOR * size:
         least = FREE_FACTOR * size / 2**30
-        raise Unmeasured(f"{folder} has {free / 2**30:.2f} GiB free; a file is written only where there are {least:.2f}")
+        raise Unmeasured(f"{folder} has {free / 2**30:.2f} GiB free; the test needs {least:.2f}")
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         handle = file.fileno()
         written, write_s = _write(handle, seconds / 2, size)
@@ -58,7 +58,7 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
 
 
 def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Return (bytes, seconds) until the disk has them. The bytes are random: no file system can compress them."""
+    """Write random bytes, which no file system can compress. Return (bytes, seconds until they are on the disk)."""
     block = memoryview(os.urandom(min(WRITE_BYTES, size)))
     start, written = time.perf_counter(), 0
     while written < size and (not written or time.perf_counter() - start < seconds):
@@ -86,7 +86,7 @@ def _read_largest(folder: Path, seconds: float, size: int) -> float:
         files = [(entry.stat().st_size, entry.path) for entry in entries if entry.is_file()]
     length, path = max(files, default=(0, ""))
     if not length:
-        raise Unmeasured(f"{folder} may not be written to, and holds no file to read")
+        raise Unmeasured(f"{folder} is not writable, and has no file to read")
     handle = os.open(path, os.O_RDONLY)
     try:
         _drop_cached(handle)
@@ -100,5 +100,5 @@ def _drop_cached(handle: int) -> None:
     """Drop a file's pages from the host's memory. Raises Unmeasured if the system has no such call."""
     advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
     if advise is None:
-        raise Unmeasured("this system cannot drop a file from its memory, so that a read would not be the disk's")
+        raise Unmeasured("this system cannot drop a file from its memory, so a read would not measure the disk")
     advise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -27,7 +27,7 @@ from jaxtrain.zero import make_zero
 
 NO_SCORES = 1024  # tokens of a sequence, above which the reference attention is not timed: it holds all scores
 PRODUCTS = ("over D", "over F", "outer")
-DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # where all rows meet one weight
+DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # all rows times one weight
 LOADS = ("even", "uneven")
 
 Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for microbenchmarks.looped
@@ -44,8 +44,8 @@ class Sizes:
     gemm: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     # Rows, experts, D, F: 8,192 tokens in a layer of Mixtral 8x7B, each with 2 experts, and of Qwen3 30B A3B, with 8.
     experts: tuple[tuple[int, int, int, int], ...] = ((16384, 8, 4096, 14336), (65536, 128, 2048, 768))
-    flop: float = 50e12  # of a timed program, about
-    rounds: int = 200  # of a timed program, at most
+    flop: float = 50e12  # approximate, of a timed program
+    rounds: int = 200  # limit, of a timed program
     warm_s: float = 0.5
     repeats: int = 7
 
@@ -193,7 +193,7 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield the grouped matmuls of experts as `moe.impl=auto` computes them here, with loads as in LOADS.
 
-    Beside each of PRODUCTS stands the dense matmul of the same FLOPs, in which all rows meet one weight.
+    Each of PRODUCTS comes with the dense matmul of the same FLOPs: all rows times one weight.
     """
     n = numerics_of(one_device())
     impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
@@ -218,7 +218,7 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
         for which in PRODUCTS:
             for load in ("dense", *LOADS):
                 sizes_E = None if load == "dense" else loads(load, R, E)
-                # A weight that no row meets is not read; its gradient is written all the same.
+                # A weight without rows is not read, but its gradient is written.
                 weights = 1 if sizes_E is None else E if which == "outer" else sum(map(bool, sizes_E))
                 what = f"{of}, dense" if sizes_E is None else f"{of}, {E} experts {load}"
                 moved = 2.0 * (R * (D + F) + weights * D * F)

@@ -1,6 +1,6 @@
-"""Kernels of a train step (bench/kernel_workloads.py) against their floors.
+"""Kernels of a train step (bench/kernel_workloads.py), compared with the lower bound of their time.
 
-A kernel's floor is the longer of two times: its FLOPs at the data sheet's peak, and its bytes, each read and written once, at
+The lower bound is the longer of two times: its FLOPs at the data sheet's peak, and its bytes, each read and written once, at
 the memory bandwidth.
 """
 
@@ -54,7 +54,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str, Any]:
-    """Return the row of a kernel. One that fails has the reason."""
+    """Return the table row of a kernel: its times, or the reason why it failed."""
     from jaxtrain.bench import microbenchmarks
 
     out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}
@@ -69,15 +69,15 @@ def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str
         traceback.print_exc()
         return out | {"verdict": FAILED, "why": error_line(error)}
     r = microbenchmarks.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
-    floor = None
+    bound = None
     if gpu:
-        floor = max(work.flop / (gpu.peak(work.dtype) * 1e12), work.bytes / (gpu.hbm_tb_s * 1e12))
+        bound = max(work.flop / (gpu.peak(work.dtype) * 1e12), work.bytes / (gpu.hbm_tb_s * 1e12))
     return out | {
         "verdict": OK,
         "seconds_a_call": r.seconds,
         "spread": r.spread,
-        "floor_s": floor,
-        "of_floor": floor / r.seconds if floor else None,
+        "bound_s": bound,
+        "of_bound": bound / r.seconds if bound else None,
         "tflops": work.flop / r.seconds / 1e12,
         "gb_s": work.bytes / r.seconds / 1e9,
     }
@@ -89,25 +89,25 @@ def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     def cells(r: dict[str, Any]) -> list[str]:
         if r["verdict"] != OK:
             return [r["kind"], r["what"], *["-"] * 6, f"{r['verdict']}: {r['why']}"]
-        floor = "-" if r["floor_s"] is None else f"{1e3 * r['floor_s']:.3g} ms"
+        bound = "-" if r["bound_s"] is None else f"{1e3 * r['bound_s']:.3g} ms"
         return [
             r["kind"],
             r["what"],
             f"{1e3 * r['seconds_a_call']:.3g} ms",
             f"{r['spread']:.1%}",
-            floor,
-            percent(r["of_floor"]),
+            bound,
+            percent(r["of_bound"]),
             number(r["tflops"] if r["flop"] else None),
             number(r["gb_s"]),
             "",
         ]
 
-    headings = ("kernel", "on", "one call", "spread", "floor", "of the floor", "TFLOP/s", "GB/s", "")
+    headings = ("kernel", "on", "one call", "spread", "bound", "bound / time", "TFLOP/s", "GB/s", "")
     return report.make_table(title, headings, map(cells, rows), text=2)
 
 
 def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
-    """Time these kinds, each in a process of its own. Return 0, or 1 where one failed."""
+    """Time these kinds, each in a separate process. Return 0, or 1 if one failed."""
     found: list[dict[str, Any]] = []
     try:
         for kind in kinds:

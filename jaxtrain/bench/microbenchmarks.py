@@ -1,6 +1,6 @@
 """Times matmuls, attention, memory, the host link and collectives; bench/disk_rates.py times disks.
 
-Calibration (plan/calibrate.py), kernels against their floors (bench/kernels.py) and preflight (preflight/measure.py) use it.
+Calibration (plan/calibrate.py), the bounds of kernels (bench/kernels.py) and preflight (preflight/measure.py) use it.
 
 A measurement is a jitted program that repeats its operation in a loop. Each iteration depends on the last, so that XLA neither
 hoists nor merges them, and the time of a dispatch does not count. Only copies from and to the host are single calls: they are
@@ -34,7 +34,7 @@ OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_disable_hlo_passes": "rematerialization,dot-merger,dynamic-slice-copy-fusion-async-wrapper,slice-sinker",
 }
-ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward pass, in those of its forward pass
+ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward pass over those of its forward pass
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 CURVE = "all-gather by size"
 
@@ -43,21 +43,21 @@ CURVE = "all-gather by size"
 class Sizes:
     """Sizes of the measurements. The defaults are a layer and the head of Llama 3 8B at 8192 tokens."""
 
-    # (M, K, N), and matmuls of it in a layer: queries and output, keys and values, feed-forward, a chunk of the loss
+    # (M, K, N), and its number of matmuls in a layer: queries and output, keys and values, feed-forward, a chunk of the loss
     gemms: tuple[tuple[tuple[int, int, int], float], ...] = (
         ((8192, 4096, 4096), 2),
         ((8192, 4096, 1024), 2),
         ((8192, 4096, 14336), 3),
         ((2048, 4096, 128256), 4 / 32),
     )
-    gemm_tflop: float = 100.0  # of a timed program, at most
-    gemm_s: float = math.inf  # of a timed program, about; a program of `gemm_probe` iterations finds their number
+    gemm_tflop: float = 100.0  # limit, of a timed program
+    gemm_s: float = math.inf  # approximate, of a timed program; a program of `gemm_probe` iterations finds their number
     gemm_probe: int = 3
     attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
     attention_rounds: int = 50
     memory_mib: int = 1024  # each array
     memory_rounds: int = 200  # enough to hide XLA's copies at a loop's entry
-    collective_mib: int = 512  # the whole array, in bfloat16
+    collective_mib: int = 512  # the global array, in bfloat16
     collective_rounds: int = 20
     curve_mib: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)  # messages of the curve of rates by size
     curve_rounds: int = 50
@@ -92,9 +92,9 @@ class Reading:
     work: float  # FLOPs or bytes of one iteration
     seconds: float  # of one iteration: the median
     spread: float  # (slowest - fastest) / median
-    weight: float = 1.0  # iterations beside the others of its kind
+    weight: float = 1.0  # iterations in proportion to the other readings of its kind
     failed: str = ""  # why there is no time; then work and seconds are 0
-    message: float = 0.0  # of collectives: bytes of the whole array
+    message: float = 0.0  # of collectives: bytes of the global array
 
     @property
     def rate(self) -> float:
@@ -162,8 +162,8 @@ def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
 def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
     """Return x, with one element that depends on all of `made`: the next iteration waits for them, and none is dead code.
 
-    The rest of x keeps its random values: a GPU that multiplies zeros uses less power and runs faster. The barrier keeps XLA
-    from computing only the element that is used.
+    The other elements of x keep their random values: a GPU that multiplies zeros uses less power and runs faster. The barrier
+    keeps XLA from computing only the element that is used.
     """
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
     drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
@@ -262,7 +262,7 @@ def _time_gemm(
         rounds = min(rounds, rounds_within(looped(local, sizes.gemm_probe), constants, state, sizes))
     run = looped(local, rounds)
     if watch:
-        jax.block_until_ready(run(constants, state))  # compiled before the watch begins
+        jax.block_until_ready(run(constants, state))  # compiled before `watch` is entered
     with watch or contextlib.nullcontext():
         taken = timed_by_device(run, constants, state, devices=devices, sizes=sizes)
     return [reading(kind, f"{M:,} x {K:,} x {N:,}", flop, each, rounds, weight) for each in taken]
@@ -317,7 +317,8 @@ def attention_loop(
 def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, sizes: Sizes) -> list[Reading]:
     """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
-    FLOPs are those inside the causal mask. The backward pass is the difference between both passes and the forward pass. cuDNN
+    FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes less that of the forward
+    pass. cuDNN
     runs its backward pass in parts: one part is timed, as a plan counts slicing and joining as memory traffic.
     """
     B, T, N, K, H = sizes.attention
@@ -375,25 +376,25 @@ def host(
 
 
 def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, sizes: Sizes) -> Reading:
-    """Time one collective of bfloat16 over these devices, of this or more processes.
+    """Time one collective of bfloat16 over these devices, in one or several processes.
 
-    Work is what a ring sends from each device, so that the rate is the bus bandwidth of nccl-tests: the array's bytes over the
-    time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
+    Work is the bytes that a ring sends from each device, so the rate is the bus bandwidth of nccl-tests: the array's bytes over
+    the time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
 
     Args:
         kind: of COLLECTIVES; "" for the loop alone.
-        elements: of the whole array.
+        elements: of the global array.
     """
     D = len(devices)
     elements -= elements % D
-    # An all-reduce passes its result on, as it would otherwise work on a copy; zeros keep the sums finite.
+    # An all-reduce updates its result in place, otherwise it would work on a copy; zeros keep the sums finite.
     body = {
         "": lambda _, x: chain(x, x),
         "all-gather": lambda _, x: chain(x, jax.lax.all_gather(x, AXIS, tiled=True)),
         "reduce-scatter": lambda _, x: chain(x, jax.lax.psum_scatter(x, AXIS, tiled=True)),
         "all-reduce": lambda _, x: jax.lax.psum(x, AXIS),
     }[kind]
-    # The local shape: the shard that is gathered, or the whole array that is reduced.
+    # The local shape: the shard that is gathered, or the array that is reduced.
     local = elements if kind in ("reduce-scatter", "all-reduce") else elements // D
     sharding = sharded_over(devices)
     x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharding)()

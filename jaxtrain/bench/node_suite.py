@@ -1,7 +1,7 @@
-"""The first program to run on a node: does it compute correctly, and how fast is it? Half an hour at most.
+"""The first program to run on a node: check that it computes correctly, and measure its speed. Takes at most half an hour.
 
-Each part has its share of that time. Its verdict is `ok`, `off` (slower or larger than planned: worth a look, no fault),
-`FAILED`, or `left out` with the reason. The suite fails where a part failed.
+Each part has a share of the time. Its verdict is `ok`, `off` (slower or larger than planned: worth a look, no fault),
+`FAILED`, or `left out` with the reason. The suite fails if a part failed.
 """
 
 import datetime
@@ -26,7 +26,7 @@ from jaxtrain.parity import layouts
 BUDGET_S = 1800.0  # of all parts together
 PEAK_ERROR = 0.10  # tolerated difference of planned and measured peak memory
 
-# Shipped configs: file, sequences per device and microbatch, microbatches. The whole batch would take minutes a step.
+# Shipped configs: file, sequences per device and microbatch, microbatches. The full batch would take minutes a step.
 SHIPPED = (("llama3_1b", 4, 4), ("llama2_7b", 2, 4), ("llama3_8b", 1, 4), ("llama3_70b", 1, 1))
 LAYOUTS = {
     8: layouts.DEFAULT,
@@ -50,13 +50,13 @@ def smoke_config(node: Node) -> list[str]:
 
 
 def check_health(node: Node, limit_s: float) -> Outcome:
-    """GPUs, links, versions, host and environment, by preflight without measuring."""
+    """Check GPUs, links, versions, host and environment by preflight, without measuring."""
     command = module_command("preflight", "--no-measure", f"--json={node.path / 'preflight.json'}")
     return node.run_program("Preflight", command, limit_s)[1]
 
 
 def calibrate(node: Node, limit_s: float) -> Outcome:
-    """Rates of matmuls, attention, memory and links, for the plans of the parts below."""
+    """Measure rates of matmuls, attention, memory and links, for the plans of the later parts."""
     if node.smoke:
         return Outcome(OUT, "plans are made for GPUs")
     code, outcome = node.run_program("Rates", module_command("plan", "--calibrate"), limit_s)
@@ -64,9 +64,9 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
-    """Attention, grouped matmuls and FP8 matmuls against their definitions (tests/gpu).
+    """Compare attention, grouped matmuls and FP8 matmuls with their definitions (tests/gpu).
 
-    No test is begun in the last fifth of the time. One that does not end by then is a fault: it may hang.
+    No test starts in the last fifth of the time. A test that exceeds the time is a fault: it may hang.
 
     Args:
         only: one file of tests/gpu; "": all.
@@ -96,7 +96,7 @@ def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
 
 
 def check_parity(node: Node, limit_s: float) -> Outcome:
-    """The same steps on several layouts."""
+    """Train the same steps on several layouts and compare them."""
     count = node.devices.count
     meshes = SMOKE_LAYOUTS if node.smoke else next((text for n, text in LAYOUTS.items() if n <= count), "")
     if not meshes:
@@ -127,7 +127,7 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
 
 
 def time_configs(node: Node, limit_s: float) -> Outcome:
-    """Shipped configs, 30 steps each or as many as there is time for; planned beside measured."""
+    """Time shipped configs for 30 steps each, or as many as fit into the time, and compare them with their plans."""
     cases = [("tiny", smoke_config(node))] if node.smoke else [node.config(*c) for c in SHIPPED]
     found: dict[str, dict[str, Any]] = {}
     began = time.monotonic()
@@ -146,7 +146,7 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
 
 
 def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text for a step time that the plan does not expect, and for a peak that is more than PEAK_ERROR off.
+    """Return a text for a step time outside the planned range, and for a peak memory that is more than PEAK_ERROR off.
 
     Without a plan there is nothing to compare.
     """
@@ -164,7 +164,7 @@ def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
-    """A save and a restore, compared bit for bit."""
+    """Save and restore a state, and compare it bit for bit."""
     argv = smoke_config(node) if node.smoke else node.config("llama3_1b", 1, 1)[1]
     return save_and_restore(node, argv, limit_s)
 
@@ -181,7 +181,7 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
         shutil.rmtree(folder, ignore_errors=True)  # gigabytes
     if answer["verdict"] != OK:
         return Outcome(BAD, answer["why"], data=answer)
-    text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors came back bit for bit; written in {answer['save_s']:.2g} s "
+    text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors restored bit for bit; written in {answer['save_s']:.2g} s "
     text += f"(the loop waits {answer['blocked_s']:.2g} s), read in {answer['restore_s']:.2g} s"
     return Outcome(GOOD, text, ["## Checkpoint", "", text, ""], answer)
 
@@ -230,12 +230,12 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     out = {"gib": saved.bytes / 2**30, "save_s": saved.total_s, "blocked_s": saved.blocked_s, "restore_s": restore_s}
     out["tensors"] = len(state.abstract_tensors(program.state))
     if differ:
-        return out | {"verdict": FAILED, "why": f"{len(differ)} tensors came back different: {', '.join(differ[:4])}"}
+        return out | {"verdict": FAILED, "why": f"{len(differ)} tensors restored with differences: {', '.join(differ[:4])}"}
     return out | {"verdict": OK}
 
 
 def train_tiny(node: Node, limit_s: float) -> Outcome:
-    """configs/tiny.py through the command line, from text to a sample."""
+    """Run configs/tiny.py through the command line, from text to a sample."""
     folder = node.path / "run"
     small = [*SMALL, f"--config.train.global_batch={2 * node.devices.count}", "--config.train.steps=4"]
     small += ["--config.optimizer.warmup_steps=1", "--config.eval.sequences=8", "--config.sample.max_tokens=4"]
@@ -257,7 +257,7 @@ def time_steps(
     environ: Mapping[str, str] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the answer of train_step.measure. steps: timed ones, and those before them."""
+    """Return the answer of train_step.measure. steps: (timed steps, warm-up steps)."""
     request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
     request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
     return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)
@@ -276,7 +276,7 @@ PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
 
 
 def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
-    """Run the parts. Return 0, or 1 where one failed.
+    """Run the parts. Return 0, or 1 if one failed.
 
     Args:
       out: the output folder; "": a new one under runs/. It is also packed into one .tar.gz, to send in.

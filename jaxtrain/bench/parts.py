@@ -1,6 +1,6 @@
 """Run the parts of a long measurement one after the other, within its time: a node's suite, or a stage of the first hour.
 
-A part that fails, or for which no time is left, is a line of the result. The other parts run all the same.
+A part that fails, or has no time left, is a row of the result. The other parts still run.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part. It may take `most_s` seconds, or the seconds left, and is left out below `need_s`."""
+    """One part, limited to `most_s` seconds and to the time left, and left out with fewer than `need_s` seconds left."""
 
     name: str
     act: Callable[[Node, float], Outcome]
@@ -94,7 +94,7 @@ def run_parts(
     title: str,
     done: dict[str, dict[str, Any]],
 ) -> int:
-    """Run the parts and return the exit code: 0, or 1 where one failed. KeyboardInterrupt passes through.
+    """Run the parts and return the exit code: 0, or 1 if one failed. KeyboardInterrupt passes through.
 
     After each part the folder has all results so far.
 
@@ -136,7 +136,7 @@ def run_parts(
 
 
 def _act(part: Part, node: Node, limit_s: float) -> Outcome:
-    """Run a part. An exception is a failure of this part, with its traceback beside the logs."""
+    """Run a part. An exception is a failure of this part; its traceback is saved next to the logs."""
     try:
         return part.act(node, limit_s)
     except Exception as error:

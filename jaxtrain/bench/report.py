@@ -45,7 +45,7 @@ def about() -> dict[str, Any]:
 
 
 def number(value: float | None, form: str = ",.4g") -> str:
-    """Return a figure, or "-" where it is unknown."""
+    """Return a figure, or "-" if it is unknown."""
     return "-" if value is None else format(value, form)
 
 
@@ -164,7 +164,7 @@ def markdown(table: Table) -> list[str]:
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return a whole page: the facts of `about`, then `lines`."""
+    """Return the page: the facts of `about`, then `lines`."""
     git = facts["git"] or {}
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     head = [
@@ -219,7 +219,9 @@ class Folder:
             print_line(console, NO_MEASUREMENT, "dim")
 
     def run(self, act: Callable[[], int], failure: str) -> int:
-        """Run `act` and return its exit code. Close the receipt however it ends; `failure` is the reason for exit code 1."""
+        """Run `act` and return its exit code. Close the receipt also after an exception; `failure` is the reason for exit code
+        1.
+        """
         code, reason = 1, "ended by an exception"
         try:
             code = act()

@@ -1,7 +1,7 @@
 """Time train steps of a config: program, compiler options, data path and the order of the loop are those of training.
 
-Step time is the time from one step's metrics to the next step's, where metrics are fetched one step late. So it is the device's
-time, or the host's where that is longer. Memory is the allocator's peak in a process that ran nothing else.
+Step time is the time from one step's metrics to the next step's, with metrics fetched one step late. So it is the device's
+time, or the host's if that is longer. Memory is the allocator's peak in a process that ran nothing else.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def devices_for(count: int) -> hardware.Devices:
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
-    """Return what refuses a case: the config on these devices, its data, variables that contradict the memory budget."""
+    """Return the problems of a case: the config on these devices, its data, variables that contradict the memory budget."""
     devices, found = devices_for(count), list(loaded.problems)
     if not loaded.file_read:
         return found
@@ -80,7 +80,7 @@ def state_gib(run: RunConfig, count: int) -> float:
 def start_devices(run: RunConfig, count: int) -> list[Any]:
     """Start JAX as a training run does, with its environment and compile cache. Return the first `count` devices.
 
-    Raises ConfigError where there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
+    Raises ConfigError if there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
     """
     found = devices_for(count)
     if found.problem:
@@ -107,8 +107,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
       the run and its layout, `step_s` (median, quartiles, extremes, in seconds), its rates, `memory`, the plan of this
-      executable or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). A plan or trace that
-      fails leaves the times.
+      executable or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). The times are returned
+      even if the plan or the trace fails.
     """
     began = time.perf_counter()
     loaded = launch.load(request["argv"])
@@ -116,7 +116,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
     run, there = loaded.run, devices_for(request["devices"])
     if there.kind == "gpu" and (least := state_gib(run, there.count)) > there.memory_gib:
-        rule = f"parameters and moments alone take {least:.1f} GiB a device, which has {there.memory_gib:.1f}"
+        rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {there.memory_gib:.1f}"
         return {"verdict": NO_MEMORY, "why": rule}
     devices = start_devices(run, request["devices"])
     import jax
@@ -124,7 +124,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.kernels.attention import Unsupported
     from jaxtrain.sharding import LayoutError
 
-    out: dict[str, Any] = {}  # filled as it goes: what is known when memory runs out is kept
+    out: dict[str, Any] = {}  # filled step by step: if memory runs out, the results so far are kept
     try:
         _measure(run, devices, request, out, began)
     except (ConfigError, LayoutError, Unsupported) as error:
@@ -152,7 +152,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     compiling = time.perf_counter()
     run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    # XLA's CPU compiler counts something else.
+    # XLA's CPU compiler counts other memory.
     allocated = taken_gib(train) if devices[0].platform == "gpu" else None
     out |= {
         "mesh": dict(program.placement.mesh.shape),
@@ -185,7 +185,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
     try:
-        # A step is done when its metrics are here. The next one has been dispatched by then, as in training.
+        # A step is done when its metrics have arrived. The next one has been dispatched by then, as in training.
         while len(marks) < warmup + steps:
             asked = time.perf_counter()
             batch = next(batches)
@@ -278,7 +278,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
 
 
 def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
-    """Return the dense peak in TFLOP/s that MFU is taken of, as in training; None for an unknown device.
+    """Return the dense peak in TFLOP/s that MFU refers to, as in training; None for an unknown device.
 
     It is `log.peak_tflops`, else that of the dtype of activations, which is bfloat16 for fp8 too.
     """
@@ -314,9 +314,9 @@ FORM = "key=value,value;key=value,..., as remat.policy=full,none;mesh.fsdp=4,8"
 
 
 def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
-    """Return every combination of --sweep as overrides "key=value", and what is wrong with the text.
+    """Return every combination of --sweep as overrides "key=value", and the problems of the text.
 
-    A value may hold commas where NAME= follows each of them, as in remat.tensors.
+    A value may contain commas if NAME= follows each of them, as in remat.tensors.
     """
     axes: dict[str, list[str]] = {}
     found = []
@@ -333,7 +333,7 @@ def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
 
 
 def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, list[str]], list[Problem]]:
-    """Return case -> command line, for a config `base` or every combination of a sweep, and what is wrong with the sweep."""
+    """Return case -> command line, for a config `base` or every combination of a sweep, and the problems of the sweep."""
     if not sweep:
         return {name: [*base]}, []
     found, wrong = combinations(sweep)
@@ -353,7 +353,7 @@ def run_cases(
     folder: report.Folder,
     console: rich.console.Console,
 ) -> int:
-    """Measure the cases one after the other. Return 0, or 1 where none could be measured.
+    """Measure the cases one after the other. Return 0, or 1 if none could be measured.
 
     KeyboardInterrupt passes through, after the results so far were printed and written.
     """
@@ -386,6 +386,6 @@ def run_cases(
 
 
 def best_case(done: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the case of most tokens per second; None where none was measured."""
+    """Return the case of most tokens per second; None if none was measured."""
     measured = {name: r["tokens_per_s"] for name, r in done.items() if r["verdict"] == OK}
     return max(measured, key=measured.__getitem__) if measured else None

@@ -90,7 +90,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int], None]) -> tuple[list[str], str]:
-    """Return the problems of a step, and the note to print where there are none."""
+    """Return the problems of a step, and the note to print if there are none."""
     if state == "unfinished":
         return [], "unfinished: its save was cut off, and it is never restored"
     problems = []
@@ -101,7 +101,7 @@ def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int
     verdict = files.check(found.directory / str(step), progress)
     problems += verdict.problems
     if not verdict.proved:
-        what = "no integrity.json, so its files prove nothing; a restore checks its arrays"
+        what = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
         return ([*problems, what] if problems else []), f"complete, but {what}"
     return problems, f"good ({verdict.bytes / 2**30:.3f} GiB read)"
 

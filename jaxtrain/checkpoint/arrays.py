@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
 CHUNK_BYTES = 64 << 20
 FILE_BYTES = 1 << 30
-WRITE_BYTES = 4 << 30  # host memory that one process holds for writes, beside the copies of the arrays
-# Processes wait this long for each other at a save or a restore: a whole save on a slow disk may be between them, or the
+WRITE_BYTES = 4 << 30  # host memory that one process uses for writes, in addition to the copies of the arrays
+# Timeout of processes that wait for each other at a save or a restore: a complete save on a slow disk may be in between, or the
 # compilation of a program that other processes found in their caches. The watchdog ends hangs earlier.
 PEERS_S = 5400.0
 
@@ -36,7 +36,7 @@ def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: b
     """
     context = orbax().Context()
     if processes > 1:
-        # With the processes named, Orbax waits for them at the coordination service, with a time limit, and not on the devices.
+        # With a list of processes, Orbax waits for them at the coordination service, with a timeout, and not on the devices.
         context.multiprocessing.active_processes = set(range(processes))
     saving = context.array.saving
     saving.use_compression = False  # random floats do not compress; zstd costs most of the time of a save
@@ -91,7 +91,7 @@ def _open_s3_in_tensorstore() -> None:
 def differences(
     stored: "Mapping[str, jax.ShapeDtypeStruct]", wanted: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool, cast: bool
 ) -> list[str]:
-    """Return a line for each tensor missing, left over, or of another shape or dtype. Flags: those of `Steps.restore`."""
+    """Return a line for each tensor that is missing, superfluous, or of another shape or dtype. Flags: see `Steps.restore`."""
     import jax.numpy as jnp
 
     out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]

@@ -1,6 +1,6 @@
 """Digests of a checkpoint's files: sizes and CRC-32, written when a step is complete, and checked without any device.
 
-They detect what happened to the files afterwards: truncation, deletion, changed bytes. Errors between a device and the files
+They detect later changes of the files: truncation, deletion, changed bytes. Errors between a device and the files
 are detected by the digests of the arrays (jaxtrain/digests.py), which every restore compares.
 """
 
@@ -61,12 +61,12 @@ def encode(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def sealed(record: Mapping[str, Any]) -> str:
-    """Return a record as JSON with its own digest: `seal` is the SHA-256 of all the rest."""
+    """Return a record as JSON with its own digest: `seal` is the SHA-256 of all other fields."""
     return json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
 
 
-def unsealed(text: str | bytes) -> dict[str, Any]:
-    """Return the record of a text made by `sealed`. Raises ValueError where it is none, or was changed."""
+def unseal(text: str | bytes) -> dict[str, Any]:
+    """Return the record of a text made by `sealed`. Raises ValueError if it is no such text, or was changed."""
     record = json.loads(text)
     if not isinstance(record, dict) or "seal" not in record:
         raise ValueError("no JSON object with a seal")
@@ -83,10 +83,10 @@ def _seal(record: Mapping[str, Any]) -> str:
 def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None) -> Verdict:
     """Compare the files of a step with its integrity.json.
 
-    Raises OSError only where the folder cannot be listed or the bucket not be reached.
+    Raises OSError only if the folder cannot be listed or the bucket cannot be reached.
     """
     try:
-        wanted: Mapping[str, Any] = unsealed(Storage(folder).read(folder / NAME))["files"]
+        wanted: Mapping[str, Any] = unseal(Storage(folder).read(folder / NAME))["files"]
     except FileNotFoundError:
         return Verdict(False, (), 0)
     except Unreachable:
@@ -98,7 +98,7 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
     def problem(name: str) -> tuple[str, int]:
         size, crc = wanted[name]
         if name not in existing:
-            return f"{name}: is gone", 0
+            return f"{name}: is missing", 0
         try:
             now, found = crc32(folder / name, progress)
         except Unreachable:

@@ -33,7 +33,7 @@ class Saved:
 
     step: int
     bytes: int  # of all tensors, over all processes
-    blocked_s: float  # seconds the training loop waited, to begin and for an earlier save
+    blocked_s: float  # seconds the training loop waited, for the start and for an earlier save
     copied_s: float  # seconds the copies took: the devices run no step meanwhile
     total_s: float  # seconds from the beginning of the copies until the files were durable and old steps deleted
     host_gib: float  # peak host memory of this process so far, GiB
@@ -90,7 +90,7 @@ class Checkpoints(Steps):
 
     @property
     def pending(self) -> int | None:
-        """The step that is being saved; None where no save is running."""
+        """Return the step that is being saved; None if no save is running."""
         return self._pending_step if self._pending is not None and not self._pending.done() else None
 
     def prepare(self) -> None:
@@ -112,9 +112,9 @@ class Checkpoints(Steps):
         Waits for an earlier save first. The result is returned by `poll`. A parameter that is infinite or NaN fails the save.
 
         Args:
-          tensors: copies that belong to the save from here on, where their originals are donated to the next step.
+          tensors: copies that the save owns from here on. Their originals may be donated to the next step.
           meta: JSON for meta.json.
-          sums: waits for the digests by name (digests.sums) of the state itself; without, they are computed of `tensors`.
+          sums: returns the digests of the state by name (digests.sums). None: they are computed from `tensors`.
           ended: called in another thread when the save has ended.
           began, copying: time.perf_counter() before the tensors were copied, and when copying began, if that was later.
         """
@@ -128,7 +128,7 @@ class Checkpoints(Steps):
         if sums is None:
             from jaxtrain import digests
 
-            found = digests.of_many(dict(tensors))
+            found = digests.digest_arrays(dict(tensors))
             sums = lambda: found  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
         record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
@@ -144,7 +144,7 @@ class Checkpoints(Steps):
         return times.returned - times.began
 
     def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
-        """Save, wait until it is durable, and close. Raises CheckpointError where that fails."""
+        """Save, wait until it is durable, and close. Raises CheckpointError if that fails."""
         self.save(step, tensors, meta)
         for result in self.close():
             if isinstance(result, Failed):
@@ -163,7 +163,9 @@ class Checkpoints(Steps):
         return self.poll()
 
     def close(self) -> list[Saved | Failed]:
-        """`wait`, then accept no more saves. Without it a program that ends at once may lose its last checkpoint."""
+        """Wait for a running save, then accept no more.
+
+        Without it, a program that ends at once may lose its last checkpoint."""
         try:
             return self.wait()
         finally:
@@ -174,7 +176,7 @@ class Checkpoints(Steps):
             return
         try:
             saved = self._pending.result()
-        except Exception as e:  # Orbax, tensorstore and the file system each raise their own; none may be lost
+        except Exception as e:  # Orbax, tensorstore and the file system each raise their own errors; all must be reported
             self._pending = None
             self._finished.append(Failed(self._pending_step, self._failed(e)))
             return
@@ -185,7 +187,7 @@ class Checkpoints(Steps):
     def _is_complete(self, step: int) -> bool:
         try:
             return self.storage.state(step) == "complete"
-        except Unreachable:  # the save that follows fails for the same reason, and reports it
+        except Unreachable:  # the next save fails for the same reason, and reports it
             return False
 
     def _failed(self, error: Exception) -> CheckpointError:
@@ -204,12 +206,12 @@ class Checkpoints(Steps):
         )
 
     def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Saved:
-        """In the background: the whole save, in a run of one process."""
+        """Run the whole save in the background, in a run of one process."""
         self._prepare(record, tensors, sums, times)
         folder = self.directory / str(record["step"])
         with arrays.context(folder, tensors.values()):
             orbax().save(folder / ARRAYS, tensors, overwrite=True)
-        tensors.clear()  # copies of a whole state
+        tensors.clear()  # copies of a complete state
         return self._commit(record, times)
 
     def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
@@ -230,7 +232,7 @@ class Checkpoints(Steps):
             return e
 
     def _end(self, record: dict[str, Any], begun: Any, times: _Times) -> Saved:
-        """In the background: the rest of a save, in a run of several processes."""
+        """Finish a save in the background, in a run of several processes."""
         error = begun if isinstance(begun, Exception) else None
         if error is None:
             try:
@@ -256,7 +258,7 @@ class Checkpoints(Steps):
         if wrong and self._finite:
             shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ValueError(f"parameters that are infinite or no number are not saved: {shown}{more}")
+            raise ValueError(f"parameters that are infinite or NaN are not saved: {shown}{more}")
         if not self._primary:
             return
         self.storage.check(record["bytes"], self._keep, self._device)
@@ -278,7 +280,7 @@ class Checkpoints(Steps):
             return json.dumps(files.listed(folder))
 
         names = json.loads(self._together("synced", synced if self._primary else lambda: "")[0])
-        # Each process reads back its share: a write that did not reach the storage is found at once.
+        # Each process reads back its share: a write that did not reach the storage is found immediately.
         shares = self._together(
             "files", lambda: json.dumps(files.measure(folder, names[self._peers.process_index :: self._peers.count]))
         )
@@ -297,7 +299,7 @@ class Checkpoints(Steps):
         return Saved(step, record["bytes"], blocked, copied, total, peak_gib)
 
     def _together(self, name: str, part: Callable[[], str]) -> list[str]:
-        """Return the result of `part` on every process. Raises RuntimeError on all of them where it fails on one."""
+        """Return the result of `part` on every process. Raises RuntimeError on all of them if it fails on one."""
         try:
             result = "ok " + part()
         except Exception as e:

@@ -40,11 +40,11 @@ class Steps:
         return self.storage.states()
 
     def latest(self, damaged: dict[int, str] | None = None) -> int | None:
-        """Return the newest step whose meta.json can be read; None where no save was ever completed.
+        """Return the newest step whose meta.json can be read; None if no save was ever completed.
 
         damaged: steps to ignore, with reasons; those that cannot be read are added. Without it the newest step must be
-        readable. Raises CheckpointError where there are steps and none is left: to start at step 0 over existing checkpoints
-        must be the user's decision.
+        readable. Raises CheckpointError if steps exist and none is usable: only the user may decide to start at step 0 over
+        existing checkpoints.
         """
         steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
         for step in steps:
@@ -62,7 +62,7 @@ class Steps:
             return None
         reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((damaged or {}).items(), reverse=True))
         raise CheckpointError(
-            f"no good checkpoint is left in {self.directory}, and a run never starts afresh over existing ones:{reasons}\n"
+            f"no good checkpoint is left in {self.directory}, and a run never starts at step 0 over existing ones:{reasons}\n"
             "Restore one from a copy, or move the folder away to start at step 0."
         )
 
@@ -84,7 +84,7 @@ class Steps:
                     f"{folder / META}: format {version}, and this jaxtrain reads {FORMAT}. Use the version that wrote it (see "
                     f"'versions' in that file). {self.remedy(step)}"
                 )
-            return files.unsealed(text)
+            return files.unseal(text)
         except (FileNotFoundError, ValueError, AttributeError) as e:
             raise Damaged(f"{folder / META} cannot be read ({e}). {self.remedy(step)}") from e
         except Unreachable:
@@ -104,13 +104,15 @@ class Steps:
             return "not known"
 
     def remedy(self, step: int) -> str:
-        """Return as text how to continue where a step cannot be used."""
+        """Return a text on how to continue if a step cannot be used."""
         earlier = [s for s in self.steps() if s < step]
         if earlier:
             return (
                 f"To go on from the step before: --config.checkpoint.step={earlier[-1]} (this one is set aside, not deleted)."
             )
-        return f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start afresh."
+        return (
+            f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start at step 0."
+        )
 
     def restore(
         self,
@@ -126,10 +128,10 @@ class Steps:
         Args:
           subset: `abstract` may name some of the tensors; the others are not read.
           cast: a float may become another float type (rounded to nearest); otherwise a different dtype is an error.
-          meta: of the step, where the caller restores it in parts; None: it is read.
+          meta: of the step, if the caller has read it; None: it is read here.
 
-        Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged where the
-        arrays read are not those that were saved.
+        Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged if the
+        arrays differ from the saved ones.
         """
         import jax
 
@@ -155,7 +157,7 @@ class Steps:
             raise error
         if any(errors):
             raise (Damaged if any(e.startswith("Damaged:") for e in errors) else CheckpointError)(join_errors(errors))
-        found = digests.of_many(tensors)
+        found = digests.digest_arrays(tensors)
         wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
         if wrong:
             shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -165,7 +167,7 @@ class Steps:
             )
         undefined = [name for name, x in found.items() if name.startswith("params.") and digests.not_finite(x)]
         if undefined and self._finite:
-            rule = f"{undefined[0]} holds values that are infinite or no number"
+            rule = f"{undefined[0]} holds values that are infinite or NaN"
             raise Damaged(f"checkpoint {folder}: {rule}. {self.remedy(step)}")
         return {name: _cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
 
@@ -178,17 +180,17 @@ class Steps:
         try:
             with context(folder, partial=partial, processes=self._peers.count):
                 return orbax().load(folder / ARRAYS, exactly), None
-        except Exception as e:  # a page of wrappers around one sentence
+        except Exception as e:  # a page of wrappers around one message
             cause = first_cause(e)
             if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
-                return {}, cause  # device memory is exhausted, and the files are not to blame
+                return {}, cause  # device memory is exhausted, and the files are intact
             text = f"{folder / ARRAYS} cannot be read: {describe_error(e)}."
             try:
                 verdict = files.check(folder)
             except Unreachable as unreachable:
                 return {}, unreachable
             if verdict.proved and not verdict.problems:
-                return {}, CheckpointError(f"{text} Its files are as they were written, so this is no damage.")
+                return {}, CheckpointError(f"{text} Its files are intact.")
             named = "; ".join(verdict.problems[:3])
             return {}, Damaged(f"{text} {named + '. ' if named else ''}{self.remedy(step)}")
 

@@ -1,10 +1,11 @@
 """The storage of checkpoints: a folder on a mounted disk, or a bucket at gs:// or s3://.
 
 One code path serves both: paths of etils.epath, as Orbax takes them, and in buckets the fsspec clients that epath itself opens.
-A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the rest
-of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things differ. A
-disk has a page cache that must be synced, atomic renames, and an end; and a bucket is listed by prefix, not by folder.
-A folder `arrays` on a disk was whole once, or is being copied there: without its mark it is damaged, and never swept.
+A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the other
+files of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things
+differ: a disk has a page cache to sync, atomic renames and limited space, and a bucket is listed by prefix instead of by
+folder. A folder `arrays` on a disk was complete once, or is being copied there. Without its mark it counts as damaged and is
+never removed.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ ARRAYS = "arrays"
 DIGESTS = "integrity.json"
 COMMITTED = f"{ARRAYS}/commit_success.txt"
 DELETED = f"{ARRAYS}.deleted"  # arrays of a step on a disk, while they are deleted
-BLOCK = 16 << 20  # bytes that one request reads of a bucket
+BLOCK = 16 << 20  # bytes of one read request to a bucket
 REMEDIES = {  # for a save that failed
     False: "Free some space, or set checkpoint.dir to another folder and start again.",
     True: "Check that the bucket can be reached and written to, or set checkpoint.dir to another folder and start again.",
@@ -40,7 +41,7 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """A step differs from what was saved, or holds parameters that are not finite. An older step may be good."""
+    """A step differs from the saved state, or holds parameters that are not finite. An older step may be good."""
 
 
 class Unreachable(CheckpointError, OSError):
@@ -48,10 +49,10 @@ class Unreachable(CheckpointError, OSError):
 
 
 class Storage:
-    """The folder that holds the folders of the steps. Methods raise OSError where they fail; in a bucket, Unreachable."""
+    """The folder that holds the folders of the steps. Methods raise OSError if they fail; in a bucket, Unreachable."""
 
     def __init__(self, path: "str | os.PathLike[str]"):
-        """Raises CheckpointError for a path where no checkpoints can be. Writes nothing."""
+        """Raise CheckpointError for a path that cannot hold checkpoints. Writes nothing."""
         text = os.fspath(path)
         if problem := stores.refused(text, checkpoints=True):
             raise CheckpointError(f"{text}: {problem[0]}. {problem[1]}")
@@ -67,13 +68,13 @@ class Storage:
                 step, _, rest = name.partition("/")
                 if is_step(step) and rest:
                     names.setdefault(int(step), set()).add(rest)
-        # pathlib, because epath takes a path that cannot be read for one that does not exist.
+        # pathlib, because epath treats an unreadable path as one that does not exist.
         elif (root := Path(self.path)).exists():
             names = {int(f.name): _marks(f) for f in root.iterdir() if is_step(f.name) and f.is_dir()}
         return {step: _state_of(found) for step, found in names.items()}
 
     def state(self, step: int) -> str:
-        """Return the state of one step; 'missing' where it has no folder."""
+        """Return the state of one step; 'missing' if it has no folder."""
         folder = self.path / str(step)
         if not self.is_bucket:
             return _state_of(_marks(Path(folder))) if Path(folder).exists() else "missing"
@@ -101,7 +102,7 @@ class Storage:
         }
 
     def read(self, path: epath.Path) -> bytes:
-        """Return the contents of a small file. Raises FileNotFoundError where there is none."""
+        """Return the contents of a small file. Raises FileNotFoundError if there is none."""
         return b"".join(self.blocks(path))
 
     def blocks(self, path: epath.Path, size: int = BLOCK) -> Iterator[bytes]:
@@ -134,7 +135,7 @@ class Storage:
         return None if self.is_bucket else os.stat(self.path).st_dev
 
     def check(self, size: int, keep: int, device: int | None) -> None:
-        """Remove leftovers before a save of `size` bytes. Raises OSError where the disk is full or is not `device`."""
+        """Remove leftovers before a save of `size` bytes. Raises OSError if the disk is full or is not `device`."""
         if self.is_bucket:
             return self.sweep()
         nearest = next(path for path in map(Path, (self.path, *self.path.parents)) if path.exists())
@@ -157,12 +158,12 @@ class Storage:
             folder.mkdir(parents=True, exist_ok=True)
             Path(folder / DIGESTS).unlink(missing_ok=True)
             return folder
-        # Orbax would remove old arrays one by one, and would need more rights for it.
+        # Orbax would remove old arrays one by one, and would need more permissions for it.
         self._delete_objects(folder, [name for name in self.files(folder) if name.startswith((f"{ARRAYS}/", DIGESTS))])
         return folder
 
     def sync(self, step: int) -> None:
-        """Return when every file of a step is durable. Objects in a bucket are so from the start."""
+        """Wait until every file of a step is durable. Objects in a bucket are durable at once."""
         if self.is_bucket:
             return
         for folder, _, names in os.walk(self.path / str(step)):
@@ -172,7 +173,7 @@ class Storage:
         _fsync(self.path)
 
     def sweep(self) -> None:
-        """Remove what killed saves and deletions left: it can never be restored and would fill the disk."""
+        """Remove the remains of killed saves and deletions: they cannot be restored and would fill the disk."""
         for step in [step for step, state in self.states().items() if state == "unfinished"]:
             # Any other file in the folder was put there by the user.
             if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
@@ -238,7 +239,7 @@ def is_step(name: str) -> bool:
 
 @contextlib.contextmanager
 def _requests(path: epath.Path) -> Iterator[Any]:
-    """Yield the client of a bucket. Its errors become Unreachable, but for FileNotFoundError."""
+    """Yield the client of a bucket. Its errors become Unreachable, except FileNotFoundError."""
     scheme = os.fspath(path).partition("://")[0]
     try:
         yield open_client(scheme)
@@ -248,8 +249,8 @@ def _requests(path: epath.Path) -> Iterator[Any]:
         text = " ".join(str(e).split())[:300]
         raise Unreachable(
             f"{path}: a request to the bucket failed ({type(e).__name__}: {text}). Some files may be written, copied or "
-            f"deleted already; complete steps are whole. Fix: set {CREDENTIALS[scheme]}, with the right to list, read, write "
-            "and delete objects; then start again."
+            f"deleted already; complete steps are unchanged. Fix: set {CREDENTIALS[scheme]}, with the right to list, read, "
+            "write and delete objects; then start again."
         ) from None
 
 
@@ -265,7 +266,7 @@ def open_client(scheme: str) -> Any:
 
 
 def _marks(folder: Path) -> set[str]:
-    """Return which of the names that decide the state of a step are in its folder on a disk."""
+    """Return the names in a step's folder on a disk that decide the state of the step."""
     return {name for name in (META, COMMITTED, DIGESTS, ARRAYS) if (folder / name).exists()}
 
 
@@ -275,7 +276,7 @@ def _state_of(names: Iterable[str]) -> str:
     if COMMITTED in found:
         return "complete" if META in found else "damaged"
     # integrity.json is written when a step is complete, and is the first file that a deletion removes. ARRAYS is a folder on a
-    # disk, which Orbax renames into place when it is whole, and a deletion renames before it removes a file.
+    # disk, which Orbax renames into place when it is complete, and a deletion renames before it removes a file.
     return "damaged" if DIGESTS in found or ARRAYS in found else "unfinished"
 
 

@@ -18,7 +18,7 @@ from jaxtrain.data.template import LOSSES
 from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-ROW_TOKENS = 1 << 20  # of rows made together
+ROW_TOKENS = 1 << 20  # of rows built together
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
   python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     top.may_be_empty = p.may_be_empty = ("--separator",)
     p.add_argument("--output", type=Path, required=True, metavar="NAME.tok", help="the token file to write")
     p.add_argument("--tokenizer", metavar="SPEC", help="byte (default) | path of a tokenizer.json | hf:NAME (from the hub)")
-    p.add_argument("--eot", metavar="TOKEN", help="the token that ends a document, where it is not a well-known one")
+    p.add_argument("--eot", metavar="TOKEN", help="the token that ends a document, if it is not a well-known one")
     p.add_argument(
         "--text-key",
         metavar="KEY[,KEY]",
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--separator",
         type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
         metavar="TEXT",
-        help=r"what stands between the texts of several keys; \n and \t are understood (default: a blank line, \n\n)",
+        help=r"text between the values of several keys; \n and \t are understood (default: a blank line, \n\n)",
     )
     p.add_argument(
         "--chat",
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--format",
         choices=FORMATS,
-        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, all else a document a file; .gz .bz2 .xz .zst "
+        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, others a document each; .gz .bz2 .xz .zst "
         "are unpacked",
     )
     p.add_argument(
@@ -110,9 +110,11 @@ def parser() -> argparse.ArgumentParser:
         "--shard-mb",
         type=float,
         metavar="MB",
-        help=f"input of a part, which an interrupted run makes again if it was not finished (default {SHARD_MB})",
+        help=f"input of a part; an interrupted run repeats unfinished parts (default {SHARD_MB})",
     )
-    v = commands.add_parser("verify", help="read token files whole and check them", description="Exit code 0: all are intact.")
+    v = commands.add_parser(
+        "verify", help="read token files completely and check them", description="Exit code 0: all are intact."
+    )
     v.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a token file")
     s = commands.add_parser("show", help="figures and the first documents of a token file")
     s.add_argument("file", type=Path, metavar="FILE", help="a token file")
@@ -144,7 +146,7 @@ def counted_tokens(header: dict) -> str:
 
 
 def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) -> Iterator[str]:
-    """Yield what is in the rows that training reads with data.packing=documents. Makes all of them."""
+    """Yield lines about the rows that training reads with data.packing=documents. Builds all of them."""
     windows = open_windows(file, seq_len, max_segments, Data().seed)
     if not windows.windows:
         yield f"packed into rows of {seq_len:,}: no row"

@@ -27,7 +27,7 @@ def remedy(path: Path) -> str:
     """Return how to replace a file that cannot be used."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
-    return spelled("Copy it again from where it is intact, or make it again with: python -m jaxtrain.data prepare")
+    return spelled("Copy it again from an intact copy, or make it again with: python -m jaxtrain.data prepare")
 
 
 class OpenFile:
@@ -63,10 +63,10 @@ class OpenFile:
         A file that was deleted or renamed over still has its contents here.
         """
         if self.changed():
-            raise self.refuse("is not what it was")
+            raise self.refuse("has changed")
 
     def changed(self) -> str:
-        """Return how the open file differs from what it was when it was opened; empty if it does not."""
+        """Return the differences between the open file and its state when it was opened; empty if there are none."""
         now = os.fstat(self.fd)
         if now.st_size != self.size:
             how = "cut off" if now.st_size < self.size else "added to"
@@ -107,8 +107,8 @@ class Blocks:
             end = self._new.find(0, first, last)
             end = min(last if end < 0 else end, first + SPAN // self.block_bytes)
             if bad := self._differing(first, end):
-                see = spelled(f"See all that is damaged with: python -m jaxtrain.data verify {self.file.path}")
-                fix = f"Nothing of it has been used. {see}. {remedy(self.file.path)}"
+                see = spelled(f"List all damage with: python -m jaxtrain.data verify {self.file.path}")
+                fix = f"No data of this read has been used. {see}. {remedy(self.file.path)}"
                 raise self.file.refuse(f"{self.name(bad[0], bad[0] + 1)} does not match its checksum", fix)
             self._new[first:end] = bytes(end - first)
 
@@ -156,7 +156,7 @@ class Column:
     """One array of a token file. A slice is a read-only view of the map, after a check of its blocks (TokenFileError)."""
 
     def __init__(self, blocks: Blocks, dtype: Any, begin: int, size: int):
-        """`size` elements from byte `begin` on. `unchecked`: all of them, for a caller that has checked what it reads."""
+        """`size` elements from byte `begin` on. `unchecked`: all of them, for a caller that checks its reads."""
         self.blocks = blocks
         self.dtype = np.dtype(dtype)
         self.begin, self.size = begin, size

@@ -1,6 +1,6 @@
-"""Mixtures: which source each row of a run is read from, by the weights of its sources.
+"""Mixtures: the source of each row of a run, by the weights of the sources.
 
-The weights are constant over a phase of a run. A phase begins with the run, at a step of `data.source_schedule`, or where a
+The weights are constant over a phase of a run. A phase begins with the run, at a step of `data.source_schedule`, or when a
 resumed run has other weights. Each source continues through all phases: its rows are read in its own order, none twice within
 an epoch and none left out. So a row is a function of its number and the phases alone.
 """
@@ -107,7 +107,7 @@ class Phase:
     read: tuple[int, ...]  # tokens of each source that were read before it
 
     def row(self, seq_len: int) -> int:
-        """Return the number of its first row."""
+        """Return the number of the phase's first row."""
         return -(-self.tokens // seq_len)
 
     def sources_of(self, row_R: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,11 +152,12 @@ class Mixture:
     ) -> list[int]:
         """Set the phases of a run that continues after `step` steps, and of a new one (step 0).
 
-        The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, whatever its weights,
-        and at `step` if the weights are not the last ones of the checkpoint. It begins with the first row that is read after
-        that step: rows that are passed over there count for the phase before. A phase also begins at row `begin` if the batch
-        size has changed and the checkpoint ends within a batch of the new size: the run leaves out the rest of this batch, but
-        no source leaves out a row. A source is known by the hash of its contents, one without a file by its name.
+        The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, even if its weights
+        do not change, and at `step` if the weights are not the last ones of the checkpoint. It begins with the first row that
+        is read after
+        that step: rows that are skipped there count for the phase before. A phase also begins at row `begin` if the batch
+        size has changed and the checkpoint ends within a batch of the new size: the run skips the remaining rows of this batch,
+        but no source skips a row. A source is identified by the hash of its contents, or without a file by its name.
 
         Args:
           stored: `state` of the checkpoint; None for a new run.
@@ -249,7 +250,7 @@ def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarra
     within_R = np.asarray(index_R, np.int64).copy()
     rest = np.ones(len(index_R), bool)  # not yet given to an earlier source
     for k, share in enumerate(_binary_shares(weights)):
-        taken_R = (within_R * share) >> WEIGHT_BITS  # of the first `within` indices that reach here, how many k takes
+        taken_R = (within_R * share) >> WEIGHT_BITS  # share of k in the first `within` remaining indices
         mine = rest & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
         rest &= ~mine
         source_R[rest] = k + 1
@@ -258,7 +259,7 @@ def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarra
 
 
 def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return how many of the first `rows` indices `interleave` gives to each source."""
+    """Return the number of the first `rows` indices that `interleave` gives to each source."""
     counts = []
     for share in _binary_shares(weights):
         counts.append((rows * share) >> WEIGHT_BITS)
@@ -267,7 +268,7 @@ def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 def _binary_shares(weights: Sequence[float]) -> Iterator[int]:
-    """Yield the share of each source but the last, among it and those after it, in units of 2^-WEIGHT_BITS."""
+    """Yield each source's share of the weight of itself and all later sources, except the last, in units of 2^-WEIGHT_BITS."""
     remaining = math.fsum(weights)
     for weight in weights[:-1]:
         yield min(max(1, round(weight / remaining * 2**WEIGHT_BITS)), 2**WEIGHT_BITS - 1)

@@ -31,7 +31,7 @@ from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.synonyms import MOST, did_you_mean
 
 Rows = slice | np.ndarray | None
-FULL = 0.9  # of rows of conversations: a part below it is worth a line
+FULL = 0.9  # of rows of conversations: a smaller filled part is reported
 CROSS_ENTROPY = config.Loss()
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
@@ -40,13 +40,13 @@ class Batches:
     """Batches of one split of a source, made by `open_source`.
 
     Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
-    whose prediction counts; None where unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
-    `data.max_segments` masks); `max_segments` (documents in a row at most; optional for sources of one's own); `truncated`
+    whose prediction counts; None if unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
+    `data.max_segments` masks); `max_segments` (documents in a row at most; optional for a user's own sources); `truncated`
     (conversations longer than a row, the tokens that they lose, the tokens of all conversations); `sparse` (files whose rows
-    `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: what was read, for receipts).
+    `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: the data that was read, for receipts).
     `pairs`: whether the rows hold pairs; `left_out` (pairs longer than a row); `references` (of pairs, by the name of the
     source: reference log-probabilities by the number of the document; empty while they are not known).
-    `sources`: of all that the run has read and will read, by number. `mixture`: which of them each row is read from.
+    `sources`: of all that the run has read and will read, by number. `mixture`: the source of each row.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Batches:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
     def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int, row_at: Callable[[int], int]) -> bool:
-        """Set the mixture of a run that continues after `step` steps: each source continues where it stopped.
+        """Set the mixture of a run that continues after `step` steps: each source continues from its last position.
 
         Args:
           stored: the facts about the data in the checkpoint's meta.json; None or {} for a new run.
@@ -180,8 +180,8 @@ class Batches:
         """Return the rows of a source with these numbers."""
         batch = make_batch(*source.rows(number_R), self.packing != "none", self.max_segments)
         if isinstance(source, PairRows):
-            # The reference log-probability of each document, at its first token: the loss adds up what a document has, so that
-            # one number for each is enough. 0 while they are not known.
+            # The reference log-probability of each document, at its first token: the loss sums over a document, so one number
+            # for each is enough. 0 if unknown.
             batch["reference"] = np.zeros(batch["tokens"].shape, np.float32)
             if (values := self.references.get(source.name)) is not None:
                 documents = np.concatenate([source.documents_of(row) for row in number_R.tolist()])
@@ -190,7 +190,7 @@ class Batches:
 
 
 class _Removed:
-    """A source that the run has read and that is not in its data any more. No row of a later phase is of it."""
+    """A source that the run has read and that is no longer in its data. No row of a later phase comes from it."""
 
     def __init__(self, name: str):
         self.name = name
@@ -234,9 +234,7 @@ def is_custom(source: str) -> bool:
 
 
 def near_files(path: str) -> list[str]:
-    """Return up to three data files of a path's folder that are spelt like it, held-out ones for a held-out one; or the
-    built-in source that is.
-    """
+    """Return up to three similar data files in a path's folder (held-out for held-out), or a similar built-in source."""
     if close := difflib.get_close_matches(path, ("stdlib", "synthetic"), 1, 0.75):
         return close
     asked = Path(path).expanduser()
@@ -267,7 +265,7 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
 
 
 def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int) -> list[TokenFile]:
-    """Open token files. Raises ConfigError with everything that is wrong with them."""
+    """Open token files. Raises ConfigError with all their problems."""
     files: list[TokenFile] = []
     problems = []
     for path in (each.path for each in named):
@@ -288,7 +286,7 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
             its = header["tokenizer"]["name"]
             again = f"prepare the text again with --tokenizer={data.tokenizer}"
             fix = f"Set data.tokenizer={its}, or {again}."
-            if its == "byte":  # of a config for another model, the option was forgotten
+            if its == "byte":  # of a config for another model: the option was forgotten
                 fix = f"{again[0].upper()}{again[1:]}."
             elif data.tokenizer == "byte":  # the default
                 fix = f"Set data.tokenizer={its}."
@@ -313,7 +311,7 @@ def open_mixture(
       The files, and (steps done before it, weight of each file) of each phase. Weights sum to 1.
 
     Raises:
-      ConfigError: with everything that is wrong.
+      ConfigError: with all problems.
     """
     named, problems = parse_files(source, key)
     later, wrong = parse_schedule(schedule)
@@ -341,7 +339,7 @@ def open_mixture(
 def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY) -> list[config.Problem]:
     """Return the problems of the data of a run, before anything is made or any device touched. Reads headers only.
 
-    loss: what the data are for: one that compares the members of pairs, or not. A user's own may take both.
+    loss: decides whether the data must be pairs. A user's own loss may take both.
 
     The types and ranges of the keys themselves are checked before (jaxtrain/validate).
     """
@@ -383,7 +381,7 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
             try:
                 schedule = data.source_schedule if key == "data.source" else ""
                 files, _ = open_mixture(data, source, key, data.seq_len, schedule)
-                # Not its tokenizer's: that of Gemma 3 has one id more, for pictures, than the models that read text alone.
+                # Not its tokenizer's: Gemma 3's tokenizer has one more id, for images, than the text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except config.ConfigError as e:
@@ -416,7 +414,7 @@ def token_file_of(text: str) -> Path:
 
 
 def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> config.Problem | None:
-    """Return the problem of a file that holds pairs where the loss takes none, or the other way round."""
+    """Return the problem of a file that holds pairs for a loss without pairs, or the other way round."""
     if file.pairs and pairs is False:
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
         return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
@@ -444,10 +442,10 @@ def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.
 
 
 def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
-    """Return the run with a number for `data.max_segments` = 0: the most documents that a row of these batches may have.
+    """Return the run with `data.max_segments` = 0 replaced by the most documents that a row of these batches may have.
 
-    opened: everything that the run reads, as `open_source` gives it. A user's own source without a number
-    counts with config.MOST_DOCUMENTS. Raises config.ConfigError where one has more than that.
+    opened: every source of the run, from `open_source`. A user's own source without a number
+    counts with config.MOST_DOCUMENTS. Raises config.ConfigError if one has more than that.
     """
     if run.data.max_segments:
         return run
@@ -468,12 +466,13 @@ def open_source(
     seed: int | None = None,
     seq_len: int | None = None,
 ) -> Batches:
-    """Open (and for stdlib make) a source. `source` "" is the same split of `data.source`.
+    """Open a source (and make it, for stdlib). `source` "": the same split of `data.source`.
 
     `split`: train | validation. `seed` and `seq_len` default to the config's. A `package.module:name` is called as
     `name(data, split, global_batch)` and returns an object with this interface. Raises config.ConfigError.
 
-    With `data.max_segments` = 0 the files' own offsets of documents say how many a row has, up to config.MOST_DOCUMENTS.
+    With `data.max_segments` = 0, the number of documents in a row follows from the offsets in the files, up to
+    config.MOST_DOCUMENTS.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split = {split!r}: must be train or validation")
@@ -537,8 +536,8 @@ def open_source(
             raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
         sources.append(windows)
         masked_by_source.append(masked)
-        # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of
-        # conversations hold padding too, and not what is cut off.
+        # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of conversations
+        # contain padding, and not the truncated tokens.
         held = header["tokens"]
         if isinstance(windows, PackedRows):
             held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)

@@ -1,8 +1,8 @@
-"""Corpora to token files, by as many processes as there are cores.
+"""Corpora to token files, in parallel processes.
 
-The input is divided into parts, each of which a process turns into a small token file. A run that is cut off continues with
-those that are finished; at the end they are joined. The division depends on the input and `--shard-mb` alone, so every number
-of processes gives the same file.
+The input is divided into parts, and a process turns each part into a small token file. An interrupted run continues from the
+finished parts, which are joined at the end. The division depends on the input and `--shard-mb` alone, so every number of
+processes gives the same file.
 
     NAME.tok.partial/DIGEST/000007.tok, 000007.val.tok, 000007.json      a finished part; the JSON is written last
 
@@ -43,7 +43,7 @@ SHARD_MB = 64  # of input, in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
 SHOWN = 20  # bad lines shown one by one; further ones are counted
 LINE_SECONDS = 10.0  # between two lines of progress
-UPDATE_SECONDS = 0.5  # between two looks at what the processes have done
+UPDATE_SECONDS = 0.5  # between two checks for finished processes
 Part = tuple[Cut, ...]
 Say = Callable[[str], None]
 Count = Callable[[int, int], None]  # takes bytes of input that were read, and tokens made of them
@@ -122,12 +122,12 @@ def prepare(
     """Write `output` (and NAME.val.tok with `validation` > 0), both or neither. Return their headers.
 
     Args:
-      processes: 0 for as many as there are cores.
-      shard_mb: input of a part. Finished parts of a run that was cut off are taken over.
-      say: prints a line: of bad lines, and of what goes on.
+      processes: 0: the number of cores.
+      shard_mb: input of a part in MB. Finished parts of an interrupted run are reused.
+      say: prints a line about bad lines or progress.
       options: those of a `Job`.
 
-    Raises PrepareError, TokenizerError or TokenFileError for what the user can put right, and WorkerDied. With bad lines,
+    Raises PrepareError, TokenizerError or TokenFileError for errors that the user can fix, and WorkerDied. With bad lines,
     unless they are skipped, nothing is written.
     """
     job = Job(**options)
@@ -250,10 +250,10 @@ def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
 
 @contextlib.contextmanager
 def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
-    """Yield the folder for the finished parts of a command; one process at a time has it. They are kept after an error.
+    """Yield the folder for the finished parts of a command, locked for this process. The parts are kept after an error.
 
     Args:
-      described: all that the parts depend on.
+      described: everything that the parts depend on.
 
     Raises TokenFileError.
     """
@@ -302,7 +302,10 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
 
 
 def in_validation(piece: Piece, fraction: float) -> bool:
-    """Decide by the text itself (a long file's first part), so that a document is on the same side in every run and order."""
+    """Return whether a document belongs to validation, by its text (the first part of a long file).
+
+    So the result is the same in every run and order.
+    """
     digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
@@ -347,10 +350,10 @@ def end_counts(piece: Piece, loss: str) -> bool:
 
 
 def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
-    """Write a part. Return the contents of its JSON: `files` (hashes of contents), `bad` (how many lines), and `lines` (the
-    first of them, with the reason).
+    """Write a part, and return the contents of its JSON.
 
-    With bad lines, unless they are skipped, it is not marked as finished.
+    They are `files` (hashes), `bad` (the number of bad lines), and `lines` (the first ones, with reasons). With bad lines,
+    unless they are skipped, the part is not marked as finished.
     """
     tok, rows = job.load()
     lines: list[str] = []
@@ -397,7 +400,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
 
 
 class Progress:
-    """Bytes read and tokens made: a line every ten seconds."""
+    """Prints bytes read and tokens made, a line every ten seconds."""
 
     def __init__(self, total: int, done: int):
         """total: bytes of the input, 0 if unknown. done: those of an earlier run."""
@@ -432,7 +435,7 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
     results = [finished(folder, number, job, skip_bad_lines) for number in range(len(parts))]
     missing = {number: part for number, part in enumerate(parts) if results[number] is None}
     if len(missing) < len(parts):
-        say(f"{folder.parent}: {len(parts) - len(missing)} of {len(parts)} parts are finished; going on")
+        say(f"{folder.parent}: {len(parts) - len(missing)} of {len(parts)} parts are finished; continuing")
     sizes = [sum(cut.size for cut in part) for part in parts]
     done = sum(sizes) - sum(sizes[number] for number in missing)
     progress = Progress(sum(sizes), done)
@@ -447,7 +450,7 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
                 shown = min(SHOWN, shown + len(result["lines"]))
                 if bad and not skip_bad_lines:
                     more = f" (the first {SHOWN} are shown)" if bad > SHOWN else ""
-                    fix = "Mend the file, or leave such lines out with --skip-bad-lines."
+                    fix = "Repair the file, or leave such lines out with --skip-bad-lines."
                     raise PrepareError(f"{count_lines(bad)} in this part of the input{more}; nothing was written. {fix}")
     except BaseException:
         if kept := len(list(folder.glob("*.json"))):
@@ -466,7 +469,7 @@ def make_parts(
 ) -> Generator[dict[str, Any]]:
     """Yield the results of `make_part` in the order of the parts, several of which are made at a time.
 
-    The processes end with the iterator. Raises what `make_part` raises, and WorkerDied.
+    The processes end with the iterator. Raises the exceptions of `make_part`, and WorkerDied.
     """
     if processes == 1 or len(parts) == 1:
         for number, part in parts.items():

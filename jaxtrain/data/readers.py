@@ -1,4 +1,4 @@
-"""Read text, JSON lines, Parquet and data sets as documents, streamed, with every bad line named; divide files into parts."""
+"""Read text, JSON lines, Parquet and data sets as streams of documents, and report every bad line. Cut files into parts."""
 
 import bz2
 import codecs
@@ -43,12 +43,11 @@ class PrepareError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of one input that one process reads: all of it, the lines that start in bytes begin..end, row groups, or files of
-    a data set."""
+    """A part of one input for one process: all of it, the lines that start in bytes begin..end, row groups, or files."""
 
     path: str
     kind: str  # text | jsonl | parquet | dataset
-    size: int  # bytes of the part, for progress: exact but for row groups, which are taken for equal ones
+    size: int  # bytes of the part, for progress: exact except for row groups, which are assumed to be equal
     begin: int = 0
     end: int = -1  # -1: to the end
 
@@ -156,7 +155,7 @@ def read_text(source: Input) -> Iterator[Piece]:
             except UnicodeDecodeError as e:
                 reason = f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
                 source.reject(line + e.object.count(b"\n", 0, e.start), reason)
-                if started:  # the text before it stays if bad lines are skipped
+                if started:  # the earlier text stays if bad lines are skipped
                     yield Piece("", 0)
                 return
             yield Piece(text, len(text.encode()), end=not following)

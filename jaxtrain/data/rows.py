@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxtrain.data.template import THOUGHTS, ChatTemplate, Conversation, Part, RowError
 
-# Names of roles, as templates know them, by the names that data sets give them. Others are refused: a template may write the
-# role between `<|` and `|>`, so a role that anybody may choose could name any control token.
+# Names of roles in templates, by the names that data sets use. Others are refused: a template may write the role between `<|`
+# and `|>`, so an arbitrary role could name any control token.
 ROLES = {
     name: role
     for role, names in {
@@ -25,7 +25,7 @@ ROLES = {
     }.items()
     for name in names
 }
-# Older names for calls of functions, which templates do not read: without them, the model would learn another text.
+# Older names for function calls, which templates do not read: without them, the model would learn another text.
 NOT_READ = {"function_call": "tool_calls", "functions": "tools"}
 TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", *TEMPLATE_COLUMNS)
@@ -53,8 +53,8 @@ class Piece:
 class TextRows:
     """The text of one column, or of several with `separator` between those that are not empty.
 
-    `columns` returns the columns of a table that are read, and raises RowError if they do not do. `piece` returns the document
-    of a row, None if it has no text, and raises RowError. So do those of the other classes.
+    `columns` returns the columns of a table that are read, and raises RowError if they are unsuitable. `piece` returns the
+    document of a row, None if it has no text, and raises RowError. The other classes have the same methods.
     """
 
     def __init__(self, keys: list[str], separator: str):
@@ -79,7 +79,7 @@ class TextRows:
 
 
 class ChatRows:
-    """A conversation, written by a chat template. `loss`: which of it counts (template.LOSSES)."""
+    """A conversation, written by a chat template. `loss`: the tokens that count (template.LOSSES)."""
 
     def __init__(self, template: ChatTemplate, loss: str):
         self.template = template
@@ -100,7 +100,7 @@ class ChatRows:
 
 
 class PairRows:
-    """Two completions of one prompt, of which the first is preferred. Each is a document, and its completion alone counts.
+    """Two completions of one prompt, the first of them preferred. Each is a document; only its completion counts in the loss.
 
     Args:
       template: writes rows of messages; None: rows are plain text.
@@ -162,7 +162,7 @@ PAIRS = (
 
 
 def _shared_words(chosen: str, rejected: str) -> str:
-    """Return the beginning that two texts share, up to the last border of words: a token never has parts of two words."""
+    """Return the beginning that two texts share, up to the last word border: no token has parts of two words."""
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same, and without a 'prompt' nothing is left of either")
     shared = os.path.commonprefix([chosen, rejected])
@@ -200,7 +200,7 @@ FORMS = (
 
 
 def form(names: Iterable[str]) -> str | None:
-    """Which kind of conversation a row with these keys is; the first that it can be."""
+    """Return the form of conversation of a row with these keys, the first that matches; None if none does."""
     names = set(names)
     for key in ("messages", "conversations"):
         if key in names:
@@ -212,7 +212,7 @@ def form(names: Iterable[str]) -> str | None:
 
 
 def conversation(row: dict[str, Any]) -> Conversation:
-    """Return the conversation of a row of any of the forms. Of a prompt with its completion, the completion counts alone.
+    """Return the conversation of a row of any of the forms. Of a prompt with a completion, only the completion counts.
 
     Raises RowError.
     """
@@ -263,7 +263,7 @@ def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, 
 
 
 def _json(value: Any, what: str) -> Any:
-    """Return what a JSON text holds, and any other value as it is, without half surrogate pairs. Raises RowError."""
+    """Return the value of a JSON text, and any other value as it is, without half surrogate pairs. Raises RowError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -343,7 +343,7 @@ def _refuse_unread(item: dict[str, Any], what: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value in the words of JSON; of what JSON has not, the name of the type."""
+    """Return the kind of a value in the words of JSON, or the name of its type if JSON has no word for it."""
     if value is None:
         return "null"
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}

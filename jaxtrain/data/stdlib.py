@@ -11,8 +11,8 @@ from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenWriter
 
-# Left out: installed packages, tests and their fixtures, byte code; and what is generated rather than written (character
-# tables, the help texts of pydoc), which would otherwise be a tenth of the corpus and most of the validation split.
+# Left out: installed packages, tests and their fixtures, byte code; and generated files (character tables, the help texts of
+# pydoc), which would otherwise be a tenth of the corpus and most of the validation split.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "encodings", "pydoc_data"}
 VALIDATION = 0.05
 
@@ -31,12 +31,12 @@ def list_files() -> list[tuple[str, Path]]:
 
 
 def is_validation(relative: str) -> bool:
-    """Decide by the path alone, so that a file stays in its split when the library changes."""
+    """Return whether a file belongs to validation, by its path alone: it stays in its split when the library changes."""
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
-    """Return the train and validation token files (bytes), made at the first use.
+    """Return the train and validation token files (bytes), made on first use.
 
     The name has a fingerprint of the Python version, the file format, the list of files and their sizes. Several processes may
     make them at the same time: each writes its own temporary file, and the first that is complete gets the name.

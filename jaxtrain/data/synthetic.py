@@ -17,7 +17,7 @@ _CIRCLE = np.random.Generator(np.random.PCG64(20)).permutation(SYMBOLS)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014): 64 well-mixed bits from a counter."""
+    """Return 64 well-mixed bits from a counter: splitmix64's finaliser (Steele, Lea, Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -35,8 +35,7 @@ class Synthetic:
         self.documents = max(1, min(DOCUMENTS, max_segments, self.length // 8))
 
     def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, None]:
-        """Return tokens (R, T+1) of the rows, and (row, column) of each token that starts a document inside its row. All count,
-        and there is no padding."""
+        """Return tokens (R, T+1) of the rows, and (row, column) of each document's first token inside its row. No padding."""
         R, n, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
         bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))

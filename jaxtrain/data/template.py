@@ -1,9 +1,9 @@
 """Chat templates: write a conversation as text, find its control tokens and the parts that count in the loss.
 
-A template is Jinja2, run in a sandbox. The template may write control tokens, and the data may not. To tell the two apart in
-the rendered text, a mark (a Unicode noncharacter) is put into each string of the data that could be read as a control token, or
-as the end or the beginning of one. The marks are removed after the text is cut at its control tokens. The text without marks
-must be the text that the template writes for the unmarked data, or the row is refused.
+A template is Jinja2, run in a sandbox. The template may write control tokens, and the data may not. To distinguish them in the
+rendered text, a mark (a Unicode noncharacter) is put into each string of the data that could be read as a control token, or as
+the end or the beginning of one. The marks are removed after the text is cut at its control tokens. The text without marks must
+be the text that the template writes for the unmarked data, or the row is refused.
 """
 
 import datetime
@@ -26,8 +26,8 @@ import jinja2.sandbox
 from jaxtrain.data.tokenizer import ControlToken, Tokenizer, TokenizerError, read_beside
 
 MARK, OPEN, CLOSE, ANSWER = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharacters: never part of a text
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the thoughts of a message; templates read one of them
-TEXTS = ("content", *THOUGHTS)  # of a message: free text, which may hold anything
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message; templates read one of them
+TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
 LOSSES = ("assistant", "all", "last")
 # The byte tokenizer's own: a line that names the role, the text, end-of-text after each assistant turn, a blank line between.
 BYTE_TEMPLATE = """{%- for message in messages -%}
@@ -47,7 +47,7 @@ class Conversation:
     """The data of a chat template.
 
     Attributes:
-      messages: with `role`, `content` and what else the template reads: `tool_calls`, `reasoning_content` and so on. An
+      messages: with `role`, `content` and other keys that the template reads: `tool_calls`, `reasoning_content` and so on. An
         assistant's message with `train` false does not count in the loss.
       tools: descriptions of functions, as JSON schemas; None if there are none.
       variables: further variables of the template, such as `enable_thinking`.
@@ -155,7 +155,7 @@ class ChatTemplate:
         """Return the text with marks, so that it cannot be read as a control token.
 
         Args:
-          joins: also mark a text that could be read as one together with the text that the template writes next to it.
+          joins: also mark a text that could form a control token together with the template's text next to it.
         """
         if any(mark in text for mark in (MARK, OPEN, CLOSE, ANSWER)):
             raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD3, which are used as marks here")
@@ -175,8 +175,9 @@ class ChatTemplate:
         return guarded
 
     def _guard_all(self, value: Any, joins: bool) -> Any:
-        """Return data with marks in all its strings. Names and kinds, such as "text", are not marked for what they could join:
-        templates compare them."""
+        """Return data with marks in all its strings.
+
+        Names and kinds, such as "text", get no marks against joined tokens: templates compare them."""
         if isinstance(value, str):
             return self.guard(value, joins)
         if isinstance(value, Mapping):
@@ -243,11 +244,11 @@ class ChatTemplate:
 
         - A turn is the text that its message adds to the conversation before it with the generation prompt, up to the control
           token that ends it.
-        - A template may write earlier messages otherwise when more follow: some leave out earlier thoughts. Then a turn begins
-          after each generation prompt in the text, and ends with the control token that ends an answer.
+        - A template may write earlier messages differently when more follow: some leave out earlier reasoning. Then a turn
+          begins after each generation prompt in the text, and ends with the control token that ends an answer.
 
         Args:
-          loss: which of the turns count (LOSSES).
+          loss: the turns that count (LOSSES).
 
         Raises:
           RowError: the template cannot write the conversation, it leaves out a part of it, or its turns cannot be found.
@@ -268,7 +269,7 @@ class ChatTemplate:
         elif answers:
             spans = self._added_spans(guarded, whole)
             before = sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
-        without: list[tuple[int, int]] = []  # turns that do not count, whichever are chosen
+        without: list[tuple[int, int]] = []  # turns that do not count for any choice
         if any(skipped):
             if len(spans) != len(answers):
                 raise RowError(
@@ -345,7 +346,7 @@ class ChatTemplate:
         if any(end < 0 for _, end in spans):
             return []
         begin, end = spans[-1]
-        if not self._control.sub("", whole[end:]).strip():  # nothing but tokens that end the text
+        if not self._control.sub("", whole[end:]).strip():  # only tokens that end the text
             spans[-1] = begin, max([end, *(found.end() for found in self._control.finditer(whole, end))])
         return spans
 
@@ -378,8 +379,7 @@ class ChatTemplate:
 
 
 def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
-    """Return an expression for control tokens, the longest first. Group i + 1 is the text of token i. Some tokens include the
-    space beside them."""
+    """Return an expression for control tokens, the longest first. Group i + 1 is token i, possibly with an adjacent space."""
     groups = [
         rf"{r'\s*' if token.lstrip else ''}({re.escape(token.text)}){r'\s*' if token.rstrip else ''}" for token in control
     ]
@@ -406,7 +406,7 @@ def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str) -> ChatTemplate:
-    """Return the template of `file`, else of chat_template.jinja or tokenizer_config.json beside a tokenizer's tokenizer.json.
+    """Return the template of `file`, else of chat_template.jinja or tokenizer_config.json in the folder of tokenizer.json.
 
     Raises TokenizerError.
     """

@@ -46,12 +46,12 @@ def _align(n: int) -> int:
 
 
 def loss_bytes(tokens: int) -> int:
-    """Return the bytes of the loss bits of that many tokens, without padding."""
+    """Return the bytes of the loss bits of `tokens` tokens, without padding."""
     return -(-tokens // 8)
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """Open an empty file for writing, which no other process is writing. Contents that a dead process left are discarded."""
+    """Open an empty file for writing, locked against other processes. Contents that a killed process left are discarded."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "wb")
         try:
@@ -66,7 +66,7 @@ def open_locked(path: Path) -> BinaryIO:
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             os.ftruncate(file.fileno(), 0)
             return file
-        file.close()  # its owner has renamed it in the meantime: that file is finished and not this one
+        file.close()  # its owner has renamed it in the meantime: it is finished, and another file
 
 
 class TokenWriter:
@@ -95,7 +95,7 @@ class TokenWriter:
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
         self._sums = array.array("I")  # the crc32 of each finished block
-        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and the bytes before here
+        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and its earlier bytes
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
         self._loss_rest = np.empty(0, bool)  # flags of less than a byte
         self._files = contextlib.ExitStack()
@@ -128,7 +128,7 @@ class TokenWriter:
             self._put(data)
 
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """`first`: how many of the flagged tokens are the first of a document."""
+        """Write loss flags. `first`: the number of flagged tokens that are the first of a document."""
         if self.loss is None:
             return
         for key, count in (("tokens", int(np.count_nonzero(flags))), ("bytes", num_bytes), ("first", first)):
@@ -245,7 +245,10 @@ class TokenWriter:
         return header
 
     def publish(self, keep: bool = False) -> None:
-        """Give the file its name, after `seal`. keep: not if there is one already, which other processes may be reading."""
+        """Rename the file to its name, after `seal`.
+
+        keep: leave an existing file of that name, which other processes may be reading.
+        """
         try:
             if keep:
                 os.link(self.partial, self.path)  # replaces nothing, as a rename would
@@ -258,7 +261,7 @@ class TokenWriter:
         self._files.close()
 
     def abort(self) -> None:
-        """Leave nothing behind, also if closing fails because the disk is full."""
+        """Remove the temporary file, also if closing fails because the disk is full."""
         try:
             self._files.close()
         finally:
@@ -308,7 +311,7 @@ class TokenFile:
 
     @property
     def pairs(self) -> bool:
-        """Whether documents 2i and 2i + 1 are the chosen and the rejected member of a pair."""
+        """Return whether documents 2i and 2i + 1 are the chosen and the rejected member of a pair."""
         return bool(self.header["made"].get(PAIRS))
 
     def loss_flags(self, first: int, last: int) -> np.ndarray:
@@ -358,7 +361,7 @@ def _header(file: OpenFile) -> dict[str, Any]:
 
 
 def verify(path: Path | str) -> list[str]:
-    """Read all of the file. Return its faults, a line each.
+    """Read all of the file. Return the faults of the file, a line each.
 
     Damaged blocks are faults. If there are none, the contents are compared with the header.
     """

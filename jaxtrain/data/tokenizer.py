@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Tokens that end a document, in the order they are looked for: a base model's own before those of chat templates.
+# Tokens that end a document, in the order of the search: a base model's own before those of chat templates.
 EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "<|im_end|>")
 
 
@@ -57,11 +57,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint16 array per text. The places make no difference."""
+        """Return a uint16 array per text. The places are ignored."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """Return end-of-text, under the name that templates write."""
+        """Return the end-of-text token, under the name that templates write."""
         return (ControlToken("<|endoftext|>", self.eot),)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         self._definition = definition
         try:
             self._tokenizer = make(definition.decode())
-        except Exception as e:  # the package raises plain Exception for whatever it cannot parse
+        except Exception as e:  # the package raises plain Exception for everything that it cannot parse
             raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json that the tokenizers package can read ({e})") from e
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
@@ -116,9 +116,9 @@ class HuggingFaceTokenizer:
         """Return a uint32 array per text; the package uses all cores.
 
         Args:
-          places: of each text, at the start of a document, after a control token, or inner (after other text): the ids are
-            those that the package gives for the whole document, except that no token has parts of two texts. (): all are at
-            the start.
+          places: the place of each text: at the start of a document, after a control token, or inner (after other text): the
+            ids are those that the package gives for the whole document, except that no token has parts of two texts. (): all
+            are at the start.
         """
         out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
         for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Tokenizers by the place of a text: some write a space before a text, at some places only."""
+        """Return the tokenizers by the place of a text: some write a space before a text, at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
         }
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """Return the special ones among its added tokens, the longest first."""
+        """Return the special tokens among the tokenizer's added tokens, the longest first."""
         found = []
         for token in json.loads(self._definition).get("added_tokens", []):
             if not token["special"]:
@@ -231,7 +231,7 @@ def read_beside(spec: str, file: str = "") -> bytes | None:
     if path is None:
         try:
             path = Path(huggingface_hub.hf_hub_download(name, file))
-        except EntryNotFoundError:  # not there; or, its kin for want of a network, not on this machine
+        except EntryNotFoundError:  # not found; or, by subclasses for a missing network, not on this machine
             return None
         except Exception as e:  # no network, no such name, gated: many classes
             raise TokenizerError(f"tokenizer {spec!r}: {file} {NOT_FETCHED} ({type(e).__name__}: {e})") from e
@@ -252,7 +252,7 @@ def read_definition(spec: str) -> bytes:
 def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
     """Load `byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
 
-    `eot` names the token that ends a document where it is not one of the known names.
+    `eot` names the token that ends a document if it is not one of the known names.
     """
     if spec == "byte":
         if eot:

@@ -1,8 +1,8 @@
 """Rows of a token file, and the array logic that turns them into a batch: segments, positions, weights.
 
-A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits holds conversations, whose
-answers mean nothing without their prompts: its rows are filled with whole ones (`PackedRows`). With data.packing=best_fit all
-rows are filled with whole documents.
+A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits holds conversations, and an
+answer needs its prompt: its rows are filled with whole conversations (`PackedRows`). With data.packing=best_fit all rows are
+filled with whole documents.
 """
 
 import functools
@@ -14,11 +14,11 @@ from jaxtrain.data.synthetic import Synthetic, mix
 from jaxtrain.data.tokenfile import TokenFile
 
 WINDOWS = 1 << 20  # whose documents are counted together
-TRIED = (0, 1, 2, 4, 8)  # percent of rows more than the fewest that are conceivable
+TRIED = (0, 1, 2, 4, 8)  # percent of rows more than the lower bound
 
 # Tokens (R, T+1); (row, column) of each token in columns 1..T that starts a document, sorted; loss flags, bool (R, T): whether
-# the target in columns 1..T counts, None where all do; how many columns of each row hold documents and no padding, int64 (R,),
-# None where all T + 1 do.
+# the target in columns 1..T counts, None if all do; number of columns with documents in each row, int64 (R,), None if all T + 1
+# have documents.
 Read = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
@@ -63,8 +63,8 @@ class PackedRows:
     length and seed, and every document is in one of them. Every epoch is another order of the same rows: packing the whole file
     once leaves less padding than packing a shuffled window of it, and the number of a row is enough to resume.
 
-    A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, each of
-    which begins with the last target of the piece before it: every token is a target once. A conversation (in files with loss
+    A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, where each
+    piece begins with the last target of the previous one: every token is a target once. A conversation (in files with loss
     bits) ends with its last turn that fits; a first turn that does not fit is cut where the row ends. `truncated` counts these
     conversations, `truncated_tokens` the tokens that they lose.
     """
@@ -89,7 +89,7 @@ class PackedRows:
         self._fill(begin[:, None], length[:, None], max_segments, seed)
 
     def _fill(self, begin_NG: np.ndarray, length_NG: np.ndarray, max_segments: int | None, seed: int) -> np.ndarray:
-        """Pack N groups of G documents, each group as a whole. Return the groups' numbers in the order of the rows, (N,)."""
+        """Pack N groups of G documents, without dividing a group. Return the groups' numbers in the order of the rows, (N,)."""
         N, G = length_NG.shape
         length_N = length_NG.sum(1)
         key = mix(np.asarray([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
@@ -98,11 +98,11 @@ class PackedRows:
         by_row_N = shuffled_N[np.argsort(row_N, kind="stable")]
         self._begin, self._length = begin_NG[by_row_N].ravel(), length_NG[by_row_N].ravel().astype(np.int32)
         count = G * np.bincount(row_N)
-        self.documents = int(count.max(initial=1))  # documents in the row that has most
+        self.documents = int(count.max(initial=1))  # documents in the fullest row
         self._first = np.concatenate([[0], np.cumsum(count)])  # of each row, among the documents
         self.windows = len(self._first) - 1
         self.capped = self.documents == max_segments
-        self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # part of the rows that is no padding
+        self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # fraction of the rows without padding
         return by_row_N
 
     def rows(self, index_R: np.ndarray) -> Read:
@@ -161,8 +161,7 @@ class PairRows(PackedRows):
 def open_windows(
     file: TokenFile, seq_len: int, max_segments: int | None, seed: int, packing: str = "documents"
 ) -> FileWindows | PackedRows:
-    """Return the rows of a token file for `data.packing`. Pairs and conversations (files with loss bits) are always packed
-    whole."""
+    """Return the rows of a token file for `data.packing`. Pairs and conversations (with loss bits) are always packed whole."""
     if file.loss_bits is None and packing != "best_fit":
         return FileWindows(file, seq_len)
     return (PairRows if file.pairs else PackedRows)(file, seq_len, max_segments, seed)
@@ -180,7 +179,7 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 
 
 def whole_turns(flags: np.ndarray) -> int:
-    """Return how many tokens of a conversation are kept if a row has space for all but the last of these loss flags.
+    """Return the number of tokens that are kept of a conversation, if a row has space for all but the last of these loss flags.
 
     An answer ends at the last of its tokens with a loss flag. If no answer ends within the row, the conversation fills the row.
     If none of its tokens has a flag, the conversation is left out (0).
@@ -195,8 +194,8 @@ def whole_turns(flags: np.ndarray) -> int:
 def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
     """Return the row of each item, int64 (N,): by best fit, or evenly if that needs fewer rows.
 
-    Best fit puts items of similar lengths into one row. If rows of short items then reach `most`, they are not full, and it
-    helps to put as many short and long items into each row.
+    Best fit puts items of similar lengths into one row. If rows of short items then reach `most`, they are not full, and an
+    equal mix of short and long items in each row needs fewer rows.
 
     Args:
       length_N: 1 to `size` tokens each.
@@ -278,7 +277,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Whole windows of seq_len inputs, each of which needs the token after it as its last target."""
+    """Return the number of windows of seq_len inputs, where each window needs the next token as its last target."""
     return max(0, (tokens - 1) // seq_len)
 
 
@@ -293,8 +292,8 @@ def make_batch(
 ) -> dict[str, np.ndarray]:
     """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
 
-    Documents beyond `max_segments` in a row are masked, as is padding: segment 0, position 0, weight 0. Other work is per
-    document and not per token, but for one `np.repeat` and one subtraction.
+    Documents beyond `max_segments` in a row are masked, as is padding: segment 0, position 0, weight 0. Work is per document,
+    not per token, except for one `np.repeat` and one subtraction.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
     weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)
@@ -339,10 +338,11 @@ def _columns(R: int, T: int) -> np.ndarray:
 
 
 def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -> tuple[int, int]:
-    """Return (documents, or parts of them, in the window that has most, at least 1; tokens of all windows that lie beyond the
-    `max_segments`-th document of theirs).
+    """Return (largest number of documents in a window, tokens that `max_segments` masks in all windows).
 
-    starts: sorted start of each document; some may lie behind the last window. Reads those of WINDOWS windows at a time.
+    A document that spans windows counts in each of them. The first number is at least 1.
+
+    starts: sorted start of each document; some may lie behind the last window. Those of WINDOWS windows are read at a time.
     """
     most, masked = 1, 0
     for first in range(0, windows, WINDOWS):

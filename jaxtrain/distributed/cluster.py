@@ -14,17 +14,17 @@ ADDRESS_REMEDY = "Give process 0's machine and a free port there, as node1:12321
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, and which of them this one is."""
+    """The processes of a run, and the index of this one."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None  # None: all devices of the machine (one process per node)
-    source: str  # the options, variables or launcher that it comes from, for log and receipt
+    source: str  # the options, variables or launcher it was detected from, for log and receipt
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
-    """Return the devices of a run from those of this process, which is the only one if `cluster` is None.
+    """Return the devices of a run from those of this process, the only process if `cluster` is None.
 
     All processes are assumed to have the same devices.
     """
@@ -39,11 +39,11 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
     """Return the cluster of this process, None for a run of one process, and all problems found.
 
     Options come first, then JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each
-    on its own. A launcher fills in the rest: torchrun's variables, else Slurm's (under srun), else Open MPI's, else the index
+    independently. A launcher gives the rest: torchrun's variables, else Slurm's (under srun), else Open MPI's, else the index
     of a Kubernetes Job. One process per node takes all its devices, several take one each.
 
     Args:
-      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" where not given.
+      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" if not given.
     """
     reader = _Reader(options, environ)
     cluster = reader.cluster()
@@ -52,7 +52,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """The values that a launcher gives, None for those it does not. `devices` is None for all devices of the machine."""
+    """Values from a launcher, None if it does not give them. `devices` is None for all devices of the machine."""
 
     name: str
     coordinator: str | None
@@ -62,7 +62,7 @@ class _Launcher:
 
 
 class _Reader:
-    """One reading of options and environment, and the problems found on the way."""
+    """Reads options and environment, and collects the problems."""
 
     def __init__(self, options: Mapping[str, str], environ: Mapping[str, str]):
         self.environ = environ
@@ -82,7 +82,7 @@ class _Reader:
         index = self.number(self.keys.get("process-id", ""), self.given.get("process-id", ""), 0)
         devices = self.devices()
         whole = all(field in self.given for field in FIELDS[:3])
-        # With all three by hand, the variables of an allocation around them do not matter.
+        # If all three are given, the variables of a surrounding allocation do not matter.
         launcher = None if whole or count == 1 else self.read_launcher()
         by_hand = [self.keys[field] for field in FIELDS[:3] if field in self.given]
         sources = by_hand[:1]
@@ -115,9 +115,9 @@ class _Reader:
         variable = "JAXTRAIN_" + field.replace("-", "_").upper()
         known = " and ".join([*([launcher.name] if launcher else []), *(self.keys[f] for f in FIELDS[:3] if f in self.given)])
         what = {
-            "coordinator": "where process 0 is",
-            "num-processes": "how many processes there are",
-            "process-id": "which of them this one is",
+            "coordinator": "the address of process 0",
+            "num-processes": "the number of processes",
+            "process-id": "the index of this process",
         }
         remedy = {
             "coordinator": f"Set {variable}, or --{field}, to HOST:PORT. {ADDRESS_REMEDY}",
@@ -128,12 +128,12 @@ class _Reader:
         self.wrong(f"--{field}", None, rule, remedy[field])
 
     def read_launcher(self) -> _Launcher | None:
-        """The first launcher that started several processes."""
+        """Return the first launcher that started several processes."""
         for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
             found = read()
             if found is not None or self.problems:
                 return found
-        # Half of torchrun's pair, and no other launcher: several processes were meant.
+        # Half of torchrun's pair, and no other launcher: several processes were intended.
         rank, world = self.environ.get("RANK", ""), self.environ.get("WORLD_SIZE", "")
         if bool(rank) != bool(world) and world.strip() != "1" and not set(FIELDS[:3]) & set(self.given):
             there, absent = ("RANK", "WORLD_SIZE") if rank else ("WORLD_SIZE", "RANK")
@@ -166,7 +166,7 @@ class _Reader:
             remedy = "Set JAXTRAIN_COORDINATOR, and JAXTRAIN_LOCAL_DEVICES where a node has several tasks."
             self.wrong("SLURM_STEP_NODELIST", env["SLURM_STEP_NODELIST"], "is no list of nodes that jaxtrain can read", remedy)
         job = self.number("SLURM_JOB_ID", env["SLURM_JOB_ID"], 0)
-        # The port that jax would take: another for each job that is on the nodes at the same time.
+        # The port that jax would use: another for each job on the same nodes.
         coordinator = f"{nodes[0]}:{(job or 0) % 2**12 + 65536 - 2**12}" if nodes else None
         several = max(tasks) > 1 if tasks else (count or 0) > len(nodes)
         devices = None
@@ -195,7 +195,7 @@ class _Reader:
         return _Launcher("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
 
     def master(self) -> str | None:
-        """The coordinator's address from MASTER_ADDR and MASTER_PORT, None where it is given otherwise."""
+        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT; None if it is given otherwise."""
         env = self.environ
         if "coordinator" in self.given:
             return None
@@ -206,11 +206,11 @@ class _Reader:
         if not env.get("MASTER_ADDR") or port is None:
             return None
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            port += 1 if port < 65535 else -1  # torchrun itself listens on MASTER_PORT and tells its processes so
+            port += 1 if port < 65535 else -1  # torchrun itself listens on MASTER_PORT, and passes this to its processes
         return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
 
     def local(self, size: str, rank: str) -> tuple[int, ...] | None:
-        """The device of one of several processes of a node, None where it has the node for itself."""
+        """Return the device of one of several processes of a node; None if the process is alone on its node."""
         if "local-devices" in self.given or not (self.environ.get(size) or self.environ.get(rank)):
             return None
         processes = self.number(size, self.environ.get(size, ""), 1, needed=True)
@@ -258,9 +258,9 @@ class _Reader:
 
 
 def node_names(text: str) -> list[str]:
-    """The machines of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1. Empty for no such list."""
+    """Return the machines of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1; else []."""
     names = []
-    # Commas inside brackets are ranges' own.
+    # Commas inside brackets separate ranges.
     for entry in re.split(r",(?![^\[\]]*\])", text.strip()):
         if not re.fullmatch(r"([\w.-]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+", entry, re.ASCII):
             return []
@@ -270,7 +270,7 @@ def node_names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """01-03,07 -> 01, 02, 03, 07."""
+    """Return the numbers of 01-03,07: 01, 02, 03, 07."""
     numbers = []
     for part in text.split(","):
         first, _, last = part.partition("-")

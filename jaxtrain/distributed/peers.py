@@ -32,8 +32,8 @@ class Peers:
 
     Every method may be called from any thread. In a run of one process none of them waits.
 
-    Two threads serve a run of several processes. One reads the news: entries that any process appends, that the run must stop
-    or that a process has failed. The other asks the service which processes are alive.
+    Two threads serve a run of several processes. One reads the news, a list to which any process appends requests to stop and
+    failures. The other asks the service which processes are alive.
     """
 
     def __init__(self, process_index: int, count: int, client: Any = None):
@@ -44,10 +44,10 @@ class Peers:
         self._rounds: dict[str, int] = {}
         self._agreement = threading.Condition()
         self._reached = 0  # the last step this process may dispatch so far
-        self._ceiling: int | None = None  # the last step without the consent of the others; None until a stop is asked for
+        self._ceiling: int | None = None  # the last step without the agreement of the others; None until a stop is requested
         self._last: int | None = None  # the last step for all
         self._reason: str | None = None
-        self._stopped = False  # start no further step, see stop_here
+        self._stopped = False  # start no further step; see stop_here
         self._broken: RuntimeError | None = None
         self._on_stop: Callable[[str], None] | None = None
         self._on_lost: Callable[[str], None] | None = None
@@ -66,7 +66,7 @@ class Peers:
         """Return the peers that `start` connected, or those of a run of one process.
 
         A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed; its exit code is
-        1. `close` and `leave` are the way to another code.
+        1. Another exit code needs `close` and `leave`.
         """
         from jax._src import distributed
 
@@ -81,7 +81,7 @@ class Peers:
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
         """Return every process's value, by process index.
 
-        All processes make the same sequence of calls with each name. The values of the call before are deleted.
+        All processes make the same sequence of calls with each name. The values of the previous call are deleted.
 
         Args:
           timeout_s: seconds to wait for the others to call it too.
@@ -95,8 +95,8 @@ class Peers:
         number = self._rounds[name] = self._rounds.get(name, -1) + 1
         self._set(f"gather/{name}/{number}/{self.process_index}", value)
         values = self._of_all(f"gather/{name}/{number}", deadline, f"within {timeout_s:g} s ({name})")
-        if number:  # a process in this call has read the values of the one before
-            with contextlib.suppress(RuntimeError):  # process 0 is gone, and its store with it
+        if number:  # a process in this call has read the values of the previous call
+            with contextlib.suppress(RuntimeError):  # process 0 is lost, and its store with it
                 self._client.key_value_delete(f"jaxtrain/gather/{name}/{number - 1}/{self.process_index}")
         return values
 
@@ -121,7 +121,7 @@ class Peers:
                     break
             else:
                 return values
-            # Others may be missing too, or have answered meanwhile.
+            # Others may be missing too, or may have answered meanwhile.
             there = {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
         except RuntimeError as error:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
@@ -153,7 +153,7 @@ class Peers:
     def _read_news(self) -> None:
         first, unanswered = "process 0", 0
         while not self._ending.is_set():
-            try:  # `start` has put the name there: no answer means that process 0 is dead, or slow
+            try:  # `start` has written the name: no answer means that process 0 is lost, or slow
                 name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
                 first, unanswered = f"process 0 ({name})", 0
             except RuntimeError as error:
@@ -167,7 +167,7 @@ class Peers:
                 continue
             try:
                 kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
-            except RuntimeError:  # no news, or an error that the next question has too
+            except RuntimeError:  # no news, or an error that the next request reports too
                 continue
             self._news += 1
             if kind == "failed":
@@ -184,14 +184,14 @@ class Peers:
             try:
                 live = self._client.get_live_nodes(everyone)
                 left = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get("jaxtrain/left")}
-            except RuntimeError:  # if process 0 is gone, the thread that reads the news reports it
+            except RuntimeError:  # if process 0 is lost, the thread that reads the news reports it
                 if self._ending.wait(POLL_S):
                     return
                 continue
             dead = [i for i in everyone if i not in live and i not in left]
             if dead and not self._ending.is_set():
                 names = f"{self._name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
-                with contextlib.suppress(PeerLost):  # in the news, so that all processes name the same one
+                with contextlib.suppress(PeerLost):  # in the news, so all processes name the same one
                     self._append("failed", f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s")
                 return
             if len(live) == 1:
@@ -219,21 +219,21 @@ class Peers:
             on_stop(why)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost(message)` once, in another thread, when a process of this run has died or failed.
+        """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
 
-        A process without a heartbeat for HEARTBEAT_S seconds counts as dead; so does a paused one (SIGSTOP). If process 0
-        dies, JAX ends this process 6 s later: `lost` must be done by then.
+        A process without a heartbeat for HEARTBEAT_S seconds counts as lost; so does a paused one (SIGSTOP). If process 0 is
+        lost, JAX ends this process 6 s later: `lost` must be done by then.
         """
         with self._reporting:
             self._on_lost, message = lost, self._lost
         if message is not None:
             lost(message)
 
-    # The last step: every process publishes the step it has reached, and all go on to the furthest of these. A thread does it,
-    # because the loop may be blocked in a step that another process has not begun.
+    # The last step: every process publishes the step it has reached, and all continue to the largest of these. A thread does
+    # it, because the loop may be blocked in a step that another process has not begun.
 
     def ask_to_stop(self, why: str) -> None:
-        """Let all processes, this one included, stop after the same step. Of several requests the first counts."""
+        """Make all processes, this one included, stop after the same step. Of several requests the first counts."""
         if self.count > 1:
             with contextlib.suppress(PeerLost):  # reading the news reports it
                 if not self._closed and self._reason is None:
@@ -252,7 +252,7 @@ class Peers:
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the step this process has reached. From then on it starts no later one alone."""
+        """Publish the step this process has reached. From then on it waits for the others before it starts a later one."""
         with self._agreement:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
@@ -290,7 +290,9 @@ class Peers:
             return True
 
     def stop_here(self, why: str) -> None:
-        """Start no further step, whatever was agreed. All processes call it between the same two steps, for the same reason."""
+        """Start no further step, even if the processes agreed on one. All processes call it between the same two steps, for the
+        same reason.
+        """
         with self._agreement:
             self._reason = self._reason or why
             self._stopped = True
@@ -307,8 +309,8 @@ class Peers:
         abort if its store ends before they have left. Only the first call counts.
 
         Args:
-          failed: the reason why this process cannot go on; `leave` should follow. If a collective failed, the end of another
-            process is the likely cause: `close` first waits 30 s, so that `watch` can report the dead one instead.
+          failed: the reason why this process must end; `leave` should follow. If a collective failed, the end of another
+            process is the likely cause: `close` first waits 30 s, so that `watch` can report the lost one instead.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
             if not self._closed:
@@ -316,7 +318,7 @@ class Peers:
 
     def _close(self, failed: str) -> None:
         if failed and COLLECTIVE.search(failed) and self._on_lost is not None:
-            # The service needs HEARTBEAT_S to notice a dead process, and the news of it a few POLL_S to arrive.
+            # The service needs HEARTBEAT_S to notice a lost process, and the news of it a few POLL_S to arrive.
             time.sleep(2 * HEARTBEAT_S)
         self._closed = True
         atexit.unregister(self._end_without_close)
@@ -329,7 +331,7 @@ class Peers:
                 time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
             return
         self._publish_step(self._reason)  # others may yet ask to stop
-        with contextlib.suppress(RuntimeError):  # a process has died: reading the news reports it
+        with contextlib.suppress(RuntimeError):  # a process is lost: reading the news reports it
             self._client.wait_at_barrier("jaxtrain/end", int(1000 * EXIT_S))
         with self._reporting:
             self._ending.set()
@@ -344,19 +346,19 @@ class Peers:
                 jax.distributed.shutdown()
 
     def _end_without_close(self) -> None:
-        error = getattr(sys, "last_exc", None)  # that no one caught, and Python has printed
+        error = getattr(sys, "last_exc", None)  # that was not caught, and that Python has printed
         self.close(f"{type(error).__name__}: {first_line(error)}" if error else "it ended before its work was done")
         leave(1)
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End a process of several at once.
+    """End one process of several at once.
 
-    Python's own exit would wait in JAX's shutdown, minutes where another process waits for this one in a collective.
+    Python's own exit would wait in JAX's shutdown, for minutes if another process waits for this one in a collective.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
-            continue  # closed, or the reader has gone
+            continue  # closed, or the reader is gone
     os._exit(exit_code)

@@ -12,9 +12,9 @@ from typing import Any
 from jaxtrain.distributed.cluster import Cluster
 from jaxtrain.distributed.words import reason, this_process
 
-HEARTBEAT_S = 15  # A process without a heartbeat for this long is dead.
+HEARTBEAT_S = 15  # A process without a heartbeat for this long counts as lost.
 PORT_S = 30.0  # An earlier attempt of the same job may still hold process 0's port for this long.
-MARGIN_S = 30  # JAX's own timeout at the start, which aborts the process, comes this much later than ours.
+MARGIN_S = 30  # JAX's own timeout at the start, which aborts the process, comes this much later.
 
 
 class ClusterError(RuntimeError):
@@ -24,8 +24,8 @@ class ClusterError(RuntimeError):
 def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
     """Connect this process to the others; call it before JAX's devices are used.
 
-    The tasks of the service are "recoverable": JAX does not abort the others when one dies, and `Peers` ends the run with the
-    name of the dead one.
+    The tasks of the service are "recoverable": JAX does not abort the others when one is lost, and `Peers` ends the run with
+    the name of the lost process.
 
     Args:
       init_timeout_s: seconds until all processes must be connected.

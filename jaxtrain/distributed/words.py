@@ -1,4 +1,4 @@
-"""Text about processes and their ends, for logs and errors."""
+"""Text about processes and their errors, for logs."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ def this_process() -> str:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """process 1; processes 1 and 2; processes 1, 2, 3 and 40 more."""
+    """Return "process 1"; "processes 1 and 2"; "processes 1, 2, 3 and 40 more"."""
     shown = [str(i) for i in (processes if len(processes) <= 8 else processes[:7])]
     if len(shown) < len(processes):
         shown.append(f"{len(processes) - len(shown)} more")
@@ -18,7 +18,7 @@ def listed(processes: Sequence[int]) -> str:
 
 
 def reason(error: OSError) -> str:
-    """The system's words, without Python's."""
+    """Return the system's text of an error, without Python's prefix."""
     known = error.errno is not None and error.errno > 0 and not isinstance(error, socket.gaierror)
     return (os.strerror(error.errno or 0) if known else error.strerror or str(error)).lower()
 

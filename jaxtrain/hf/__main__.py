@@ -43,12 +43,12 @@ def size(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Return a path; shells leave the ~ of --out=~/x."""
+    """Return a path. Expand ~, which shells leave in --out=~/x."""
     return Path(text).expanduser()
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Return a key of config.json and its value, of rope_theta=10000.0."""
+    """Return (key, value) of a setting of config.json such as rope_theta=10000.0."""
     key, given, value = text.partition("=")
     if not given:
         raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as rope_theta=10000.0")

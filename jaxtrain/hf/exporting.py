@@ -45,7 +45,7 @@ Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
 
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """Return config.json of a model. Raises HuggingFaceError where the family's format cannot hold it.
+    """Return config.json of a model. Raises HuggingFaceError if the family's format cannot represent it.
 
     Args:
         run: its config.
@@ -88,14 +88,14 @@ def longest(run: RunConfig) -> int:
 
 
 def in_force(m: config.Model) -> config.Model:
-    """Return the model with defaults for settings without effect, and with the values that 0 and "" mean."""
+    """Return the model with defaults for settings without effect, and with the values that 0 and "" stand for."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
     changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
-        changes["local_rope_base"] = 0.0  # scaled as in the other layers, which no base expresses
+        changes["local_rope_base"] = 0.0  # scaled as in the other layers; no base expresses that
     without_effect = ["rope_factor"] * (m.rope_scaling == "none")
     without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not m.num_experts)
     without_effect += ["router_groups", "groups_per_token"] * (m.groups_per_token == m.router_groups)
@@ -119,7 +119,7 @@ def export(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write config.json, generation_config.json, safetensors files, and the tokenizer's files. OUT appears when it is whole.
+    """Write config.json, generation_config.json, safetensors files, and the tokenizer's files. OUT appears when it is complete.
 
     Args:
         path: a run's folder, or one of its checkpoints.
@@ -157,7 +157,7 @@ def export(
     if missing or left:
         rule = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
         raise HuggingFaceError(f"{source.name}: {rule}.")
-    # Scales of norms and biases are float32 beside weights in bfloat16; an export rounds them, as published models do.
+    # Scales of norms and biases are float32 with weights in bfloat16; an export rounds them, as published models do.
     matrices = {str(stored[name].dtype) for name in wanted if not is_vector(name)}
     chosen = dtype if dtype != "auto" else ("bf16" if matrices == {"bfloat16"} else "f32")
     spec = tokenizer or run.data.tokenizer
@@ -170,7 +170,7 @@ def export(
     size = sum(math.prod(e.shape) for e in wanted.values()) * DTYPES[chosen].itemsize
     check_space(out, size)
 
-    place = out.resolve()  # of a symbolic link, its folder is replaced
+    place = out.resolve()  # the target of a symbolic link is replaced
     partial, replaced = (place.with_name(f"{place.name}.{state}") for state in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -179,7 +179,7 @@ def export(
     read = (
         merged(source, run, base, wide=chosen == "f32" or bool(wider))
         if run.lora.rank
-        else functools.partial(in_batches, source)
+        else functools.partial(read_in_batches, source)
     )
     with progress_bar(size) as progress:
         files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
@@ -189,9 +189,9 @@ def export(
     else:
         folders.write_tokenizer(spec, eot, partial)
     write_json(partial / CONFIG, described)
-    if not (partial / GENERATION).exists():  # else it came with the tokenizer
+    if not (partial / GENERATION).exists():  # otherwise it came with the tokenizer
         write_json(partial / GENERATION, {"_from_model_config": True, "eos_token_id": eot})
-    # An old model is deleted only when a whole new one has its place, at whatever moment a process is killed.
+    # An old model is deleted only when a complete new one has its place, even if the process is killed.
     if place.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -213,11 +213,11 @@ def write_tensors(
     shard_size: str | int,
     progress: Callable[[str, int], None],
 ) -> int:
-    """Write the safetensors files and, if there are several, their index. Return how many.
+    """Write the safetensors files and, if there are several, their index. Return their number.
 
-    The host holds the tensors of one file. An array of experts in two files is read for each.
+    The host holds the tensors of one file. An array of experts in two files is read twice.
     """
-    places: dict[str, list[Entry]] = {}  # two of ours may be in one of theirs
+    places: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
         for name in entry.theirs:
             places.setdefault(name, []).append(entry)
@@ -235,7 +235,7 @@ def write_tensors(
                 if split.tensor_to_filename[name] == file:
                     arrays[name] = entry.to_theirs(converted, at, arrays.get(name))
                     progress(name, arrays[name].nbytes // len(places[name]))
-        # The library renames a temporary file of mode 0600; the umask decides, as for the other files.
+        # The library renames a temporary file of mode 0600; permissions follow the umask, as for the other files.
         (out / file).touch()
         mode = stat.S_IMODE((out / file).stat().st_mode)
         safetensors.numpy.save_file(arrays, out / file, {"format": "pt"})
@@ -246,7 +246,7 @@ def write_tensors(
 
 
 def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
-    """Return the reader of a run with adapters, merged into their base. The devices hold both, in float32 if `wide`."""
+    """Return a reader of a run with adapters, merged into their base. The devices hold both, in float32 if `wide`."""
     run = dataclasses.replace(run, precision="f32") if wide else run
     params = read_params(source, run, *placed(run), base)
     leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))
@@ -264,11 +264,11 @@ def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
     return read
 
 
-def in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
+def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
     """Yield weights as they are stored; AT_ONCE bytes are read at a time."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX was told to start no CPU
+    except RuntimeError:  # JAX was asked to start no CPU
         host = SingleDeviceSharding(jax.local_devices()[0])
     batch: list[Entry] = []
     for entry in wanted:

@@ -34,7 +34,7 @@ DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16
 DTYPES["U8"] = np.dtype("uint8")  # of MXFP4 alone
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
 DTYPES["F8_E4M3"] = FP8
-SCALE = "_scale_inv"  # behind the name of a tensor in FP8: that of its scales, one for each block of rows and columns
+SCALE = "_scale_inv"  # suffix of the name of a tensor in FP8: its scales, one for each block of rows and columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Stored:
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """The dtype of what is read: of FP8 with scales bfloat16."""
+        """Return the dtype of the tensor when read: bfloat16 for FP8 with scales."""
         return DTYPES["BF16"] if self.scale else self.dtype
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Return the tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -76,12 +76,12 @@ class Folder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Stored]:
-        """The tensors by name; none is read. Raises HuggingFaceError for files that are missing or damaged."""
+        """Return the tensors by name, without reading them. Raises HuggingFaceError for files that are missing or damaged."""
         return with_packed(with_scales(list_tensors(self.path), self.path))
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "auto") -> RunConfig:
@@ -92,7 +92,7 @@ class Folder:
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute()) if (self.path / "tokenizer.json").is_file() else "byte"
-        # The model was trained with positions up to here, and sampling uses no more.
+        # The model was trained with positions up to here; sampling uses no more.
         tree["data"]["seq_len"] = self.seq_len or config.Data().seq_len
         run, problems = config.resolve(tree)
         if problems:
@@ -101,7 +101,7 @@ class Folder:
 
     @property
     def seq_len(self) -> int:
-        """Positions that the model is made for; 0 where config.json has no number."""
+        """Return the model's longest sequence; 0 if config.json has no number."""
         longest = self.settings.get("max_position_embeddings")
         return longest if isinstance(longest, int) else 0
 
@@ -112,7 +112,7 @@ class Folder:
     def read(self, name: str) -> np.ndarray:
         """Return a tensor as it is stored; of FP8 times its scales, rounded to bfloat16; of MXFP4 in bfloat16.
 
-        Raises HuggingFaceError where the file ends early.
+        Raises HuggingFaceError if the file ends early.
         """
         stored = self.tensors[name]
         if isinstance(stored, Packed):
@@ -122,7 +122,7 @@ class Folder:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the blocks of tensors in FP8. Raises HuggingFaceError where config.json has no such numbers."""
+        """Return rows and columns of the blocks of tensors in FP8. Raises HuggingFaceError if config.json lacks them."""
         given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
         if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
             rule = "weight_block_size must be the rows and columns of a block"
@@ -177,7 +177,7 @@ def locate(name: str) -> Path:
 
     found: Any = None
     hub_name = name.removeprefix("hf:")
-    with contextlib.suppress(ValueError):  # no name that the hub could have
+    with contextlib.suppress(ValueError):  # not a valid name on the hub
         found = huggingface_hub.try_to_load_from_cache(hub_name, CONFIG)
     if isinstance(found, str):
         return Path(found).parent
@@ -218,7 +218,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
-    """Return the model that a config.json describes. Raises HuggingFaceError for every other than jaxtrain builds."""
+    """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not build."""
     kind, known = settings.get("model_type"), {family(name).FORMAT.model_type: name for name in FAMILIES}
     if not isinstance(kind, str) or kind not in known:
         if kind is None and isinstance(settings.get("model"), dict):
@@ -280,7 +280,7 @@ def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
 def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """Return a matrix times the scale of each of its blocks, in bfloat16: multiplied in float32 and rounded once.
 
-    Raises HuggingFaceError where there is not one scale for each block.
+    Raises HuggingFaceError unless there is one scale for each block.
     """
     wanted = tuple(-(-size // of) for size, of in zip(x.shape, block, strict=True)) if x.ndim == 2 else ()
     if scale.shape != wanted:
@@ -324,7 +324,7 @@ def list_file(file: Path) -> dict[str, Stored]:
 def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConfig:
     """Return the config in meta.json of a step, whose folder is `step`.
 
-    A relative `data.tokenizer` that is in the run's folder is meant: an imported model's.
+    A relative `data.tokenizer`, as an imported model has, is resolved within the run's folder.
 
     Raises:
         HuggingFaceError: the config is not one of this version.
@@ -368,7 +368,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def write_tokenizer(spec: str, eot: int, target: Path) -> None:
     """Write the files of a tokenizer that `load_tokenizer(spec)` has found, so that transformers reads the same ids.
 
-    Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add tokens of its own.
+    Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add its tokens.
     """
     if spec == "byte":
         return write_byte_tokenizer(target)
@@ -391,7 +391,7 @@ def write_byte_tokenizer(target: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # Byte-level BPE writes each byte as one letter: itself where it prints, the others in order from letter 256 on.
+    # Byte-level BPE writes each byte as one letter: printable ones as themselves, the others in order from letter 256 on.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = [byte for byte in range(256) if chr(byte) not in letters]
     vocab = {c: ord(c) if ord(c) < 256 else others[ord(c) - 256] for c in letters}

@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder onto devices, as a run's first weights or as a checkpoint of jaxtrain.
 
-Tensors are read one after the other. The host holds the tensor at hand and the next one, which a thread reads meanwhile. The
-experts of a layer are one array of ours and many tensors of the folder, which are read together.
+Tensors are read one after the other. The host holds the current tensor and the next one, which a thread reads meanwhile. The
+experts of a layer are one array here and many tensors in the folder, which are read together.
 """
 
 import concurrent.futures
@@ -46,10 +46,10 @@ class Origin:
 
     Attributes:
         name: for a log line.
-        path: of this step or folder, to find it again.
+        path: of this step or folder.
         hugging_face: whether it is a folder of Hugging Face's.
         step: 0 for a folder.
-        meta: meta.json of the step; of a folder, some of what an import would write.
+        meta: meta.json of the step; for a folder, a part of the facts that an import would write.
         stored: shape and dtype of every tensor, by the names of checkpoints.
         read: return some of its tensors, each with the dtype and sharding asked for.
     """
@@ -68,14 +68,14 @@ class Origin:
         return "base" in self.meta
 
     def run(self) -> RunConfig:
-        """Return its config. Raises HuggingFaceError where it is not one of this version."""
+        """Return the config of the weights' run. Raises HuggingFaceError for a config of another version."""
         return stored_run(self.meta, self.path)
 
 
 def open_origin(path: str) -> Origin:
     """Return the weights of a run's folder, one of its checkpoints, a Hugging Face folder, or hf:NAME in the hub's cache.
 
-    Raises CheckpointError or HuggingFaceError where they cannot be read.
+    Raises CheckpointError or HuggingFaceError if they cannot be read.
     """
     if not is_folder(path):
         checkpoints, step = locate(path)
@@ -102,7 +102,7 @@ def came_from(folder: Folder) -> dict[str, Any]:
 
 
 def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors of a folder's model, and those it does not use. Raises HuggingFaceError where one does not fit."""
+    """Return the tensors of a folder's model, and the unused ones. Raises HuggingFaceError if one does not fit."""
     shapes = {name: stored.shape for name, stored in folder.tensors.items()}
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
@@ -122,7 +122,7 @@ def load(
     Args:
         folder: an opened folder.
         found: the tensors of its model, by `matched`.
-        wanted: shape, dtype and sharding of each array, by our names.
+        wanted: shape, dtype and sharding of each array, by jaxtrain's names.
         progress: called with the name and the bytes of each tensor that is on the devices.
 
     Raises:
@@ -212,7 +212,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     run = folder.run(dtype)
     if run.data.tokenizer != "byte":  # within the run's folder, which can be moved
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer="tokenizer"))
-    if any((folder.path / name).is_file() for name in TOKENIZER):  # first: with a checkpoint the run looks whole
+    if any((folder.path / name).is_file() for name in TOKENIZER):  # first: with a checkpoint the run counts as complete
         copy_tokenizer(folder.path, out / "tokenizer")
     save(out, run, tensors, came_from(folder))
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
@@ -221,7 +221,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
 
 def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
-    """Write the folder of a run of no steps; `more`: further keys of meta.json."""
+    """Write the folder of a run without steps. `more`: further keys of meta.json."""
     plain = config.to_dict(run)
     meta = {
         "config": plain,
@@ -239,13 +239,13 @@ def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -
 
 
 def check_new(out: Path) -> None:
-    """Raise HuggingFaceError where a folder to write holds something."""
+    """Raise HuggingFaceError if a folder to write is not empty."""
     if out.exists() and any(out.iterdir()):
         raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
 
 
 def check_space(out: Path, size: int) -> None:
-    """Raise HuggingFaceError where the disk of a folder has fewer free bytes."""
+    """Raise HuggingFaceError if the disk of a folder has fewer free bytes."""
     there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < size:
@@ -253,10 +253,10 @@ def check_space(out: Path, size: int) -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return 1 file, 2 files."""
+    """Return "1 file", "2 files"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def rate(size: int, seconds: float) -> str:
-    """Return 16.1 GB in 59.5 s, 269.9 MB/s."""
+    """Return "16.1 GB in 59.5 s, 269.9 MB/s"."""
     return f"{decimal(size)} in {seconds:.1f} s, {decimal(int(size / seconds))}/s"

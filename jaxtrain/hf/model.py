@@ -1,4 +1,4 @@
-"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder: to compute with; its logits."""
+"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder; and its logits."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def read_params(source: Origin, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
-    """Return the weights of a model on its devices; of a run with adapters, those of its base and the adapters.
+    """Return the weights of a model on its devices; for a run with adapters, of base and adapters.
 
     Args:
         source: the weights.
@@ -53,7 +53,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
 
 
 def base_digest(params: Params) -> str:
-    """Return `lora.digest` of the weights beside the adapters."""
+    """Return `lora.digest` of the base weights."""
     return lora.digest(part(params, jax.tree.map(lambda name: not is_adapter(name), names(params))))
 
 
@@ -80,10 +80,10 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """Return the run with its weights sharded over these devices, where they divide, and all tokens on each."""
+    """Return the run with its weights sharded over these devices as far as they divide, and all tokens on each device."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
-    # Every device has all tokens. With a shard of every expert it computes a share of each token; with whole experts, every
-    # device would send all tokens to them.
+    # Every device has all tokens. With a shard of every expert it computes a share of each token; if experts were not sharded,
+    # every device would send all tokens to them.
     rules = tuple((axis, config.EXPERT_AXIS if axis == "experts" else onto) for axis, onto in run.sharding.rules)
     split = dataclasses.replace(run.sharding, rules=rules)
     return dataclasses.replace(for_inference(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)
@@ -99,7 +99,7 @@ def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarr
         try:
             with path.open("rb") as file:
                 found = np.lib.format.read_array(file, allow_pickle=False)
-        except (OSError, ValueError, tokenize.TokenError) as error:  # the last: of a damaged header
+        except (OSError, ValueError, tokenize.TokenError) as error:  # the last one: of a damaged header
             reason = error.strerror if isinstance(error, OSError) else error
             raise HuggingFaceError(f"{path}: cannot be read as .npy: {reason}.") from error
         if found.ndim not in (1, 2) or not np.issubdtype(found.dtype, np.integer) or found.size == 0:
@@ -140,7 +140,7 @@ def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunCo
     @functools.lru_cache(1)
     def compiled(T: int, documents: int) -> Any:
         data = dataclasses.replace(run.data, seq_len=T, packing="documents", max_segments=documents)
-        sized = dataclasses.replace(run, data=data)  # the length of the rows decides on the kernel
+        sized = dataclasses.replace(run, data=data)  # the length of the rows determines the kernel
         definition, placement = placed(sized)
 
         def forward(params: Any, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:

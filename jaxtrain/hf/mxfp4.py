@@ -9,7 +9,7 @@ BIAS = 127  # of the scales, E8M0
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return experts' weights in bfloat16, which holds each number: (E, inputs, outputs).
+    """Return experts' weights in bfloat16, which represents them exactly: (E, inputs, outputs).
 
     blocks, scales: uint8 (E, outputs, inputs / 32, BYTES) and (E, outputs, inputs / 32), as GPT-OSS is published.
     """

@@ -1,4 +1,4 @@
-"""Our tensors and those of a Hugging Face checkpoint: names, shapes, and the order of axes. No jax."""
+"""The tensors of jaxtrain and of a Hugging Face checkpoint: names, shapes, and the order of axes. Imports no jax."""
 
 import dataclasses
 import math
@@ -24,30 +24,30 @@ SHOWN = 12  # problems named one by one
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of ours, and those of the checkpoint that hold it: one, or one an expert."""
+    """One tensor of jaxtrain, and the tensors of the checkpoint with its values: one, or one per expert."""
 
-    ours: str  # as our checkpoints name it
+    ours: str  # the name in jaxtrain's checkpoints
     theirs: tuple[str, ...]
     how: HfTensor
     sizes: Mapping[str, int]  # of each axis by its letter
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of ours."""
+        """Return the shape of jaxtrain's tensor."""
         return tuple(self.sizes[a] for a in flat(self.how.ours))
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """The shape of each of theirs."""
+        """Return the shape of each of the checkpoint's tensors."""
         return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
-        """Return a shard of our array, contiguous.
+        """Return a shard of jaxtrain's array, contiguous.
 
         Args:
-            stored: all arrays of theirs. Experts outside of `index` are not read.
+            stored: the checkpoint's arrays. Experts outside of `index` are not read.
             dtype: of the result.
-            index: a slice of each axis of ours.
+            index: a slice of each axis of jaxtrain's array.
         """
         if not self.how.each_expert:
             return copied(self._turned(stored[0])[index]).astype(dtype, copy=False)
@@ -55,9 +55,9 @@ class Entry:
         return np.stack([copied(self._turned(x)[tuple(rest)]).astype(dtype, copy=False) for x in stored[experts]])
 
     def to_theirs(self, x: np.ndarray, at: int = 0, other: np.ndarray | None = None) -> np.ndarray:
-        """Return array number `at` of theirs, contiguous, of our whole array: the inverse of `to_ours`.
+        """Return array number `at` of the checkpoint, contiguous, from jaxtrain's global array: the inverse of `to_ours`.
 
-        other: of an array of theirs that holds two of ours, the result for the first of the two. It is filled in place.
+        other: if one array of the checkpoint holds two of jaxtrain's, the result for the first of them. It is filled in place.
         """
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
@@ -70,7 +70,7 @@ class Entry:
         return both
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of one of their arrays with our axes."""
+        """Return a view of one of the checkpoint's arrays with jaxtrain's axes."""
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         x = x.reshape([self.sizes[a] for a in theirs])
         if "2" in theirs:
@@ -79,7 +79,7 @@ class Entry:
         return self._ordered(x.transpose([theirs.index(a) for a in ours]), ours)
 
     def _ordered(self, x: np.ndarray, axes: list[str], back: bool = False) -> np.ndarray:
-        """Return an array with pairs of neighbours apart, where the checkpoint has them so; `back`: the inverse."""
+        """Return an array with interleaved rotary pairs taken apart, if the checkpoint has them so; `back`: the inverse."""
         if not self.how.interleaved:
             return x
         order = halves_of_pairs(self.sizes[self.how.interleaved], self.sizes["rotary"])
@@ -87,12 +87,12 @@ class Entry:
         return np.take(words, np.argsort(order) if back else order, axes.index(self.how.interleaved)).view(x.dtype)
 
     def called(self, at: int) -> str:
-        """Return our name of number `at` of theirs: layers.0.mlp.gate[3], or layers.0.mlp_norm.scale."""
+        """Return jaxtrain's name of the checkpoint's tensor number `at`: layers.0.mlp.gate[3], or layers.0.mlp_norm.scale."""
         return self.ours.removeprefix(PREFIX) + (f"[{at}]" if self.how.each_expert else "")
 
 
 def halves_of_pairs(width: int, rotary: int) -> np.ndarray:
-    """Return, for each of `width` numbers, where a checkpoint has it whose last `rotary` numbers are pairs of neighbours."""
+    """Return the index in a checkpoint of each of `width` numbers, if its last `rotary` numbers are interleaved pairs."""
     before = width - rotary
     return np.concatenate([np.arange(before), before + np.arange(0, rotary, 2), before + np.arange(1, rotary, 2)])
 
@@ -108,7 +108,7 @@ def grouped(axes: str) -> list[list[str]]:
 
 
 def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, Entry]:
-    """Return every tensor of a model by its name in our checkpoints, in the order of layers.
+    """Return every tensor of a model by its name in jaxtrain's checkpoints, in the order of layers.
 
     Args:
         model: its sizes.
@@ -133,7 +133,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
     first = [name for name in known if name.startswith("embed")]
-    # Our name, our number of the layer, and its number among all layers.
+    # jaxtrain's name, its number of the layer, and the number among all layers.
     order: list[tuple[str, Any, Any]] = [(name, "", "") for name in first]
     layered: list[str] = []
     for stack, begin, end in ((DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)):
@@ -155,13 +155,13 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
 def match(
     wanted: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], rule: str, model: Model | None = None
 ) -> dict[str, str]:
-    """Return the tensors of a folder that are not used, with the reason.
+    """Return the unused tensors of a folder, with the reason.
 
     Args:
         wanted: `entries` of the model.
         shapes: of the folder's tensors by name.
         rule: the first line of the error.
-        model: whose layers end where tensors of later ones may be left out (`Format.beyond`); None: nothing may.
+        model: tensors of layers after its last one may be unused (`Format.beyond`). None: no tensor may be unused.
 
     Raises:
         HuggingFaceError: tensors are missing, have wrong shapes or unknown names. It lists them.
@@ -194,7 +194,7 @@ def match(
 
 def copied(view: np.ndarray) -> np.ndarray:
     """Return a contiguous copy of a view with its axes in another order."""
-    # As integers: numpy copies types it does not know element by element.
+    # As integers: numpy copies unknown dtypes element by element.
     words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
     if words.flags.c_contiguous or words.ndim < 2:
         return np.array(words).view(view.dtype)

@@ -1,4 +1,4 @@
-"""Adapters in the format of Hugging Face's library PEFT: adapter_config.json and adapter_model.safetensors, out and in.
+"""Export and import of adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
 
 PEFT names the two matrices of a linear layer `base_model.model.{layer}.lora_A.weight`, (rank, inputs), and `.lora_B.weight`,
 (outputs, rank). The names of layers, and which axes of a weight are its inputs, follow from the family's table of tensors.
@@ -42,7 +42,7 @@ OFF = (None, False, "none", {}, [])  # the values of all other keys that are acc
 
 
 def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
-    """Return both matrices of an adapter of every linear layer, by our names; PEFT's tensors are their `theirs`."""
+    """Return both matrices of an adapter of every linear layer, by jaxtrain's names; PEFT's tensors are their `theirs`."""
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
         if weight.ours.rpartition(".")[2] not in EQUATIONS or weight.how.each_expert:
@@ -63,7 +63,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
 
     Args:
         folder: to write; it must hold no adapter yet.
-        adapters: all of the model, by our names.
+        adapters: all of the model, by jaxtrain's names.
         model: of one of jaxtrain's families.
         how: rank and alpha.
         base: the base's name for users of PEFT.
@@ -98,7 +98,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
 
 
 def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray], list[str]]:
-    """Return the settings of an adapter, our arrays, float32, by name, and notes on keys that were converted or ignored.
+    """Return the settings of an adapter, its arrays in float32 by jaxtrain's names, and notes on converted or ignored keys.
 
     Raises:
         HuggingFaceError: the folder holds no adapter, or one with settings or tensors that jaxtrain's adapters do not have.
@@ -143,7 +143,7 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
 
 
 def weight_of(adapter: str) -> str:
-    """Return wq of layers.0.attention.lora.wq_a."""
+    """Return the name of an adapter's weight: wq of layers.0.attention.lora.wq_a."""
     return adapter.rpartition(".")[2].rpartition("_")[0]
 
 
@@ -151,7 +151,7 @@ def weight_of(adapter: str) -> str:
 
 
 def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
-    """Write the adapters of a run's newest checkpoint, or of one checkpoint, for PEFT. Return the step and the names.
+    """Write the adapters of a run's newest checkpoint, or of one checkpoint, for PEFT. Return the step and the tensors' names.
 
     Args:
         path: a run's folder, or a checkpoint.
@@ -203,7 +203,7 @@ def base_name(path: str) -> str:
 
 
 def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
-    """Write a checkpoint of adapters beside `base`, as of a run with lora.rank. Return its config and notes.
+    """Write a checkpoint of adapters for `base`, as of a run with lora.rank. Return the config of its run, and notes.
 
     Args:
         folder: with PEFT's adapter.

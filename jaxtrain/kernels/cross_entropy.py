@@ -1,8 +1,8 @@
 """Cross entropy over a large vocabulary, in chunks of tokens, with its gradients computed in the same pass.
 
-The logits of a batch (B x T x V) are never held: a scan takes C tokens at a time, computes their logits, loss, and the
-gradients of hidden states and head at once, and keeps only those. The head is gathered once before the scan and its
-gradient reduced once after it. Since the loss is linear in what follows it, the backward pass only scales.
+The logits of a batch (B x T x V) are never in memory at once: a scan takes C tokens at a time, computes their logits and loss,
+and keeps the gradients of hidden states and head. The head is gathered once before the scan and its gradient reduced once after
+it. The backward pass only multiplies these gradients by that of the loss.
 
 Runs inside a shard_map: each device holds its own tokens and a slice of the vocabulary; `vocab_axes` names the mesh axes of
 that slice. Softmax across slices as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
@@ -26,22 +26,22 @@ def chunked_cross_entropy(
     gradients: bool,
     head_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Weighted sum of -log p(target), and of z_loss log(Z)^2, over this device's n tokens, and its gradients.
+    """Return the weighted sum of -log p(target) + z_loss log(Z)^2 over this device's n tokens, and its gradients.
 
     Args:
       x_nD: hidden states, compute dtype.
-      head_DV: this device's slice of the head, whole in D, compute dtype.
-      targets_n: int32 ids in the whole vocabulary.
+      head_DV: this device's shard of the head, unsharded in D, compute dtype.
+      targets_n: int32 ids in the global vocabulary.
       weights_n: f32; 0 drops a token.
       chunk: tokens whose logits exist at one time.
       softcap: logits become c tanh(l / c); 0: off.
       z_loss: added to each token's loss, times the square of the log of its sum of exponentials; 0: off.
-      vocab_axes: mesh axes over which the vocabulary is split, () if it is not.
+      vocab_axes: mesh axes that shard the vocabulary, () if none does.
       gradients: also compute them.
-      head_gradient: that of the head among them.
+      head_gradient: also compute that of the head.
 
-    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's part:
-    d_x is still to be summed over vocab_axes, d_head over the axes that split the tokens. losses: -log p(target) of each token,
+    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's terms:
+    the caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. losses: -log p(target) of each token,
     without its weight; None with gradients.
     """
     n, D = x_nD.shape

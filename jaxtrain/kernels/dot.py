@@ -16,7 +16,7 @@ Weight = jax.Array | Float8  # gathered
 def dot(eqn: str, x: jax.Array, w: Weight, numerics: Numerics) -> jax.Array:
     """Return `einsum(eqn, x, w)` of local shards, in the dtype of `x`.
 
-    Where devices hold different shards of a contracted dimension, the result is a partial sum.
+    If devices hold different shards of a contracted dimension, the result is a partial sum.
 
     Args:
       eqn: such as "BTD,DNH->BTNH": tokens first, then the contracted dimensions of `x`.

@@ -1,4 +1,4 @@
-"""Token embedding over a sharded table: embeddings of tokens are exchanged between devices, the table stays where it is.
+"""Token embedding over a sharded table: devices exchange embeddings of tokens instead of the table.
 
 Each device looks up its columns, and its rows of the vocabulary, for all tokens of the devices that share the table.
 All-to-alls then bring the columns of a device's own tokens together. They carry B x T x D values; gathering the table would
@@ -17,12 +17,12 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, p: Placement, columns: tupl
     """Return the rows of the table for this device's tokens, (B, T, D) in the layout of the residual stream.
 
     A token's gradient is the sum over all its occurrences. It is accumulated in float32, the dtype of the look-up: in bfloat16
-    the sum of a frequent token would stop growing at some hundred terms.
+    the sum of a frequent token would stop growing after a few hundred terms.
 
     Args:
       table_VD: this device's shard.
-      tokens_BT: int32 ids below the whole V, of the tokens inside blocks.
-      columns: mesh axes that shard the columns of `table_VD`; () where it is gathered.
+      tokens_BT: int32 ids below the global V, of the tokens inside blocks.
+      columns: mesh axes that shard the columns of `table_VD`; () if it is gathered.
       dtype: of the result.
     """
     rows, sequence, batch = p.mesh_axes("vocab"), p.mesh_axes("sequence"), p.mesh_axes("batch")

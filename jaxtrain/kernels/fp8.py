@@ -1,4 +1,4 @@
-"""Matmuls in 8-bit floating point: the three matmuls of a linear layer, each of tensors with one scale each.
+"""Matmuls in 8-bit floating point: the three matmuls of a linear layer, of tensors with one scale each.
 
     y  = x  w      x and w in e4m3 (4 exponent and 3 mantissa bits, largest 448)
     dx = dy w'     dy in e5m2 (largest 57344): gradients need range more than digits
@@ -8,21 +8,21 @@ A tensor is divided by its scale, which brings its largest element into the type
 scaling", from the tensor itself and not from earlier steps: no state, nothing in checkpoints), and rounded to nearest. Formats
 after Micikevicius et al. 2022 (arXiv:2209.05433).
 
-Scales are powers of two. So scaling itself rounds nothing, and what an element is rounded to does not depend on the scale but
-near zero, below about 2^-13 of the largest (2^-28 in e5m2): a device that sees other tokens beside it rounds it to the same.
+Scales are powers of two, so scaling is exact. The rounding of an element depends on the scale only near zero, below about 2^-13
+of the largest (2^-28 in e5m2): an element is rounded equally on a device with other tokens. The two gradients of `gated_linear`
+use a bound of their largest element instead.
 
-The gradients of a gated product's two projections have a bound of their largest element for it (`gated_linear`).
+Scales of activations and gradients are local to a device: they need no collective, and each result is scaled before it is
+summed over devices. A weight has one scale for each layer, over all of its shards, so an all-gather of the 8-bit shards needs
+no rescaling.
 
-Scales of activations and gradients belong to one device: no collective finds them, and each product is scaled before it is
-summed over devices. A weight has one for each layer, over all of its shards, so that shards travel as they are.
+Each matmul contracts the last axes of two operands, 8-bit arrays times their scales. XLA turns that into one cuBLASLt call with
+scales (`__cublas$lt$matmul$f8`), which requires this layout. On CPU, XLA multiplies the same rounded numbers in bfloat16 and
+sums in float32.
 
-Each product is written as two operands whose last axes are contracted, from 8-bit arrays times their scales. XLA makes one
-cuBLASLt call of that (`__cublas$lt$matmul$f8`), which wants just this layout and takes the scales along. On CPU, where no such
-call is, it multiplies the same rounded numbers in bfloat16 and adds them up in float32.
-
-What outlives a product (weights at rest, what is kept for the backward pass) is held as uint8, bit by bit. For `jax.checkpoint`
-rounds all floating-point numbers that it keeps to the exponent and mantissa bits of their type, by the rules of IEEE formats
-(jax 0.11.2, `_insert_reduce_precision`): of e4m3 that makes NaN of all above 240, and zero of the subnormal.
+Arrays that outlive a matmul (weights, saved activations) are stored as the same bits in uint8. `jax.checkpoint` rounds all
+floating-point numbers that it saves to the exponent and mantissa bits of their type, by the rules of IEEE formats (jax 0.11.2,
+`_insert_reduce_precision`). For e4m3 that would turn values above 240 into NaN, and subnormal ones into 0.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
-# Smaller scales are too near the subnormal numbers, which a GPU may take for zero. Such tensors are as good as zero.
+# Smaller scales are too near the subnormal numbers, which a GPU may flush to zero. Such tensors are practically zero.
 SMALLEST = 2.0**-125
 
 
 def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The scale of tensors whose largest magnitudes are `amax`, f32: a power of two, above amax / (largest of dtype).
+    """Return the scale of tensors whose largest magnitudes are `amax`, f32: a power of two, above amax / (largest of dtype).
 
-    1 where amax is 0. NaN where it is infinite or NaN, so that all of the tensor becomes NaN: a conversion to 8 bits would
-    make large finite numbers of infinities, and a run that diverged would go on.
+    It is 1 if amax is 0. It is NaN if amax is infinite or NaN, so that all of the tensor becomes NaN: a conversion to 8 bits
+    would turn infinities into large finite numbers and hide a divergence.
     """
     ratio = amax.astype(jnp.float32) / float(jnp.finfo(dtype).max)
     exponent = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -54,17 +54,17 @@ def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x / scale in `dtype`; `scale` broadcasts against x."""
+    """Return x / scale in `dtype`; `scale` broadcasts against x."""
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
 
 def to_bits(x8: jax.Array) -> jax.Array:
-    """8-bit floating point as uint8, bit by bit."""
+    """Return the bits of 8-bit floating point as uint8."""
     return jax.lax.bitcast_convert_type(x8, jnp.uint8)
 
 
 def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `to_bits`."""
+    """Invert `to_bits`."""
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
@@ -72,7 +72,7 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 class Float8:
     """A weight in 8 bits: value x scale, one scale for each layer of a stack."""
 
-    bits: Any  # e4m3, bit by bit as uint8
+    bits: Any  # e4m3, as the same bits in uint8
     scale: Any  # f32, (L,) or ()
     gradient: Any = None  # in use: an array of the gathered weight's shape, whose gradient is that of the weight
 
@@ -84,7 +84,7 @@ def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
     """Return this device's shard of a weight in e4m3.
 
     Args:
-      stacked: axis 0 counts layers, each with a scale of its own.
+      stacked: axis 0 counts layers, and each layer has a scale.
       over: mesh axes that shard the weight: the scale is that of all shards.
     """
     amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))
@@ -103,10 +103,11 @@ def multiply(
     out: jnp.dtype,
     sums: jax.lax.Precision = FULL,
 ) -> jax.Array:
-    """a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`; of stacks of matrices one for each.
+    """Return a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`; for stacks of matrices, one result each.
 
-    sums: what XLA asks of cuBLASLt. FULL adds up in float32. FAST keeps some bits less in the tensor cores while it adds (on
-    Hopper, where it is faster): enough forward, and too few for gradients, which are summed over thousands of tokens.
+    sums: the accumulation that XLA requests from cuBLASLt. FULL sums in float32. FAST accumulates with fewer bits in the tensor
+    cores (on Hopper, where it is faster): enough for the forward pass, too few for gradients, which are sums over thousands of
+    tokens.
     """
     a, b = ((m.astype(jnp.bfloat16) * s.reshape(()).astype(jnp.bfloat16)) for m, s in ((a_MK, a_scale), (b_NK, b_scale)))
     stacked, last = tuple(range(a.ndim - 2)), a.ndim - 1
@@ -121,14 +122,14 @@ class _Matrices:
 
     @property
     def letters(self) -> tuple[str, str, str]:
-        """Dimensions of x, of the weight, of the result."""
+        """Return the dimensions of x, of the weight, of the result."""
         inputs, y = self.eqn.split("->")
         xs, ws = inputs.split(",")
         return xs, ws, y
 
     @property
     def contracted_first(self) -> bool:
-        """Whether the weight is (contracted, made), and not (made, contracted)."""
+        """Return whether the weight is (contracted, output), as opposed to (output, contracted)."""
         xs, ws, y = self.letters
         contracted = "".join(c for c in xs if c in ws)
         made = "".join(c for c in y if c in ws)
@@ -140,13 +141,13 @@ class _Matrices:
         return ws.startswith(contracted)
 
     def weight(self, w: jax.Array) -> jax.Array:
-        """(K, N) or (N, K), as the weight is stored."""
+        """Return the weight as (K, N) or (N, K), as it is stored."""
         xs, ws, _ = self.letters
         rows = [n for c, n in zip(ws, w.shape, strict=True) if (c in xs) == self.contracted_first]
         return w.reshape(math.prod(rows), -1)
 
     def tokens(self, x: jax.Array) -> jax.Array:
-        """(tokens, the rest)."""
+        """Return x as (tokens, all other dimensions)."""
         count = sum(c not in self.letters[1] for c in self.letters[0])
         return x.reshape(math.prod(x.shape[:count]), -1)
 
@@ -162,8 +163,8 @@ def gated_linear(
 ) -> jax.Array:
     """Return down(activation(gate(x)) * up(x)), (B, T, D): `dot` three times, with fewer passes over gradients.
 
-    The gradients of both projections get their scale from a bound of their elements, the largest gradient of the product times
-    the largest factor. So one pass computes and rounds them; from their own largest element it would take two more.
+    The scale of both projections' gradients comes from a bound of their elements: the largest gradient of the gated product
+    times the largest factor. So one pass computes and rounds them; their own largest element would need two more passes.
 
     activation: 0 at 0, with a slope of at most SLOPE.
     """
@@ -181,19 +182,19 @@ def gated_linear(
 
 # At least the largest slope of an activation (silu 1.0998, gelu 1.129) or 1, times 1 + 2^-6 for four roundings to bfloat16.
 SLOPE = 1.25
-SCALE = "fp8_scale"  # name of scalars that every remat policy saves: to find them again takes a pass over their tensor
+SCALE = "fp8_scale"  # name of scalars that every remat policy saves: recomputing them takes a pass over their tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Whether a matmul gets a bound of its gradients, and whether it gives one. Static.
+    """Whether a matmul receives a bound of its gradients, and whether it returns one. Static.
 
-    A tensor can have a scalar beside it, zero going forward. The gradient of that scalar is no derivative: it is at least the
-    largest magnitude of the tensor's gradient.
+    A tensor can be accompanied by a scalar, which is zero in the forward pass. The gradient of that scalar is not a derivative:
+    it is at least the largest magnitude of the tensor's gradient.
     """
 
-    before: bool = False  # it gives that of x's gradient
-    after: bool = False  # it gets that of y's gradient
+    before: bool = False  # it returns that of x's gradient
+    after: bool = False  # it receives that of y's gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -21,7 +21,7 @@ MUCH, LITTLE = 240, 24
 
 
 class Slots(NamedTuple):
-    """Shared memory that tiles pass through."""
+    """A ring of tiles in shared memory."""
 
     refs: tuple[Any, ...]  # (stages, ...)
     ready: Any
@@ -46,12 +46,12 @@ class Slots(NamedTuple):
 
     def release(self, step: jax.Array, interpret: bool) -> None:
         """Let the step's slot be filled again."""
-        if interpret:  # its detector of races wants a fence between loads and a later copy, which the barrier is
+        if interpret:  # its race detector requires a fence between loads and a later copy; the barrier is one
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self.slot(step)])
 
     def each(self, what: Callable[[Any], None]) -> None:
-        """Release all slots before the first step, or wait for all after the last."""
+        """Call `what` for all slots: release all before the first step, or wait for all after the last."""
         for at in range(self.ready.shape[0]):
             what(self.free.at[at])
 
@@ -64,7 +64,7 @@ def slots(*refs: Any) -> Slots:
 
 
 def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], pipelines: tuple[Slots, ...]) -> None:
-    """Run `compute(which)` in the warpgroups that compute, and `load()` in the one that loads."""
+    """Run `compute(index)` in the warpgroups that compute, and `load()` in the one that loads."""
     which = jax.lax.axis_index(GROUPS)
 
     @pl.when(which < COMPUTING)

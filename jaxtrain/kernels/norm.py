@@ -10,7 +10,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) ->
     Args:
       x: activations (..., D).
       scale: (D,), in any dtype.
-      offset: 1 where the scale is learnt as its distance from 1, as in Gemma.
+      offset: 1 if the parameter is the scale minus 1, as in Gemma.
     """
     x32 = x.astype(jnp.float32)
     normal = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -10,14 +10,17 @@ DTYPES = {"f32": jnp.dtype("float32"), "bf16": jnp.dtype("bfloat16")}
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """Which dtype is used where."""
+    """The dtype of each kind of array."""
 
     compute: jnp.dtype  # activations, gathered weights
-    reduce: jnp.dtype  # weight gradients, while they are summed over devices
+    reduce: jnp.dtype  # weight gradients in their reduction over devices
     params: jnp.dtype  # master weights
-    vectors: jnp.dtype = DTYPES["f32"]  # of them, scales of norms and biases
+    vectors: jnp.dtype = DTYPES["f32"]  # of master weights: scales of norms and biases
 
     @property
     def precision(self) -> jax.lax.Precision:
-        """float32 means float32: GPUs would otherwise round the inputs of a float32 matmul to TF32."""
+        """Return the precision of matmuls: full float32 for float32.
+
+        GPUs would otherwise round the inputs of a float32 matmul to TF32.
+        """
         return jax.lax.Precision.HIGHEST if self.compute == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 
 def frequencies(head_dim: int, base: float) -> jax.Array:
-    """Angle per position of each pair, f32 (H/2,)."""
+    """Return the angle per position of each pair, f32 (H/2,)."""
     return base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
 
 
 def llama3_scaling(freq: jax.Array, factor: float, low: float, high: float, original_len: int) -> jax.Array:
-    """Llama 3.1's stretch of the long wavelengths.
+    """Return Llama 3.1's frequencies, with stretched long wavelengths.
 
     With r = original_len / wavelength, the number of turns a pair makes over the original context: pairs with r < low turn
     `factor` times slower, pairs with r > high are unchanged, and between the two the frequency is interpolated linearly in r.
@@ -26,7 +26,7 @@ def llama3_scaling(freq: jax.Array, factor: float, low: float, high: float, orig
 
 
 def linear_scaling(freq: jax.Array, factor: float) -> jax.Array:
-    """All pairs turn `factor` times slower (Chen et al. 2023, arXiv:2306.15595)."""
+    """Return frequencies divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
     return freq / factor
 
 
@@ -47,7 +47,7 @@ def yarn_scaling(
     first, last = pair_with(beta_fast), pair_with(beta_slow)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
-    # Published models were trained with this upper bound, the width of a head and not the number of its pairs.
+    # Published models were trained with this upper bound, the width of a head and not the number of pairs.
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first if last != first else 1e-3
     slower = jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - first) / width, 0.0, 1.0)

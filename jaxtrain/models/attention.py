@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections, rotary positions, and the call of the kernel, with or without a cache."""
+"""Grouped-query attention: projections, rotary embedding, and the call of the kernel, with or without a cache."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ KIND_SWITCH = "attention_kind"  # the scope of a choice by the kind of a layer: 
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
-    """How many ranks hold each key/value head: several where there are more ranks than heads to divide over them."""
+    """Return the number of ranks that hold each key/value head: more than one if there are more ranks than heads."""
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 
@@ -53,7 +53,7 @@ class Kernel:
     split: Split = Split()
 
     def prepare(self, rows: Rows) -> tuple[Any, ...]:
-        """Return the kernel's view of a batch, once for all layers of a kind."""
+        """Return the kernel's description of a batch, once for all layers of a kind."""
         return tuple(context.prepare(rows, spec, self.name, self.split) for spec in self.specs)
 
     def __call__(
@@ -67,8 +67,8 @@ class Kernel:
     ) -> jax.Array:
         """Return the attention of this device's queries, (B, T, N, H).
 
-        kind: of the layer; an array where a loop runs layers of several kinds: then all of them are compiled.
-        sinks_N: where model.attention_sinks, of this device's heads.
+        kind: of the layer; an array in a loop over layers of several kinds, which compiles all of them.
+        sinks_N: with model.attention_sinks, of this device's heads.
         """
 
         def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
@@ -81,15 +81,15 @@ class Kernel:
 
 
 class Shared(NamedTuple):
-    """What all layers share of a batch."""
+    """The arrays of a batch that all layers share."""
 
     prepared: tuple[Any, ...]  # the kernel's view of documents, by kind of layer
     rotary: tuple[tuple[jax.Array, jax.Array], ...]  # tables of cos and sin, f32 (B, T, H/2); one pair, or one by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
-    real_BT: Any  # bool, False for padding; None of a model that does not ask
+    real_BT: Any  # bool, False for padding; None if the model does not use it
 
     def where(self, valid: jax.Array) -> "Shared":
-        """The same where `valid`, bool (); elsewhere as if all were padding, which goes to no expert and costs nothing."""
+        """Return self if `valid`, bool (); otherwise a copy with all tokens as padding, which no expert processes."""
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 
 
@@ -104,7 +104,7 @@ def tables_of(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
 
 
 def appended(cache: Any, new: Any, at: jax.Array) -> Any:
-    """Return a layer's cached arrays, (B, S, ...) each, with those of new tokens from `at` on."""
+    """Return a layer's cached arrays, (B, S, ...) each, with new tokens written from `at` on."""
     return tuple(
         jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), at, axis=1) for old, x in zip(cache, new, strict=True)
     )
@@ -137,7 +137,7 @@ class Attention(nnx.Module):
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
     def _own_head(self, w: Any) -> Any:
-        """The key/value head of this device, where several devices share one: of a weight (..., K, H), (..., 1, H)."""
+        """Return this device's key/value head, if several devices share one: for a weight (..., K, H), (..., 1, H)."""
         if self.copies == 1:
             return w
         if isinstance(w, Float8):
@@ -154,10 +154,10 @@ class Attention(nnx.Module):
         return (y.astype(jnp.float32) + prepared(bias[...])[None, None].astype(jnp.float32)).astype(y.dtype)
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
-        """(B, T, D) to (B, T, D), this device's term of a sum over the devices that shard the heads; and the cache.
+        """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard the heads. Also return the cache.
 
-        cache: None, or this layer's (k, v), each (B, S, K, H): new keys are written at `shared.write_at`, and the queries see
-          all of it.
+        cache: None, or this layer's (k, v), each (B, S, K, H): new keys are written at `shared.write_at`, and the queries
+        attend to all of it.
         """
         n, m, bias = self.ctx.numerics, self.model, self.model.qkv_bias
         q = self._project(x_BTD, "wq", self.bq if bias else None)
@@ -207,8 +207,8 @@ def rotary_factor(model: Model) -> float:
 def score_factor(model: Model) -> float:
     """Return DeepSeek's factor of attention scores under YaRN, the square of mscale; 1 without rope_mscale_all_dim.
 
-    Only multi-head latent attention multiplies by it. There a head has dimensions that are not rotated, which the factor of the
-    rotary tables does not reach.
+    Only multi-head latent attention multiplies by it. Its heads have dimensions that are not rotated, to which the factor of
+    the rotary tables does not apply.
     """
     if model.rope_scaling != "yarn" or not model.rope_mscale_all_dim:
         return 1.0
@@ -216,7 +216,7 @@ def score_factor(model: Model) -> float:
 
 
 def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Tables for all layers, or for each kind of layer where they turn at different rates."""
+    """Return the rotary tables for all layers, or for each kind of layer if their frequencies differ."""
     scaled = rope.tables(positions_BT, rotary_frequencies(model), rotary_factor(model))
     if not model.local_rope_base:
         return (scaled,)
@@ -232,7 +232,7 @@ def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, 
 
 
 def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
-    """Everything that depends on the batch alone, made once for all layers."""
+    """Return everything that depends on the batch alone, computed once for all layers."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
     return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT)

@@ -1,8 +1,8 @@
-"""The format of a family's Hugging Face checkpoints: names of tensors, and keys of config.json beside ours. No jax.
+"""The format of a family's Hugging Face checkpoints: names of tensors, and keys of config.json with jaxtrain's. Imports no jax.
 
 config.json has two forms. transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both in
-`rope_parameters`, by type of layer where layers differ. Both forms are read, and an export holds both. A missing key is refused
-where the default of transformers for it would change the numbers unnoticed.
+`rope_parameters`, by type of layer if layers differ. Both forms are read, and an export holds both. A missing key is refused
+if the default of transformers for it would silently change the numbers.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _NO_DEFAULT: Any = object()
 
 
 class HuggingFaceError(ValueError):
-    """A Hugging Face folder that cannot be read, or a model that their formats cannot hold. Names the key or tensor."""
+    """A Hugging Face folder that cannot be read, or a model that its formats cannot represent. Names the key or tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +38,17 @@ class HfTensor:
     """A tensor's name in a Hugging Face checkpoint, and the axes of both arrays.
 
     Axes in brackets are one merged axis in the checkpoint. torch stores a linear layer as (out, in), so most arrays are
-    transposed. A merged axis of heads is (heads, head_dim), in that order. Here queries and keys are in rotate-half order: the
-    first half of what is rotated is paired with the second. So they are in most checkpoints; `interleaved` names the exception.
+    transposed. A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
+    in rotate-half order: the first half of the rotated dimensions is paired with the second. `interleaved` marks the exception.
 
     Attributes:
-        name: with {i} for the layer, and {e} for the expert where each expert has a tensor of its own. Our array holds all
+        name: with {i} for the layer, and {e} for the expert if each expert has its own tensor. jaxtrain's array holds all
             experts along its first axis, E.
-        ours: axes of our array.
-        theirs: axes of the array in the checkpoint. An axis 2 holds two of our arrays.
-        half: which of those two.
-        interleaved: an axis of ours. In the checkpoint its last sizes["rotary"] numbers are pairs of neighbours.
-        exact: float32 whatever the dtype of the other tensors.
+        ours: axes of jaxtrain's array.
+        theirs: axes of the array in the checkpoint. An axis 2 holds two of jaxtrain's arrays.
+        half: the index of this array in that axis.
+        interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers are interleaved pairs.
+        exact: float32, for any dtype of the other tensors.
     """
 
     name: str
@@ -60,12 +60,12 @@ class HfTensor:
 
     @property
     def each_expert(self) -> bool:
-        """Whether each expert has a tensor of its own in the checkpoint."""
+        """Return whether each expert has its own tensor in the checkpoint."""
         return "{e}" in self.name
 
     @property
     def each(self) -> str:
-        """The axes of one tensor of the checkpoint, in our order."""
+        """Return the axes of one tensor of the checkpoint, in jaxtrain's order."""
         return self.ours.removeprefix("E ") if self.each_expert else self.ours
 
 
@@ -130,7 +130,7 @@ class Settings:
         self._left = dict(values)
 
     def take(self, key: str, default: Any = _NO_DEFAULT) -> Any:
-        """Return the value of a key, or the default where it is missing or null.
+        """Return the value of a key, or the default if it is missing or null.
 
         Raises:
             HuggingFaceError: the key is missing, and there is no default.
@@ -159,7 +159,7 @@ class Settings:
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """Return an object of JSON; {} where the key is missing or null."""
+        """Return an object of JSON; {} if the key is missing or null."""
         return self._checked(key, {}, dict, "an object of JSON, or null")
 
     def _checked(self, key: str, default: Any, kind: Any, rule: str) -> Any:
@@ -212,18 +212,18 @@ class Format:
     Attributes:
         model_type: in config.json.
         architecture: the class of transformers, in config.json.
-        tensors: by our names.
-        parts: keys of config.json besides the sizes that all families have.
+        tensors: by jaxtrain's names.
+        parts: keys of config.json in addition to the sizes that all families have.
         model: keys of config.Model with one value in all models of the family.
-        fixed: keys of config.json that must have one value, and why.
+        fixed: keys of config.json that must have one value, with reasons.
         written: further keys of an export.
         activation: in config.json.
         activation_key: its key in an export.
         head_dim: its key in config.json: optional | required | absent (always hidden_size / num_attention_heads).
         attention_bias: attention_bias in config.json.
         beyond: why tensors of layers past the last one are not used; "": they are refused.
-        tied: model.tied_head where config.json has no tie_word_embeddings: transformers 4 leaves that key out where it is the
-            default of the class. None: it is required.
+        tied: model.tied_head if config.json has no tie_word_embeddings, a key that transformers 4 omits for the default of the
+            class. None: it is required.
     """
 
     model_type: str
@@ -270,7 +270,7 @@ class Format:
         return out
 
     def write(self, model: Model) -> dict[str, Any]:
-        """Return keys of config.json. A key of the model that the format has no key for is lost: read it back to compare."""
+        """Return keys of config.json. A setting without a key in the format is lost: read the result back to compare."""
         out = {
             "hidden_size": model.d_model,
             "intermediate_size": model.d_ff,
@@ -321,7 +321,7 @@ def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str
     if given.get("rope_theta") is None:
         raise HuggingFaceError(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "
-            "transformers would take its default without a word. Llama 2 was trained with 10000.0: --set rope_theta=10000.0"
+            "transformers would silently use its default. Llama 2 was trained with 10000.0: --set rope_theta=10000.0"
         )
     s.only("partial_rotary_factor", 1.0, "only whole heads are rotated")
     out: dict[str, Any] = {"rope_base": s.number("rope_theta"), "rope_scaling": "none" if kind == "default" else kind}
@@ -391,7 +391,7 @@ def _write_rope_by_kind(model: Model) -> dict[str, Any]:
 
 
 ROPE = Part(_read_rope, _write_rope)
-# Layers with a sliding window have a base of their own, which is never scaled.
+# Layers with a sliding window have their own base, which is never scaled.
 ROPE_BY_KIND = Part(_read_rope_by_kind, _write_rope_by_kind)
 
 
@@ -429,7 +429,7 @@ def _write_layer_types(model: Model) -> list[str]:
 
 
 def window_by_layer(pattern: str) -> Part:
-    """Return the part for a family whose layers differ; `pattern`: where config.json has no `layer_types`."""
+    """Return the part for a family whose layers differ; `pattern`: used if config.json has no `layer_types`."""
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         window = s.nullable("sliding_window")
@@ -483,7 +483,7 @@ QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
 
 
 def gemma_part(pattern: Callable[[Settings], str]) -> Part:
-    """Return the part of Gemma 2 and 3; `pattern` returns the kinds of layers where config.json has no `layer_types`."""
+    """Return the part of Gemma 2 and 3; `pattern` returns the kinds of layers if config.json has no `layer_types`."""
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         s.only("use_bidirectional_attention", False, "jaxtrain has causal attention only")
@@ -503,7 +503,7 @@ def gemma_part(pattern: Callable[[Settings], str]) -> Part:
     def write(model: Model) -> dict[str, Any]:
         divisor = float(f"{(model.attn_logit_scale or model.head_dim**-0.5) ** -2:.12g}")
         return {
-            # transformers requires an integer where it is one.
+            # transformers requires an integer if the value is one.
             "query_pre_attn_scalar": int(divisor) if divisor == int(divisor) else divisor,
             "attn_logit_softcapping": model.attention_softcap or None,
             "final_logit_softcapping": model.logit_softcap or None,

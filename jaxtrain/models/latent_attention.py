@@ -1,15 +1,15 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are made of one narrow latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are projections of a narrow latent.
 
 Of a token's state x, with R = kv_lora_rank, and for each of N heads:
 
     latent, k_rope = split(x wkv_down)                  R numbers, and a rotary key that all heads share
     k_nope, v      = split(norm(latent) wkv_up)         for each head
-    q_nope, q_rope = split(norm(x wq_down) wq_up)       for each head; or of x wq, where q_lora_rank is 0
+    q_nope, q_rope = split(norm(x wq_down) wq_up)       for each head; or of x wq, if q_lora_rank is 0
     score          = (q_nope k_nope + rotated(q_rope) rotated(k_rope)) scale
 
-Training makes the keys and values of all heads, for the same kernels as of other models. Their values may be narrower than
-their keys. Decoding caches the latent and the rotated key alone, R + qk_rope_head_dim numbers a token, and multiplies wkv_up
-into queries and outputs instead (the paper's absorbed form): attention with one key head of R + qk_rope_head_dim numbers.
+Training computes the keys and values of all heads, for the same kernels as other models. Values may be narrower than keys.
+Decoding caches only the latent and the rotated key, R + qk_rope_head_dim numbers a token. It applies wkv_up to queries and
+outputs instead (the paper's absorbed form): attention with one key head of R + qk_rope_head_dim numbers.
 """
 
 import math
@@ -34,7 +34,7 @@ UP = ("embed", "heads", "head_dim")  # the latent is sharded like the model dime
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention within documents, of keys and values that a latent holds."""
+    """Causal self-attention within documents, with keys and values from a latent."""
 
     def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         D, N, dtype = model.d_model, model.num_heads, ctx.numerics.params
@@ -73,7 +73,7 @@ class LatentAttention(nnx.Module):
             return nope, rope.rotate(turned, cos, sin, scale)
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
-        """(B, T, D) to (B, T, D), this device's term of a sum over the devices that shard the heads; and the cache.
+        """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard the heads. Also return the cache.
 
         cache: None, or this layer's (latents (B, S, 1, R), rotated keys (B, S, 1, qk_rope_head_dim)).
         """

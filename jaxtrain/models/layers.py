@@ -1,4 +1,4 @@
-"""The small parts of a transformer: norm, embedding, feed-forward. Everything computes with this device's shards."""
+"""The small parts of a transformer: norm, embedding, feed-forward. All compute with this device's shards."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from jaxtrain.zero import ComputeCopy, Zero
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The run and the model's family, as far as layers need to know them. Static."""
+    """The properties of the run and the model's family that layers need. Static."""
 
     numerics: Numerics
     placement: Placement
@@ -32,7 +32,7 @@ class Context:
     structure: Structure = Structure()
     lora: Lora = Lora()
     moe: Moe = Moe()
-    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: those that are alike
+    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the number of equal layers
 
 
 class RMSNorm(nnx.Module):
@@ -44,7 +44,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., dim) to the same."""
+        """Return the norm of x, (..., dim)."""
         with jax.named_scope("norm"):
             return rms_norm(x, self.scale[...], self.eps, self.offset)
 
@@ -57,7 +57,7 @@ class Embed(nnx.Module):
         self.ctx = ctx
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Return rows of the table, (B, T, D) in the residual layout. The look-up gathers the table at ZeRO-1 alone."""
+        """Return rows of the table, (B, T, D) in the residual layout. Only ZeRO-1 gathers the table for the look-up."""
         p, table, zero = self.ctx.placement, self.embedding.get_value(), self.ctx.zero
         if zero.reduce_once:
             return embed(zero.gather_weight(table, TABLE), tokens_BT, p, (), self.ctx.numerics.compute)

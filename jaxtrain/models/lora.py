@@ -1,8 +1,8 @@
-"""Low-rank adapters beside linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + alpha / rank (x a) b.
+"""Low-rank adapters of linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + alpha / rank (x a) b.
 
 For each adapted weight W there are two parameters, in the submodule `lora` of W's own module: `W_a`, W's input dimensions by
-the rank, and `W_b`, the rank by W's output dimensions. They are split over devices as those dimensions of W are; the rank is
-whole. b begins at zero, so that training begins with the model as it was.
+the rank, and `W_b`, the rank by W's output dimensions. They are sharded as those dimensions of W are; the rank is not sharded.
+b starts at zero, so training starts with the base model.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtrain.models.module import Initializer, constant, param
 
 MODULE = "lora"  # of the adapters of one module, and part of each one's name
 A, B = "_a", "_b"
-# The equation that `dot` gets with each weight that can be adapted: it says which dimensions are inputs.
+# The equation that `dot` gets with each weight that can be adapted: it shows which dimensions are inputs.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
@@ -28,7 +28,7 @@ EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which adapters a model has; none with rank 0. Static."""
+    """The adapters of a model; none with rank 0. Static."""
 
     rank: int = 0
     alpha: float = 0.0
@@ -37,29 +37,29 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the adapters' outputs are multiplied by."""
+        """Return the factor of the adapters' outputs."""
         return self.alpha / self.rank
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, by its dotted name, belongs to an adapter."""
+    """Return whether a parameter, by its dotted name, belongs to an adapter."""
     return MODULE in name.split(".")
 
 
 def adapter_of(weight: str, half: str) -> str:
-    """The name of one half, A or B, of a weight's adapter: layers.0.mlp.up has layers.0.mlp.lora.up_a."""
+    """Return the name of one half, A or B, of a weight's adapter: layers.0.mlp.up has layers.0.mlp.lora.up_a."""
     module, dot, name = weight.rpartition(".")
     return f"{module}{dot}{MODULE}.{name}{half}"
 
 
 def uniform(fan_in: int) -> Initializer:
-    """Uniform in +-1 / sqrt(fan_in), drawn in float32: torch's `kaiming_uniform_` with a = sqrt(5), as PEFT begins with."""
+    """Return an initializer: uniform in +-1 / sqrt(fan_in), drawn in float32, as torch's `kaiming_uniform_` in PEFT."""
     bound = 1 / math.sqrt(fan_in)
     return lambda key, shape, dtype: jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
 def equations(eqn: str) -> tuple[str, str]:
-    """Of "BTD,DNH->BTNH", those of an adapter's two products: ("BTD,DR->BTR", "BTR,RNH->BTNH")."""
+    """Return the equations of an adapter's two matmuls: ("BTD,DR->BTR", "BTR,RNH->BTNH") for "BTD,DNH->BTNH"."""
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
     tokens = xs.removesuffix("".join(c for c in xs if c in ws))
@@ -68,9 +68,9 @@ def equations(eqn: str) -> tuple[str, str]:
 
 
 class Adapters(nnx.Module):
-    """The adapters of those of a module's `weights` that `lora.targets` names; none where the rank is 0.
+    """The adapters of those `weights` of a module that `lora.targets` names; none if the rank is 0.
 
-    of: the module; it has the weights already.
+    of: the module, with its weights.
     """
 
     def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):
@@ -88,7 +88,7 @@ class Adapters(nnx.Module):
             setattr(self, name + B, param(rngs, b_shape, b_axes, constant(0.0), lora.params))
 
     def __call__(self, name: str, x: jax.Array, y: jax.Array, prepared: Callable[[Any], Any] = lambda w: w) -> jax.Array:
-        """Return y + alpha / rank (x a) b, where `name` is adapted; y elsewhere.
+        """Return y + alpha / rank (x a) b if `name` is adapted, else y.
 
         Args:
           x, y: input and result of `dot` with the adapted weight.
@@ -98,12 +98,12 @@ class Adapters(nnx.Module):
             return y
         n, (down, up) = self.ctx.numerics, equations(EQUATIONS[name])
         with jax.named_scope(MODULE):
-            # Scaled where it is narrow: behind b, the backward pass would make a scaled copy of y's whole gradient.
+            # Scaled at the narrow dimension: after b, the backward pass would make a scaled copy of y's whole gradient.
             h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
             return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
 
     def merged(self, name: str, w: jax.Array) -> jax.Array:
-        """Return a gathered weight with its adapter added, where `name` is adapted; `w` elsewhere."""
+        """Return a gathered weight with its adapter added if `name` is adapted, else `w`."""
         if name not in self.names:
             return w
         a, b = (getattr(self, name + half)[...].astype(jnp.float32) for half in (A, B))
@@ -111,5 +111,5 @@ class Adapters(nnx.Module):
 
 
 def _letters(eqn: str) -> str:
-    """Of the weight."""
+    """Return the letters of the weight."""
     return eqn.split("->")[0].split(",")[1]

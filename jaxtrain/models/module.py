@@ -1,4 +1,4 @@
-"""All that is specific to flax nnx: parameters with logical axes, stacks of layers, and the way to plain dicts and back.
+"""All code that is specific to flax nnx: parameters with logical axes, stacks of layers, and conversion to and from dicts.
 
 Six names of nnx are used in jaxtrain: Module, Param, Rngs, split, merge, eval_shape. Outside a model's own code,
 parameters are a nested dict of arrays.
@@ -18,12 +18,12 @@ Params = dict[str, Any]  # nested dict of arrays, or of anything else of the sam
 
 
 def normal(std: float) -> Initializer:
-    """Normal, mean 0, drawn in float32 so that every master dtype rounds the same numbers."""
+    """Return an initializer: normal, mean 0, drawn in float32 so that every master dtype rounds the same numbers."""
     return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def constant(value: float) -> Initializer:
-    """All elements equal."""
+    """Return an initializer with all elements equal."""
     return lambda key, shape, dtype: jnp.full(shape, value, dtype)
 
 
@@ -37,11 +37,10 @@ def param(
     dot: bool = False,
     exact: bool = False,
 ) -> nnx.Param:
-    """A parameter that knows its logical axes. They sit under our own metadata key, which flax never interprets.
+    """Return a parameter with logical axes. They are under jaxtrain's own metadata key, which flax never interprets.
 
-    dot: it is a weight that `kernels.dot.dot`, or of experts `kernels.experts.feed_forward`, alone multiplies by, and so may
-      be held in 8 bits.
-    exact: it is used in the type in which it rests, and so is not rounded to the compute dtype where a step holds it whole.
+    dot: only `kernels.dot.dot`, or for experts `kernels.experts.feed_forward`, multiplies by it, so it may be stored in 8 bits.
+    exact: it is used in its storage dtype, and never rounded to the compute dtype.
     """
     if len(shape) != len(axes):
         raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, not {axes}")
@@ -49,19 +48,21 @@ def param(
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
-    """`num` copies of a module, each with its own initial values, stacked on a new first axis of every parameter."""
+    """Return `num` copies of a module, each with its own initial values, stacked on a new first axis of every parameter."""
     keys = jax.random.split(rngs.params(), num)
     return jax.vmap(lambda key: make(nnx.Rngs(params=key)))(keys)
 
 
 class Definition:
-    """A model without its numbers: `abstract` parameters, their `axes`, which of them are multiplied by `dots` or are `exact`,
-    and `bind` to make it callable.
+    """A model without values of its parameters.
 
-    uses_plan_run: the model runs its stack of layers by `remat.Plan.run`: once, whole, and with the weights unchanged. The
+    abstract: shapes and dtypes of the parameters. axes: their logical axes. dots, exact: the flags of `param`.
+
+    uses_plan_run: the model runs its stack of layers by `remat.Plan.run`, once and completely, with unchanged weights. The
     stack then comes as `zero.StackWeight` weights, whose gradients can be added layer by layer (`train.accumulate`).
-    staged: the model has the parts that a pipeline calls (models.transformer.Transformer), they alone make its result, and
-    `layer` computes with parameters of `layers` alone.
+
+    staged: the model has the parts that a pipeline calls (models.transformer.Transformer), its result comes from them alone,
+    and `layer` uses only parameters of `layers`.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
@@ -81,16 +82,16 @@ class Definition:
         return jax.tree.map(placement.spec, self.axes, is_leaf=lambda a: isinstance(a, tuple))
 
     def init(self, key: jax.Array) -> Params:
-        """Initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""
+        """Return initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""
         return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], lambda p: p.get_value())
 
     def bind(self, params: Params) -> Any:
-        """The model with these parameters."""
+        """Return the model with these parameters."""
         return nnx.merge(self._graph, _filled(self._state, params))
 
 
 def part(tree: Params, chosen: Params) -> Params:
-    """The leaves of `tree` for which `chosen`, of the same structure, says True. No dict is left empty."""
+    """Return the leaves of `tree` for which `chosen`, of the same structure, is True. No dict is left empty."""
     out: Params = {}
     for name, choice in chosen.items():
         if isinstance(choice, dict):
@@ -102,7 +103,7 @@ def part(tree: Params, chosen: Params) -> Params:
 
 
 def filled(tree: Params, some: Params) -> Params:
-    """`tree` with the leaves that `some`, a part of it, has in their place."""
+    """Return `tree` with its leaves replaced by those that `some`, a subtree, has."""
     return {
         name: filled(value, some.get(name, {})) if isinstance(value, dict) else some.get(name, value)
         for name, value in tree.items()
@@ -110,7 +111,7 @@ def filled(tree: Params, some: Params) -> Params:
 
 
 def names(tree: Params) -> Params:
-    """Each leaf's name, without layer numbers: layers.attention.wq."""
+    """Return each leaf's name, without layer numbers: layers.attention.wq."""
     path_name = lambda path, _: ".".join(str(key.key) for key in path)  # noqa: E731
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
 
@@ -122,12 +123,12 @@ VECTORS = (
 
 
 def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink. Its shape does not matter."""
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink. Its shape is ignored."""
     return name.rpartition(".")[2] in VECTORS
 
 
 def _axes(p: Any) -> Axes:
-    """Logical axes; parameters of a stack have gained a first axis, 'layers'."""
+    """Return the logical axes of a parameter; those of a stack have a first axis, 'layers'."""
     axes = p.get_metadata("axes")
     return ("layers", *axes) if len(p.get_value().shape) > len(axes) else axes
 
@@ -137,7 +138,7 @@ def _map(state: Any, f: Callable[[Any], Any]) -> Params:
 
 
 def _filled(state: Any, params: Params) -> nnx.State:
-    """The state with these values; its parameters keep their metadata, of which the axes say how each is gathered."""
+    """Return the state with these values. Parameters keep their metadata, whose axes decide how each is gathered."""
     return nnx.State(
         {k: v.replace(params[k]) if isinstance(v, nnx.Variable) else _filled(v, params[k]) for k, v in state.items()}
     )

@@ -1,4 +1,4 @@
-"""A feed-forward block of experts: each token goes through the few that its router chooses, and through a shared one."""
+"""A feed-forward block of experts: each token goes through the few experts that its router chooses, and a shared one."""
 
 from typing import Any
 
@@ -18,15 +18,14 @@ DROPPED = COLUMNS.index("dropped")
 
 
 class ExpertsMLP(nnx.Module):
-    """sum over the chosen e of share_e down_e(f(gate_e(x), up_e(x))), and shared(x) where the model has a shared expert.
+    """sum over the chosen e of share_e down_e(f(gate_e(x), up_e(x))), plus shared(x) if the model has a shared expert.
 
-    After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight and bias are rounded to no other type than those they rest
-    in, and used in float32.
+    After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight and bias keep their storage dtype and are used in float32.
     """
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         E, D, F, dtype = model.num_experts, model.d_model, model.d_ff, ctx.numerics.params
-        # Beside adapters too it rests as master weights do, and not in the compute dtype.
+        # With adapters too it is stored like master weights, and not in the compute dtype.
         self.router = param(rngs, (D, E), ROUTER, normal(std), ctx.lora.params, exact=True)
         if model.router_bias:
             self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32), exact=True)
@@ -54,7 +53,9 @@ class ExpertsMLP(nnx.Module):
         )
 
     def _biases(self) -> kernel.Biases | None:
-        """Return the experts' biases; of the output on one of the devices that shard F, whose outputs are added."""
+        """Return the experts' biases.
+
+        If devices shard F, only one of them has the output's bias, because their outputs are summed."""
         if not self.model.expert_bias:
             return None
         first = index(self.ctx.placement.mesh_axes("mlp")) == 0
@@ -62,7 +63,7 @@ class ExpertsMLP(nnx.Module):
         return kernel.Biases(self.gate_bias[...], self.up_bias[...], jnp.where(first, down_ED, jnp.zeros_like(down_ED)))
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(B, T, D) to (B, T, D), this device's term of a sum over the devices that shard F; and the layer's statistics.
+        """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard F. Also return the layer's statistics.
 
         real_BT: bool, False for padding, which no expert takes.
         """
@@ -92,12 +93,12 @@ Statistics = Any  # of all layers so far, f32 (layers, 5 + experts); () of a mod
 
 
 def no_statistics(model: Model, ctx: Context) -> Statistics:
-    """Before the first layer."""
+    """Return the statistics before the first layer."""
     if not model.num_experts:
         return ()
     return jnp.zeros((ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
 
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:
-    """With another layer's row: pushed in from behind, so that after all layers row i is that of the i-th."""
+    """Return statistics with another layer's row, shifted in at the end: after all layers, row i is that of the i-th."""
     return jnp.concatenate([statistics[1:], row[None]])

@@ -1,4 +1,4 @@
-"""What sets a family of models apart beyond the keys of the config. No jax."""
+"""Differences between families of models beyond the keys of the config. Imports no jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """The same for all sizes of a family, and for models that nobody configures otherwise: so these are no keys."""
+    """Properties of all sizes of a family that no other model needs, so they are not config keys."""
 
     activation: str = "silu"  # of gate and up projection: silu | gelu_tanh | clamped_swiglu (models/layers.py, GATED)
     norm_offset: bool = False  # norms multiply by 1 + scale, also those of queries and keys

@@ -1,4 +1,4 @@
-"""Watches the GPUs of this process while it trains: a thread asks the driver each second, the loop writes lines and warnings.
+"""Watches the GPUs of this process during training: a thread samples the driver, the loop writes lines and warnings.
 
     with Monitor({d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}, 10.0) as monitor:
         ...
@@ -7,9 +7,9 @@
         for text in monitor.alerts():
             console.warn(text)
 
-Where there is no GPU it does nothing and says nothing. Where watching fails, that is told once, and the run goes on without.
-A GPU that is lost and a driver that is silent are told at once, by the threads: the loop hangs then, and asks no more. No jax
-here: what JAX knows of its own memory comes through functions that are passed in.
+Without a GPU it does nothing. If sampling fails, it warns once, and the run continues without it. The threads report a lost GPU
+or a driver that does not answer at once, because the loop may hang then. Imports no jax: memory statistics come through
+functions that are passed in.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ __all__ = ["MfuAlert", "Monitor"]
 
 LOGGER = logging.getLogger("jaxtrain")
 SAMPLE_S = 1.0  # between two samples of a GPU; the driver's own figures are means over up to a second
-SILENT_S = 60.0  # after which a driver that has not answered is worth a word
-LISTEN_S = 5.0  # between two looks whether it has
-JOIN_S = 5.0  # at the end the thread may be in a call that never comes back
+SILENT_S = 60.0  # after which a driver without an answer is reported
+LISTEN_S = 5.0  # between two checks for its answer
+JOIN_S = 5.0  # at the end the thread may be in a call that never returns
 
 Pools = Mapping[int, Callable[[], Mapping[str, int] | None]]
 
@@ -41,11 +41,10 @@ class Monitor:
     """The GPUs of one process. A context manager: sampling begins and ends with it.
 
     Args:
-        pools: GPU, by its place among those that CUDA_VISIBLE_DEVICES leaves (jax's local_hardware_id) -> its memory_stats.
-            Empty: nothing is watched.
-        every_s: seconds between lines (log.gpu_every_s); 0: nothing is watched.
+        pools: index of a GPU among the visible ones (jax's local_hardware_id) -> its memory_stats. Empty: no GPU is watched.
+        every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
         process: of this process, for the lines.
-        nvml: the library of that name, or what answers like it.
+        nvml: the library of that name, or an object with its functions.
         environ: for CUDA_VISIBLE_DEVICES.
         sample_s: seconds between samples.
         clock: seconds; for tests.
@@ -65,11 +64,11 @@ class Monitor:
         self._pools: Pools = pools if every_s > 0 else {}
         self._every_s, self._process, self._nvml, self._environ = every_s, process, nvml, environ
         self._sample_s, self._clock = sample_s, clock
-        self._cards: dict[int, Card] = {}  # by place
-        self._lock = threading.Lock()  # of all below that the thread writes
+        self._cards: dict[int, Card] = {}  # by index
+        self._lock = threading.Lock()  # of everything below that the thread writes
         self._samples: dict[int, list[Sample]] = {}  # since the last line
-        self._gone: dict[int, str] = {}  # GPUs that are not asked any more, and why
-        self._failed = False  # the thread that asks has ended
+        self._gone: dict[int, str] = {}  # GPUs that are no longer sampled, and the reasons
+        self._failed = False  # the sampling thread has ended
         self._heard = 0.0  # when the driver last answered
         self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # NVLink's, at the end of the last line
         self._episodes = Episodes()
@@ -100,7 +99,7 @@ class Monitor:
         if self._cards:
             self._thread = threading.Thread(target=self._watch, name="monitor of GPUs", daemon=True)
             self._thread.start()
-            # The first hangs where the driver does.
+            # The first hangs if the driver does.
             threading.Thread(target=self._listen, name="monitor of the driver", daemon=True).start()
         else:
             nvml.nvmlShutdown()
@@ -111,7 +110,7 @@ class Monitor:
         if self._thread is None:
             return
         self._thread.join(JOIN_S)
-        if not self._thread.is_alive():  # else it is inside NVML, which must stay
+        if not self._thread.is_alive():  # otherwise it is inside NVML, which must stay open
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()
 
@@ -123,7 +122,7 @@ class Monitor:
                 self.sample()
                 if self._over.wait(self._sample_s):
                     return
-        except Exception as error:  # a library that fails in a way of its own must not end a run; it is told, once
+        except Exception as error:  # an unknown error of the library must not end a run; it is reported once
             self._failed = True
             LOGGER.warning("the GPUs are no longer monitored: %s: %s", type(error).__name__, error)
 
@@ -143,7 +142,7 @@ class Monitor:
                 LOGGER.warning("%s", text)
 
     def sample(self) -> None:
-        """Asks each GPU once."""
+        """Sample each GPU once."""
         for place, card in self._cards.items():
             if place in self._gone:
                 continue
@@ -166,9 +165,9 @@ class Monitor:
     # ---- The loop's side
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """The fields of a line for each GPU (metrics.GPU_KEYS but `kind` and `time_unix`), over the time since the last ones.
+        """Return the fields of a line for each GPU (metrics.GPU_KEYS except `kind` and `time_unix`) since the last lines.
 
-        Nothing before `every_s` seconds have passed, and nothing on a GPU that has not answered: call it after every step.
+        Returns none before `every_s` seconds have passed, and none for a GPU that has not answered. Call it after every step.
         """
         if not self._cards or self._clock() - self._written < self._every_s:
             return []
@@ -211,7 +210,7 @@ class Monitor:
         }
 
     def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
-        """GB/s sent and received, from the counters at the end of the line before to those at the end of this one."""
+        """Return GB/s sent and received, from the counters at the end of the previous line to those at the end of this one."""
         read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
         if not read:
             return None, None
@@ -221,11 +220,11 @@ class Monitor:
         return sent, received
 
     def alerts(self) -> list[str]:
-        """Warnings by the lines that are new since the last call: each is told when it begins, and a word when it is over."""
+        """Return warnings from the lines since the last call: one when a condition begins, one when it ends."""
         return self._episodes.take()
 
 
 def gib(stats: Mapping[str, int], name: str) -> float | None:
-    """A figure of JAX's memory_stats; None where the device does not tell. jaxlib fills in -1 for what it does not know."""
+    """Return a figure of JAX's memory_stats in GiB; None if it is unknown. jaxlib reports -1 for unknown figures."""
     value = stats.get(name, -1)
     return value / 2**30 if value >= 0 else None

@@ -7,55 +7,55 @@ from typing import Any
 
 from jaxtrain.commands import spelled
 
-THROTTLED = 0.2  # of a line's samples: a dip of a second is not worth a word
-CLEAN = 6  # lines in a row without any, after which throttling is over: it comes and goes as a GPU warms and cools
+THROTTLED = 0.2  # of a line's samples: a dip of a second is not reported
+CLEAN = 6  # consecutive lines without any, after which throttling has ended: it comes and goes as a GPU warms and cools
 CAP_W = 1.0  # below the board's default limit; drivers round
-OUTSIDE_GIB = 1.0  # that memory outside the pool may grow: NCCL and cuDNN take theirs in the first steps
-SETTLED = 3  # lines of a GPU after which it has; the middle one of them is what it takes
+OUTSIDE_GIB = 1.0  # allowed growth of memory outside the pool: NCCL and cuDNN allocate theirs in the first steps
+SETTLED = 3  # lines of a GPU after which that has happened; their median is the usual amount
 
-# What to look at, by reason (card.THROTTLING).
+# The remedy by reason (card.THROTTLING).
 LOOK = {
     "hw_slowdown": "the hardware halves the clocks, or worse: look at temperature and power supply",
     "sync_boost": "another GPU of its sync boost group is slower: look at the others",
-    "sw_thermal": "it is near its highest temperature: look at the fans, the air inlet, and what stands beside it",
+    "sw_thermal": "it is near its highest temperature: look at the fans, the air inlet, and neighbouring nodes",
     "hw_thermal": "it is too hot and the hardware slows it down: look at the fans and the air inlet, or give the node back",
-    "hw_power_brake": "the chassis asks for less power: look at power supplies and the rack's budget",
-    "board_limit": "the board holds it back: tell the vendor",
-    "reliability": "voltage is at its limit: tell the vendor",
+    "hw_power_brake": "the chassis requests less power: look at power supplies and the rack's budget",
+    "board_limit": "the board limits it: report it to the vendor",
+    "reliability": "voltage is at its limit: report it to the vendor",
 }
 
 
 class Episodes:
-    """Conditions that begin and end. A word is said when one changes, not while it lasts."""
+    """Conditions that begin and end. A message is written when one changes, not while it lasts."""
 
     def __init__(self):
         self._open: set[str] = set()
         self.said: list[str] = []
 
     def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
-        """The condition `key` holds, or does not; None: nobody knows, and nothing changes."""
+        """Update the condition `key`: it holds, or does not. None: unknown, and nothing changes."""
         if wrong is None or wrong == (key in self._open):
             return
         self._open ^= {key}
         self.said.append(begun if wrong else over)
 
     def take(self) -> list[str]:
-        """What was said since the last call."""
+        """Return the messages since the last call."""
         said, self.said = self.said, []
         return said
 
 
 class GpuAlerts:
-    """Looks at the lines of kind "gpu" as they are made."""
+    """Checks lines of kind "gpu"."""
 
     def __init__(self, episodes: Episodes):
         self._episodes = episodes
-        self._ecc: dict[int, int] = {}  # GPU -> errors told of, or there at the start
+        self._ecc: dict[int, int] = {}  # GPU -> errors reported, or present at the start
         self._clean: collections.Counter[int] = collections.Counter()  # GPU -> lines in a row without throttling
         self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
     def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
-        """A line (metrics.GPU_KEYS); default_limit_w: the board's own power limit, None where it does not tell."""
+        """Check a line (metrics.GPU_KEYS). default_limit_w: the board's own power limit, None if unknown."""
         gpu = line["gpu"]
         self._throttling(gpu, line)
         self._power(gpu, line["power_limit_w"], default_limit_w)
@@ -80,7 +80,7 @@ class GpuAlerts:
             return
         begun = (
             f"GPU {gpu} is limited to {limit:.0f} W, {default:.0f} W by default: it will be slower under load. "
-            f"Somebody has set that; nvidia-smi -i {gpu} -pl {default:.0f} sets it back."
+            f"This was set by a user or tool; nvidia-smi -i {gpu} -pl {default:.0f} sets it back."
         )
         over = f"GPU {gpu} has its default power limit again, {default:.0f} W"
         self._episodes.see(f"power {gpu}", limit < default - CAP_W, begun, over)
@@ -88,7 +88,7 @@ class GpuAlerts:
     def _memory_errors(self, gpu: int, errors: int | None) -> None:
         if errors is None:
             return
-        known = self._ecc.setdefault(gpu, errors)  # those before this run are preflight's to tell
+        known = self._ecc.setdefault(gpu, errors)  # preflight reports those from before this run
         if errors > known:
             self._episodes.said.append(
                 f"GPU {gpu} has {errors - known} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
@@ -105,7 +105,7 @@ class GpuAlerts:
         if len(first) < SETTLED:
             first.append(outside)
             return
-        before = statistics.median(first)  # one line that a visitor spoilt is no measure
+        before = statistics.median(first)  # one disturbed line is no measure
         begun = (
             f"GPU {gpu}: memory outside JAX's pool has grown from {before:.1f} to {outside:.1f} GiB. Another process uses "
             f"the GPU (nvidia-smi -i {gpu} lists them), or NCCL or cuDNN take more than at the start. Theirs is what "
@@ -116,15 +116,15 @@ class GpuAlerts:
 
 
 class MfuAlert:
-    """Warns while the utilisation (MFU) of a run stays below a part of the lowest expected one.
+    """Warns while the MFU of a run stays below a fraction of the lowest expected one.
 
     longest_s: the longest step time that is expected (plan.expect.Expected.longest_s), None for no warnings; both MFUs count
-    the same FLOPs, so their quotient is that of the step times. part: log.mfu_alert, 0 for never. Single slow lines are no
-    matter: the middle one of the last LINES counts.
+    the same FLOPs, so their ratio is that of the step times. part: log.mfu_alert, 0 for never. The median of the last LINES
+    lines counts, so single slow lines are ignored.
     """
 
     LINES = 8
-    BACK = 1.02  # times the part that must be reached for an episode to be over
+    BACK = 1.02  # times the threshold that must be reached to end an episode
 
     def __init__(self, longest_s: float | None, part: float):
         self._longest, self._part = longest_s, part
@@ -132,7 +132,7 @@ class MfuAlert:
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
-        """A train line with its `step_time_s`. Returns what is worth saying: an episode begins, or is over."""
+        """Note a train line's `step_time_s`. Return a warning when the MFU becomes too low, or a message when it recovers."""
         if step_s is None or not self._part or not self._longest:
             return None
         self._steps.append(step_s)

@@ -1,13 +1,13 @@
-"""Readings of one GPU through NVML. No jax: NVML asks the driver and leaves the devices alone."""
+"""Readings of one GPU through NVML. Imports no jax: NVML asks the driver and does not use the devices."""
 
 import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
-# Why clocks are held below what was asked for, by NVML's bits (nvml.h, nvmlClocksEventReasons). Left out are those that say
-# nothing of trouble: an idle GPU (0x1), clocks as they were set (0x2, 0x100), and the power limit (0x4): a GPU at its limit is
-# what full load looks like, and power beside its limit shows it.
+# Reasons for reduced clocks, by NVML's bits (nvml.h, nvmlClocksEventReasons). Reasons that indicate no problem are left out: an
+# idle GPU (0x1), clocks as they were set (0x2, 0x100), and the power limit (0x4), which a GPU reaches under full load; the line
+# shows power and limit.
 THROTTLING = {
     0x8: "hw_slowdown",
     0x10: "sync_boost",
@@ -19,20 +19,20 @@ THROTTLING = {
 }
 ALL_LINKS = 0xFFFFFFFF  # the scope of an NVLink counter that is summed over all links of the GPU (nvml.h)
 # Member of NVML's union of values, by its type (nvmlValueType_t).
-MUTE = 3  # samples in a row in which a GPU answers nothing, after which it is taken for lost: one may be the driver's trouble
+MUTE = 3  # samples in a row without any answer, after which a GPU counts as lost: a single one may be a problem of the driver
 MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
 class Lost(RuntimeError):
-    """The driver has lost this GPU: it answers no more, and will not before a reset."""
+    """The driver has lost this GPU. It will not answer before a reset."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a GPU said, None where it does not tell."""
+    """The readings of a GPU, None for unknown ones."""
 
     at: float  # seconds, of the monitor's clock
-    utilization: float | None  # 0 to 1: part of the driver's last period in which a kernel ran
+    utilization: float | None  # 0 to 1: fraction of the driver's last period in which a kernel ran
     memory_used_gib: float | None  # of the whole card, other processes and the driver included
     power_w: float | None
     power_limit_w: float | None
@@ -45,18 +45,20 @@ class Sample:
 
 
 class Card:
-    """A GPU by its NVML handle. Raises nvml.NVMLError where it cannot even say which one it is."""
+    """A GPU by its NVML handle. Raises nvml.NVMLError for a GPU without a readable identity."""
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
-        self._refused: Exception | None = None  # the last question that was not answered
+        self._refused: Exception | None = None  # the last question without an answer
         self._mute = 0  # samples in a row without any answer
         self.index = int(nvml.nvmlDeviceGetIndex(handle))
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
 
     def sample(self, at: float) -> Sample | None:
-        """None where it answers nothing this time. Raises Lost where the driver says that the GPU has fallen off the bus or
-        needs a reset, or where it has answered nothing several times in a row."""
+        """Return a sample; None if the GPU answers no question this time.
+
+        Raises Lost if the driver reports that the GPU has fallen off the bus or needs a reset, or if it has not answered
+        several times in a row."""
         nvml = self._nvml
         found = Sample(
             at,
@@ -67,7 +69,7 @@ class Card:
             self._ask(nvml.nvmlDeviceGetTemperature, float, nvml.NVML_TEMPERATURE_GPU),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_SM),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_MEM),
-            # The older of its two names, which all drivers know.
+            # The older of two names, which all drivers support.
             self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, named),
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
             self._nvlink(),
@@ -81,7 +83,7 @@ class Card:
         return None
 
     def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
-        """The answer as `reading` makes it; None where this GPU, or this driver, does not know it."""
+        """Return the answer, converted by `reading`; None if this GPU or driver does not support the question."""
         try:
             return reading(question(self._handle, *args))
         except self._nvml.NVMLError as error:
@@ -101,17 +103,17 @@ class Card:
 
 
 def named(bits: int) -> tuple[str, ...]:
-    """NVML's reasons that are throttling, by name."""
+    """Return the names of NVML's reasons that are throttling."""
     return tuple(name for bit, name in THROTTLING.items() if bits & bit)
 
 
 def rate_gb_s(before: tuple[float, int], now: tuple[float, int]) -> float | None:
-    """GB/s between two readings (seconds, KiB) of a counter; None where it was set back, or no time has passed."""
+    """Return GB/s between two readings (seconds, KiB) of a counter; None if it was reset, or no time has passed."""
     seconds, kib = now[0] - before[0], now[1] - before[1]
     return kib * 1024 / 1e9 / seconds if seconds > 0 and kib >= 0 else None
 
 
 def mean(values: list[float | None]) -> float | None:
-    """Of those that are known; None where none is."""
+    """Return the mean of the known values; None if there is none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None

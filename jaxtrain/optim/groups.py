@@ -2,8 +2,8 @@
 
     PATTERN:SETTING=VALUE[,SETTING=VALUE...][;PATTERN:...]        embed.*:lr=0.1;*.scale:weight_decay=0
 
-A pattern is as in a shell (fnmatch) and must fit the whole name, which has no layer number: layers.attention.wq. A parameter
-belongs to the first group whose pattern fits.
+A pattern is as in a shell (fnmatch) and must match the whole name, which has no layer number: layers.attention.wq. A parameter
+belongs to the first group whose pattern matches.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ SETTINGS = ("lr", "weight_decay", "optimizer")
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What is different for the parameters of one group."""
+    """The settings of one parameter group."""
 
     pattern: str
     lr: float = 1.0  # factor of the schedule's learning rate
-    weight_decay: float | None = None  # None: optimizer.weight_decay on matrices, 0 elsewhere
-    optimizer: str = ""  # adamw | muon; "": by what the parameter is
+    weight_decay: float | None = None  # None: optimizer.weight_decay on matrices, 0 otherwise
+    optimizer: str = ""  # adamw | muon; "": by the kind of the parameter
 
 
 def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
-    """The groups, and all that is wrong with the text itself."""
+    """Return the groups, and all problems of the text itself."""
     groups: list[Group] = []
     problems: list[Problem] = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
@@ -49,7 +49,7 @@ def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
 
 
 def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | None:
-    """Adds one NAME=VALUE to `chosen`, or says what is wrong with it, and the remedy."""
+    """Add one NAME=VALUE to `chosen`. Return (problem, remedy), or None."""
     name, given, value = (part.strip() for part in setting.partition("="))
     if not (given and name and value):
         return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
@@ -73,29 +73,29 @@ def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | Non
 
 
 def group_of(groups: Sequence[Group], name: str) -> Group | None:
-    """The first group whose pattern fits."""
+    """Return the first group whose pattern matches."""
     return next((g for g in groups if fnmatch.fnmatchcase(name, g.pattern)), None)
 
 
 def moved(text: str) -> list[tuple[str, str]]:
-    """The patterns that move parameters between the two optimizers, which store different tensors."""
+    """Return the patterns that move parameters between the two optimizers, which store different tensors."""
     return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
 
 
 def problems(text: str, optimizer: str) -> list[Problem]:
-    """What is wrong with the groups of a config, whatever its model. optimizer: the value of optimizer.name."""
+    """Return the problems of a config's groups, for any model. optimizer: the value of optimizer.name."""
     groups, found = parse(text)
     if groups and optimizer not in METHODS:
-        rule = f"{optimizer} makes its own updates, and would not see them"
+        rule = f"{optimizer} makes its own updates, and would ignore them"
         return [*found, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
     if optimizer == "adamw" and any(g.optimizer == "muon" for g in groups):
         rule = "optimizer=muon in a group needs optimizer.name = muon"
-        found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for what is to stay."))
+        found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for the other parameters."))
     return found
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """What of the groups fits no parameter. matrices: names of a model's parameters, and whether Muon can take each."""
+    """Return the problems of groups that match no parameter. matrices: names of parameters -> whether Muon supports each."""
     groups, found = parse(text)[0], []
     names = list(matrices)
     for g in groups:
@@ -105,12 +105,12 @@ def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
             rule = f"{g.pattern!r} names a layer by number, and the layers of a stack are one parameter"
             found.append(Problem(KEY, text, rule, "Leave the number out, which means every layer."))
         elif not fit:
-            found.append(Problem(KEY, text, f"{g.pattern!r} fits no parameter", f"There are {', '.join(names)}."))
+            found.append(Problem(KEY, text, f"{g.pattern!r} matches no parameter", f"There are {', '.join(names)}."))
         elif not mine:
-            rule = f"all that {g.pattern!r} fits belongs to groups before it: {', '.join(fit)}"
+            rule = f"all parameters that {g.pattern!r} matches belong to earlier groups: {', '.join(fit)}"
             found.append(Problem(KEY, text, rule, "Put the narrower pattern first."))
         not_one = [name for name in mine if not matrices[name]]
         if g.optimizer == "muon" and not_one:
-            rule = f"{', '.join(not_one)} is no matrix, and Muon takes matrices only"
+            rule = f"{', '.join(not_one)} is no matrix, and Muon needs matrices"
             found.append(Problem(KEY, text, rule, "Name matrices, or leave optimizer out."))
     return found

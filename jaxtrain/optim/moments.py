@@ -1,35 +1,36 @@
 """Storage of Adam's moments: tensors in 8-bit blocks, the dimension of their blocks, and their bytes.
 
-The block is a fact of the tensor and never of the mesh: so a checkpoint means the same numbers on every layout. It lies along a
-dimension that data parallelism leaves whole.
+The blocks depend on the tensor and not on the mesh, so a checkpoint has the same values on every layout. They are cut along a
+dimension that data parallelism does not shard.
 """
 
 from collections.abc import Sequence
 
 INT8 = "int8"
-BLOCK = 256  # values that share a scale, at most; Dettmers et al. 2023 (bitsandbytes from 0.38 on) use as many
-SMALLEST_BLOCK = 16  # below, the scales would take as much as the codes
+BLOCK = 256  # values that share a scale, at most; as Dettmers et al. 2023 (bitsandbytes from 0.38 on)
+SMALLEST_BLOCK = 16  # below, the scales would be as large as the codes
 SMALL = 4096  # tensors of fewer elements stay in float32 (Dettmers et al. 2022, arXiv:2110.02861, section 3)
-# Axes along which no block lies. Tensors that have the first stay in float32: embeddings as in the paper (its "stable embedding
-# layer"), and the head, whose rows of rare tokens have gradients of their own size too. The others are what fsdp splits, into
-# parts as small as the mesh is large, and what counts matrices.
+# Axes without blocks. Tensors with the first one stay in float32: embeddings as in the paper (its "stable embedding layer"),
+# and the head, whose rows of rare tokens also have gradients of another size. The others are axes that fsdp shards, into shards
+# as small as the mesh is large, and axes that count matrices.
 WIDE, SPLIT = "vocab", ("embed", "expert_embed", "experts")
 
 
 def block(size: int) -> int:
-    """Values of a dimension of this size that share a scale: the largest power of two that divides it, at most BLOCK.
+    """Return the values that share a scale, for a dimension's size: the largest power of two that divides it, at most BLOCK.
 
-    0 where that is below SMALLEST_BLOCK.
+    Returns 0 if that is below SMALLEST_BLOCK.
     """
     most = min(size & -size, BLOCK)
     return most if most >= SMALLEST_BLOCK else 0
 
 
 def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
-    """The dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
+    """Return the dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
 
-    axes, shape: logical axes and sizes of the parameter, a first axis "layers" included. In blocks are matrices with SMALL
-    elements a layer or more and without a vocabulary axis. The last dimension that has a block, and is not of SPLIT, takes it.
+    axes, shape: logical axes and sizes of the parameter, a first axis "layers" included. Blocks are for matrices with SMALL
+    elements a layer or more and without a vocabulary axis. They are cut along the last dimension that has a block and is not in
+    SPLIT.
     """
     stacked = int(axes[0] == "layers")
     if len(axes) - stacked < 2 or WIDE in axes:

@@ -1,14 +1,13 @@
-"""Muon: momentum made orthogonal, matrix by matrix (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+"""Muon: orthogonalized momentum, matrix by matrix (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-The momentum of a matrix is U S V^T; the update is about U V^T, by five Newton-Schulz iterations, which are matrix products. It
-is scaled to a root mean square of 0.2, what AdamW's updates have (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that both
-share one learning rate and one weight decay.
+The momentum of a matrix is U S V^T; the update is about U V^T, by five Newton-Schulz iterations, which are matmuls. It is
+scaled to a root mean square of 0.2, as AdamW's updates (Liu et al. 2025, arXiv:2502.16982, section 2.2), so both share one
+learning rate and one weight decay.
 
-A matrix must be whole to be made orthogonal, and weights rest in parts. So devices trade parts for matrices: of a stack of
-layers that is split over n devices each gets every n-th part of the stack, whole, in one all-to-all; it makes its own matrices
-orthogonal, and another all-to-all sends the parts home. No device ever holds more numbers than before, and none does what
-another does. optax has a Muon too (optax.contrib.muon): it multiplies in float32, leaves to XLA where a matrix is, and keeps
-its coefficients in the state.
+Orthogonalization needs complete matrices, and weights are sharded. So an all-to-all over the n devices that shard a stack of
+layers exchanges shards for complete matrices: each device receives 1 / n of the layers. It orthogonalizes them, and another
+all-to-all returns the shards. No device needs more memory than before, and no work is repeated. optax has a Muon too
+(optax.contrib.muon): it multiplies in float32, leaves the sharding to XLA, and keeps its coefficients in the state.
 """
 
 import math
@@ -23,21 +22,21 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Axes, Placement
 
-# x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] comes to lie in [0.68, 1.16].
+# x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] is mapped into [0.68, 1.16].
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2
-AT_ONCE = 1 << 26  # elements that a device makes orthogonal at one time: enough to fill a GPU, however small the matrices
+AT_ONCE = 1 << 26  # elements that a device orthogonalizes at one time: enough to fill a GPU, even with small matrices
 WIDTH = "head_dim"
 
-Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, made orthogonal
+Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, orthogonalized
 
 
 def dims(axes: Axes) -> tuple[int, int]:
-    """(dimensions before a matrix, dimensions of its rows) by logical axes: the last two dimensions are rows and columns.
+    """Return (leading dimensions, row dimensions) of a weight by its logical axes: the last two are rows and columns.
 
     The heads of a projection are one dimension with their width: (layers, embed, heads, head_dim) is a stack of matrices
-    (embed, heads x head_dim). What stands before a matrix (layers, experts) counts matrices. (0, 0) where there is none.
+    (embed, heads x head_dim). Leading dimensions (layers, experts) count matrices. (0, 0): the weight has no matrix.
     """
     sizes: list[int] = []
     for i, axis in enumerate(axes):
@@ -51,9 +50,9 @@ def dims(axes: Axes) -> tuple[int, int]:
 
 
 def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
-    """Each matrix of a stack made about orthogonal: f32 or compute dtype in, compute dtype out. A matrix of zeros stays one.
+    """Return each matrix of a stack orthogonalized approximately: f32 or compute dtype in, compute dtype out. Zeros stay zeros.
 
-    Products take and give the compute dtype, and add up in float32: bfloat16 in a bf16 run, as published.
+    Matmuls have inputs and results in the compute dtype (bfloat16 in a bf16 run, as published), and sum in float32.
     """
     x = x_SMN.astype(jnp.float32)
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True))
@@ -75,9 +74,9 @@ def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
 
 
 def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
-    """The update that a parameter's momentum (f32, laid out as its axes say) becomes: f32, of root mean square about RMS.
+    """Return the function from a parameter's momentum (f32, sharded by its axes) to its update (f32, root mean square RMS).
 
-    placement: None where all arrays are whole on one device.
+    placement: None if all arrays are on one device.
     """
 
     def stacked(x: jax.Array, axes: Axes) -> jax.Array:
@@ -85,7 +84,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
         shape = x.shape
         matrix = (math.prod(shape[before : before + rows]), math.prod(shape[before + rows :]))
         x_SMN = x.reshape(-1, *matrix)
-        # A loop, since XLA would work on all parameters at once, and hold what five iterations make of each.
+        # A loop, since XLA would process all parameters at once, and keep the results of five iterations of each.
         most = max(1, AT_ONCE // math.prod(matrix))
         each = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= most)
         made = jax.lax.map(lambda some: newton_schulz(some, numerics), x_SMN.reshape(-1, each, *matrix))
@@ -106,7 +105,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
 
 
 def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
-    """`stacked`, of a stack of matrices whose devices each take some of it."""
+    """Apply `stacked` to a stack of matrices that devices share."""
     before = dims(axes)[0]
     of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
     of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}
@@ -119,14 +118,14 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
 
     def local(x: jax.Array) -> jax.Array:
         home = x.shape
-        # One dimension counts matrices, the others are the matrix's.
+        # One dimension counts matrices, the others are the dimensions of a matrix.
         x = x.reshape(-1, *home[before:])
         count = x.shape[0]
         x = padded(x, parts)
         for dim, names in of_matrix.items():
             x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - before + 1, tiled=True)
         mine = x.shape[0]
-        if replicas:  # they hold the same
+        if replicas:  # they have equal data
             x = padded(x, copies)
             each = x.shape[0] // copies
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replicas) * each, each)
@@ -138,26 +137,27 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
         return x[:count].reshape(home)
 
     spec = placement.spec(axes)
-    # The replication checker does not know that what is gathered from all replicas is the same on all.
+    # The replication checker cannot infer that a gather from all replicas is equal on all of them.
     return jax.shard_map(local, mesh=placement.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def scale_by_muon(
     rest: optax.GradientTransformation, momentum: float, hidden: Callable[[object], bool], made: Callable[..., jax.Array]
 ) -> optax.GradientTransformation:
-    """Nesterov momentum made orthogonal for `hidden` matrices, and `rest` (optax's Adam) for what is not.
+    """Return Nesterov momentum, orthogonalized, for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
 
     The state is Adam's, in float32, with the momentum of hidden matrices as their first moment, and no second one. Momentum is
-    the average beta m + (1 - beta) g, and the update comes of beta m + (1 - beta) g with the new m: a factor plays no part.
+    the average beta m + (1 - beta) g, and the update uses beta m + (1 - beta) g with the new m. A constant factor has no
+    effect.
 
-    hidden: of a path in the tree of parameters. made: (path, momentum) -> update.
+    hidden: whether a path in the tree of parameters is such a matrix. made: (path, momentum) -> update.
     """
 
     def others(tree: optax.Params) -> optax.Params:
         return jax.tree_util.tree_map_with_path(lambda path, x: optax.MaskedNode() if hidden(path) else x, tree)
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        # Of two trees and not of one with a choice in it: optax also calls this with a thing that stands for all parameters.
+        # Two trees, and not one with a choice in it: optax also calls this with a placeholder for all parameters.
         return optax.ScaleByAdamState(rest.init(params).count, rest.init(params).mu, rest.init(others(params)).nu)  # pyright: ignore
 
     def update(grads: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None):

@@ -1,7 +1,7 @@
 """The optimizers and their schedule, on optax.
 
 An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies it by -lr(step). So the
-learning rate has no state of its own: it follows from the step, and a resumed or restarted run cannot lose it.
+learning rate has no state: it is a function of the step, also in a resumed run.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from jaxtrain.sharding import Axes, Placement
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step being taken, from 0.
+    """Return the learning rate as a function of the step, from 0.
 
-    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr, which the last of them takes. The step after that
-    begins the decay. `cosine` and `linear` take decay_steps steps (0: all that are left) to lr_min; `wsd` stays at lr until
-    the last decay_steps, which go linearly to lr_min (Hu et al. 2024, arXiv:2404.06395); `constant` stays. So one step takes
-    the peak where a decay follows at once, and the last step of a decay takes lr_min. Without warm-up step 0 takes lr.
+    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last of them. The next step begins the decay.
+    `cosine` and `linear` decay over decay_steps steps (0: all that are left) to lr_min. `wsd` stays at lr until the last
+    decay_steps, which decay linearly to lr_min (Hu et al. 2024, arXiv:2404.06395). `constant` stays. So one step has the peak
+    if a decay follows at once, and the last step of a decay has lr_min. Without warm-up step 0 has lr.
     """
     o = optimizer
-    first = max(1, o.warmup_steps)  # steps up to the peak: the first one takes lr / warmup_steps, since 0 would change nothing
+    first = max(1, o.warmup_steps)  # steps up to the peak: the first one has lr / warmup_steps, since 0 would change nothing
     after, decay = max(1, steps - first), o.decay(steps)
     line = optax.linear_schedule(o.lr, o.lr_min, decay)
 
@@ -55,7 +55,7 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
 
 
 def decayed(axes: Any) -> Any:
-    """Which parameters weight decay applies to, decided by what they are: matrices, not norms and not biases.
+    """Return which parameters weight decay applies to: matrices, not norms and biases.
 
     `axes` is a tree of logical axes; the stacked layer axis does not count as a dimension, nor do the heads of a bias.
     """
@@ -68,7 +68,7 @@ def decayed(axes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is done with one parameter: facts of its name, its axes and the config."""
+    """The optimizer's settings for one parameter: from its name, its axes and the config."""
 
     muon: bool  # by Muon, not by AdamW
     lr: float  # factor of the schedule's learning rate
@@ -76,9 +76,9 @@ class Choice:
 
 
 def choices(optimizer: config.Optimizer, axes: Any) -> Any:
-    """A tree of `Choice`, by what parameters are and the groups that their names belong to. `axes`: their logical axes.
+    """Return a tree of `Choice`, by the parameters' axes and the groups that match their names. `axes`: their logical axes.
 
-    With Muon are the matrices of a stack of layers, wherever weight decay applies; a router or a head need a group.
+    Muon is for the matrices of a stack of layers to which weight decay applies; a router or a head needs a group.
     """
     found = groups.parse(optimizer.groups)[0]
 
@@ -96,7 +96,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
 
 
 def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
-    """Raises ConfigError for groups that fit no parameter of a model, or no matrix where they ask for Muon."""
+    """Raise ConfigError for groups that match no parameter of a model, or no matrix if they ask for Muon."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
     found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
@@ -114,21 +114,21 @@ def _at(tree: Any, path: Any) -> Any:
 
 
 def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
-    """optax's Adam with each moment stored in a type of its own."""
+    """Return optax's Adam with each moment stored in its own dtype."""
     return stored(m, v, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
 
 
 def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`adam`, or what has a state like it, with each moment stored in a type of its own: f32, bf16, or int8 for 8-bit blocks
-    (jaxtrain/optim/quantized.py).
+    """Return `adam`, or a transformation with a state like it, with each moment stored in its own dtype.
 
-    The update itself is computed in float32, from the new moments before they are rounded. `axes`: logical axes of the
-    parameters, which decide what goes into blocks; with int8, the rest is stored in float32.
+    The dtypes are f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py). The update itself is computed in float32,
+    from the new moments before they are rounded. `axes`: logical axes of the parameters, which decide which tensors are stored
+    in blocks; with int8, the others are stored in float32.
     """
     kinds = {"mu": m, "nu": v}
 
     def along(path: Any, x: jax.Array) -> int | None:
-        """The dimension that has blocks."""
+        """Return the dimension that has blocks."""
         return block_axis(_at(axes, path), x.shape)
 
     def scales(name: str, moment: Any) -> Any:
@@ -163,8 +163,8 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu_scales = nu_scales = None
         if INT8 in (m, v):
-            # A block's scale must be known before its codes. XLA would keep the new moments for that in float32, four times the
-            # gradients; so they are computed twice, and behind the barrier it does not see that they are the same.
+            # A block's scale must be known before its codes. For that XLA would keep the new moments in float32, four times the
+            # gradients. So they are computed twice, with a barrier that hides from XLA that they are equal.
             s: Any = exact(updates, state, params)[1]
             mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
             updates, state = jax.lax.optimization_barrier((updates, state))
@@ -175,7 +175,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 
 
 def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """What comes after a direction, for each parameter by its `Choice`: decoupled weight decay, then the factor of its rate."""
+    """Return the transformations after a direction, by each parameter's `Choice`: weight decay, then its rate factor."""
     chosen = choices(optimizer, axes)
 
     def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformati
 
 
 def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), decay on matrices only."""
+    """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with decay on matrices only."""
     o = optimizer
     return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps), scaled(o, axes))
 
@@ -198,7 +198,7 @@ def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> opta
 def muon(
     optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
 ) -> optax.GradientTransformation:
-    """Muon (jaxtrain/optim/muon.py) for the matrices of layers, AdamW for the rest."""
+    """Return Muon (jaxtrain/optim/muon.py) for the matrices of layers, and AdamW for other parameters."""
     o, chosen, made = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
     both = scale_by_muon(
         optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps),
@@ -219,9 +219,9 @@ def make_optimizer(
     placement: Placement | None = None,
     numerics: Numerics = FLOAT32,
 ) -> optax.GradientTransformation:
-    """By name, or a user's own as `package.module:name`, called with (optimizer, dtypes, axes).
+    """Return the optimizer by name, or a user's own as `package.module:name`, called with (optimizer, dtypes, axes).
 
-    placement: where parameters lie, for an optimizer that needs some of them whole; None: on one device.
+    placement: of the parameters, for an optimizer that needs complete matrices; None: on one device.
     """
     if optimizer.name == "adamw":
         return adamw(optimizer, dtypes, axes)

@@ -1,8 +1,8 @@
 """Arrays in 8 bits: block-wise dynamic quantization after Dettmers et al. 2022 (arXiv:2110.02861), for Adam's moments.
 
-A block of values shares one float32 scale, its largest magnitude. What is left lies in [-1, 1] and becomes the nearest of 256
-values that are spread over seven decades, evenly within each: a byte's leading zeros are the decade, the bits after its first 1
-a linear fraction. The unsigned map spends the sign on one more bit of the fraction.
+A block of values shares one float32 scale, its largest magnitude. The scaled values in [-1, 1] are rounded to the nearest of
+256 values that are spread over seven decades, evenly within each: a byte's leading zeros are the decade, the bits after its
+first 1 a linear fraction. The unsigned map uses the sign bit as one more bit of the fraction.
 
 Codes are indices into the map in ascending order, as bitsandbytes stores them. They are computed by comparisons and one
 multiplication, not by a search, and read by a look-up: XLA fuses both with the update around them.
@@ -24,25 +24,25 @@ ZERO = 127  # code of 0 in the signed map; in the unsigned map it is 0
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """An array in 8-bit blocks. Both parts are split over devices like the array."""
+    """An array in 8-bit blocks. Codes and scales are sharded like the array."""
 
     codes: Any  # uint8, in the array's shape
-    scales: Any  # float32, in the array's shape but for one dimension, which counts blocks
+    scales: Any  # float32, in the array's shape except for one dimension, which counts blocks
 
 
 jax.tree_util.register_dataclass(Blocks, ["codes", "scales"], [])
 
 
 def is_blocks(x: object) -> bool:
-    """For `is_leaf`."""
+    """Return whether x is an array in blocks, for `is_leaf`."""
     return isinstance(x, Blocks)
 
 
 def code_map(signed: bool) -> np.ndarray:
-    """The 256 values that codes stand for, f64 (256,), ascending: the paper's definition written out.
+    """Return the 256 values of the codes, f64 (256,), ascending: the paper's definition.
 
     Decade e (0 is the largest) holds the middles of equal parts of [0.1, 1] x 10^-e: 2^(6 - e) of them on each side of 0, or
-    twice as many on the one side. 0 and 1 are values of their own; -1 is not.
+    twice as many on the one side. 0 and 1 are values too; -1 is not.
     """
     top = DECADES - 1 if signed else DECADES
     positive = [
@@ -56,26 +56,27 @@ def code_map(signed: bool) -> np.ndarray:
 
 
 def _decades(signed: bool) -> list[tuple[int, float]]:
-    """(values, power of ten) of each decade, the smallest first. The k-th value from 0 up is in the decade with
-    `values` <= k < 2 x values, counted from 1 where signed and from 2 where not."""
+    """Return (values, power of ten) of each decade, the smallest first.
+
+    The k-th value from 0 up is in the decade with `values` <= k < 2 x values, counted from 1 if signed and from 2 otherwise."""
     first = 1 if signed else 2
     return [(first << d, 10.0 ** (d + 1 - DECADES)) for d in range(DECADES)]
 
 
 def _nearest(x: jax.Array, signed: bool) -> jax.Array:
-    """Code of the nearest value of the map, int32, for x in [-1, 1]."""
+    """Return the code of the nearest value of the map, int32, for x in [-1, 1]."""
     a = jnp.abs(x)
     values = code_map(signed)
     positive = values[ZERO + 1 :] if signed else values[1:]
     slope, first = jnp.zeros_like(a), jnp.zeros_like(a)
     below, at = 0.0, 0
     for count, power in _decades(signed):
-        over = a >= np.float32((below + positive[at]) / 2)  # nearer to this decade's first value than to what is below
+        over = a >= np.float32((below + positive[at]) / 2)  # nearer to this decade's first value than to the value below
         slope, first = jnp.where(over, np.float32(count / (0.9 * power)), slope), jnp.where(over, np.float32(count), first)
         at += count
         below = positive[at - 1]
-    # Parts of a decade are equal: k = count + floor((a / power - 0.1) / 0.9 x count). Up to the middle between two decades, a
-    # value above all parts belongs to the last one.
+    # Parts of a decade are equal: k = count + floor((a / power - 0.1) / 0.9 x count). A value above all parts, up to the middle
+    # between two decades, belongs to the last one.
     k = jnp.minimum(jnp.floor(a * slope + first * np.float32(8 / 9)), jnp.maximum(2 * first - 1, 0)).astype(jnp.int32)
     if signed:
         one = x >= np.float32((1 + below) / 2)
@@ -84,30 +85,30 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def _value(code: jax.Array, signed: bool) -> jax.Array:
-    """The map's value of a code, float32.
+    """Return the map's value of a code, float32.
 
-    Looked up: where reading a moment takes as much arithmetic as making a code, XLA rather keeps what it read in float32.
+    It is looked up: if decoding takes as much arithmetic as encoding, XLA prefers to keep the decoded moments in float32.
     """
     return jnp.asarray(code_map(signed).astype(np.float32)).at[code].get(mode="promise_in_bounds")
 
 
 def _split(x: jax.Array, axis: int) -> jax.Array:
-    """(..., blocks, values of a block, ...): the dimension cut in two."""
+    """Return (..., blocks, values of a block, ...): the dimension cut in two."""
     size = block(x.shape[axis])
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
 def scales_of(x: jax.Array, axis: int) -> jax.Array:
-    """The largest magnitude of each block along one dimension."""
+    """Return the largest magnitude of each block along one dimension."""
     return jnp.max(jnp.abs(_split(x, axis)), axis=axis + 1)
 
 
 def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
-    """An f32 array in blocks along one dimension, by its `scales_of`. Rounds to nearest, as published.
+    """Return an f32 array in blocks along one dimension, by its `scales_of`. Rounds to nearest, as published.
 
-    Unsigned is for second moments, and there only 0 becomes 0: what lies nearer to 0 than to the smallest value, 3.3e-7 of the
-    block's largest, is rounded up to that. An element whose second moment is lost while its first is not would be moved by
-    m / eps as soon as its gradient vanishes. A number that is not finite makes its whole block not a number.
+    Unsigned is for second moments. There only 0 becomes 0: a value nearer to 0 than to the smallest value, 3.3e-7 of the
+    block's largest, is rounded up to that. If a second moment became 0 and the first did not, the update would be m / eps as
+    soon as the gradient vanishes. A number that is not finite makes its whole block NaN.
     """
     split, largest = _split(x, axis), jnp.expand_dims(scales, axis + 1)
     codes = _nearest(split / jnp.where(largest == 0, 1, largest), signed)
@@ -117,12 +118,12 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
 
 
 def axis_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
-    """The dimension that has blocks, by the shapes of both parts."""
+    """Return the dimension that has blocks, by the shapes of codes and scales."""
     return next(d for d, (n, parts) in enumerate(zip(codes, scales, strict=True)) if n != parts)
 
 
 def decode(b: Blocks, signed: bool) -> jax.Array:
-    """The array, f32."""
+    """Return the array, f32."""
     axis = axis_of(b.codes.shape, b.scales.shape)
     values = _value(_split(b.codes, axis), signed) * jnp.expand_dims(b.scales, axis + 1)
     return values.reshape(b.codes.shape)

@@ -1,11 +1,12 @@
 """Stochastic rounding of updated master weights to bfloat16.
 
-Rounded to nearest, a weight loses every update below 2**-9 of it, at small learning rates all of them. Rounded up with the
-probability of what would be cut off, it keeps them on average (Gupta et al. 2015, arXiv:1502.02551, section 3).
+Rounded to nearest, a weight loses every update below 2**-9 of it, at small learning rates all of them. Stochastic rounding
+keeps them on average: it rounds up with a probability equal to the truncated fraction (Gupta et al. 2015, arXiv:1502.02551,
+section 3).
 
 The random bits of an element are a function of the run's seed, the step, the parameter's name, the layer's number, and the
-element's place in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So they are the same
-on every mesh, on every arrangement of stages, and in a resumed run.
+element's index in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So they are the same on
+every mesh, on every arrangement of stages, and in a resumed run.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ BFLOAT16 = jnp.dtype("bfloat16")
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Rounds x, f32, to one of its two neighbours in bfloat16; to the farther one for as many of all `bits` as it is near.
+    """Round x, f32, to one of its two neighbours in bfloat16, up with a probability equal to the truncated fraction.
 
-    bits: uint16, of x's shape, uniform. What is not finite stays as it is.
+    bits: uint16, of x's shape, uniform. Values that are not finite are unchanged.
     """
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((raw >> 16).astype(jnp.uint16), BFLOAT16)
@@ -33,15 +34,15 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Which random bits round which weight; static."""
+    """The random bits of stochastic rounding; static."""
 
     seed: int
-    layers: tuple[int | None, ...] | None = None  # for each place of a stack the layer there, None where it is empty
+    layers: tuple[int | None, ...] | None = None  # for each slot of a stack its layer, None for an empty slot
 
     def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
-        """Returns the updated weights `exact`, f32, in the types of `params`.
+        """Return the updated weights `exact`, f32, in the dtypes of `params`.
 
-        step: int32 (), the step being taken. layer: int32 (), of stacks that have come layer by layer; None: they are whole.
+        step: int32 (), the step being taken. layer: int32 (), if stacks are updated layer by layer; None: whole stacks.
         """
 
         def one(path: Any, x: jax.Array, p: jax.Array) -> jax.Array:

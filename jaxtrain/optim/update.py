@@ -2,7 +2,7 @@
 
 Layer by layer, a loop copies one layer's moments to the device, updates them and the layer's weights, and copies the moments
 back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors; the device holds the moments of
-one layer at a time. Parameters outside of the stack are copied whole.
+one layer at a time. Moments of other parameters are copied at once.
 
 The update starts after the whole backward pass, because gradients are clipped by the norm of all of them.
 """
@@ -22,14 +22,14 @@ from jaxtrain.optim.rounding import Rounding
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Placement
 
-# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), where False changes
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), False changes
 # nothing, step: int32 ()) -> (parameters, optimizer state)
 Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[Params, Any]]
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
-    """Return an `Update` of all parameters on the device. `layer`: the number of the layer, if called for one at a time."""
+    """Return an `Update` of all parameters on the device. `layer`: the number of the layer, in an update layer by layer."""
 
     def update(
         grads: Params,
@@ -62,9 +62,9 @@ def streamed(
     numerics: Numerics,
     rounding: Rounding,
 ) -> Update:
-    """The same update, of an optimizer that treats every layer by itself, with its state in host memory.
+    """Return an `Update` that runs layer by layer, with the optimizer's state in host memory.
 
-    axes: logical axes of the parameters, a dict of which STACK holds what is stacked by layers.
+    axes: logical axes of the parameters, a dict; STACK has the parameters that are stacked by layers.
     """
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
@@ -74,7 +74,7 @@ def streamed(
     )
 
     def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-        """The state with `change` made to the dicts of moments in it, which have the parameters' names."""
+        """Return the state with `change` applied to its dicts of moments, which have the parameters' names."""
         names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
         is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
         return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)
@@ -94,7 +94,7 @@ def streamed(
         def of(tree: Params, names: Any) -> Params:
             return {name: tree[name] for name in names}
 
-        # Behind a barrier, or XLA's kernels would read host memory themselves, and wait for it.
+        # After a barrier, otherwise XLA's kernels would read host memory themselves, and wait for it.
         rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
         new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken, step)
         rest = moments(lambda m: moved(m, HOST), rest)
@@ -110,7 +110,7 @@ def streamed(
 
             one = moments(lambda m: moved(layer_of(m), DEVICE), stacked)
             new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken, step, i)
-            # The count of steps stays as it was: each layer is at the same step.
+            # The count of steps is unchanged: each layer is at the same step.
             return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
 
         stacked = moments(lambda m: moved(of(m, layer_axes), HOST), state)

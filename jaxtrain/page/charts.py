@@ -5,7 +5,7 @@ that choose among these views by CSS alone, for all charts of a page. page.js ad
 percentages, so the browser stretches a drawing and keeps the size of its letters. Each colour is CSS.
 
 A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
-The page holds the thinned curves with every digit, as JSON beside each chart.
+The page holds the thinned curves with every digit, as JSON next to each chart.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """An axis from `low` to `high`. Calling it returns the place of a value as a fraction of the axis."""
+    """An axis from `low` to `high`. Calling it returns the position of a value as a fraction of the axis."""
 
     low: float
     high: float
@@ -196,7 +196,7 @@ def thin(c: Curve, columns: int) -> Curve:
 
 
 def describe(chart: LineChart, axis: str) -> str:
-    """Return a chart in words, for screen readers."""
+    """Return the description of a chart for screen readers."""
     parts = []
     for c in chart.curves:
         if known := [v for v in c.y if is_number(v)]:

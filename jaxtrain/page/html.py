@@ -13,7 +13,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def document(title: str, description: str, body: Sequence[str]) -> str:
-    """Return a whole page. `title` and `description` are text, `body` is markup."""
+    """Return a page. `title` and `description` are text, `body` is markup."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}'
         f'</title>\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="description" '

@@ -1,7 +1,7 @@
-"""The texts of a report's numbers.
+"""Formatted numbers of a report.
 
-Memory is in GiB, as allocators count; bytes on the wire are in GB (1e9 bytes), as links and the literature count. A column has
-the decimals that its largest entry deserves: a plan is good to a few percent, not to five digits.
+Memory is in GiB, as allocators count; bytes on the wire are in GB (1e9 bytes), as links and the literature count. The decimals
+of a column follow from its largest entry: a plan is accurate to a few percent, not to five digits.
 """
 
 import math
@@ -11,7 +11,7 @@ GB_PER_GIB = 2**30 / 1e9
 
 
 def decimals(values: Iterable[float]) -> int:
-    """Return the decimals that a column with these values deserves."""
+    """Return the number of decimals for a column with these values."""
     largest = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
     return 0 if largest >= 1000 else 1 if largest >= 10 else 2
 

@@ -1,6 +1,6 @@
 """Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page.
 
-A report builds its sections once. The terminal shows the first rows of a long table and sums the rest. The page shows more
+A report builds its sections once. The terminal shows the first rows of a long table and sums the others. The page shows more
 rows, swatches, scopes and drawings.
 """
 
@@ -22,7 +22,7 @@ BAR = 28  # characters of a bar on a terminal
 FOLDED = 60  # characters of a path that the page shows before it is opened
 FOLDED_TEXT = 16  # characters of a text column on a terminal, at least, if it is folded
 SOURCE = 28  # characters of a file:line on a terminal
-# Notebooks align all cells to the right, and have no style sheet of ours.
+# Notebooks align all cells to the right, and do not have the page's style sheet.
 NOTEBOOK_STYLE = ".wide :is(th, td, caption) {text-align: left} .wide .number {text-align: right}"
 
 
@@ -54,11 +54,11 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """A table, which a notebook shows too. The first column names its rows.
+    """A table, for terminals, pages and notebooks. The first column names its rows.
 
     Attributes:
         title: its caption.
-        rows: rows on a terminal; the rest is summed in one more row.
+        rows: rows on a terminal; one more row sums up the others.
         page_rows: the same on the page; None: all.
         style: CSS class: "sortable" or "small".
     """
@@ -128,7 +128,7 @@ def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column
 
 
 def labels(heading: str, values: Sequence[int]) -> Column:
-    """Return a column of numbers whose sum means nothing, such as group sizes."""
+    """Return a column of numbers without a sum, such as group sizes."""
     return Column(heading, [f"{n:,}" for n in values], values)
 
 
@@ -171,7 +171,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def say(console: Console, line: str, style: str = "") -> None:
-    """Print one line of plain text: brackets are no markup."""
+    """Print one line of plain text, in which brackets are no markup."""
     console.print(Text(line, style=style))
 
 
@@ -322,7 +322,7 @@ def _tag(tag: str, c: Column, markup: str, value: float | None = None) -> str:
 
 def _html_cell(c: Column, i: int) -> str:
     text = c.cells[i]
-    if c.kind == "bar":  # the number stands beside it, so screen readers skip the bar
+    if c.kind == "bar":  # the number is next to it, so screen readers skip the bar
         width = f"{100 * float(text):.2f}%"
         return f'<svg class="bar" aria-hidden="true"><rect width="{width}" height="100%" style="fill:var(--c1)"/></svg>'
     if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO

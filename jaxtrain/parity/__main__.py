@@ -1,4 +1,4 @@
-"""The command line of parity: do all layouts take the same steps? `python -m jaxtrain.parity --config=FILE --meshes=...`."""
+"""Check that all layouts take the same steps: `python -m jaxtrain.parity --config=FILE --meshes=...`."""
 
 import contextlib
 import dataclasses
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layouts, wrong = named.parse(meshes_of(parsed))
         runs, left_out, problems = load_runs(parsed, layouts)
         found[:] = [runs, left_out]
-        known = {str(p) for p in parsed.problems}  # those of the config, which each layout has too
+        known = {str(p) for p in parsed.problems}  # problems of the config, which each layout has too
         return [*find_problems(parsed), *wrong, *(p for p in problems if str(p) not in known)]
 
     def act(parsed: Parsed) -> int:
@@ -107,7 +107,7 @@ def meshes_of(parsed: Parsed) -> str:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems that neither one option nor one layout shows."""
+    """Return the problems of combinations of options and layouts."""
     layouts, wrong = named.parse(meshes_of(parsed))
     if "meshes" in parsed.given and not wrong and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
@@ -160,7 +160,7 @@ def start_devices(runs: Runs) -> None:
 
 
 def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Train on every layout and compare. JAX was started."""
+    """Train on every layout and compare. JAX must be started."""
     from jaxtrain.parity import report
 
     rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)
@@ -181,7 +181,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
 
     Returns:
       The rows of the report; the first layout compared with its own steps in float32, None in float32; the precision; and
-      why the first layout could not be run, "" if it could.
+      the reason why the first layout could not run, or "".
     """
     import jax
 
@@ -194,7 +194,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     total, done = len(runs) + (not in_float32), 0
 
     def attempt(name: str, layout: Layout, run: RunConfig) -> tuple[Any, str, float]:
-        """Return the steps of a layout, why there are none, and seconds."""
+        """Return the steps of a layout, the reason if there are none, and seconds."""
         nonlocal done
         done += 1
         began = time.perf_counter()
@@ -225,13 +225,13 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
             continue
         allowed = compare.bounds(base, exact, layout.devices * run.train.grad_accum, tokens)
         comparison = compare.compare(trained, base, allowed)
-        curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the rest is large
+        curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the other fields are large
         rows.append(report.Row(layout, curves, comparison, allowed, seconds=seconds))
     return rows, yardstick, types, ""
 
 
 def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Run the checks of known_issues.py; print figure, bound and verdict of each. JAX was started."""
+    """Run the checks of known_issues.py; print figure, bound and verdict of each. JAX must be started."""
     from jaxtrain.parity import known_issues, report
 
     def print_line(text: str, style: str = "") -> None:

@@ -1,27 +1,27 @@
 """Compare the steps of two runs, with bounds that follow from rounding.
 
-Compared are the loss and the gradient norm of every step, the gradient of every tensor at the first step (Adam's first moment
-after it is 1 - beta1 of the gradient, whatever the layout; Muon's momentum likewise), and how far every weight moved. The
-initial weights must be equal bit for bit. A tensor's gradient is off by |got - reference| / |reference| in the 2-norm. Where
-the reference is mostly cancellation, as for the bias of keys, which does not change softmax, the denominator is the tensor's
-share of the norm of the whole gradient.
+The comparison covers the loss and the gradient norm of every step, the gradient of every tensor at the first step, and the
+total change of every weight. (After the first step Adam's first moment, like Muon's momentum, is 1 - beta1 times the gradient
+on every layout.) The initial weights must be equal bit for bit. The error of a tensor's gradient is |got - reference| /
+|reference| in the 2-norm. If the reference is mostly cancellation, as for the bias of keys, which does not change softmax, the
+denominator is the tensor's share of the global gradient norm.
 
-float32: 1e-5 for all but the weights, which is 168 roundings of u = 2^-24 in a row, or 28,000 at random.
+float32: the bound is 1e-5 for everything except the weights: 168 roundings of u = 2^-24 of one sign, or 28,000 of random signs.
 
-bfloat16 and FP8: a run may be as far from the reference as rounding can bring it, and how far that is is measured: the
-reference's steps are taken again in float32, and their distance is d. A sum that one device rounds once is rounded on each of n
-devices and in each of log2(n) additions, 1 + log2(n) times, and independent errors add like the root of their number: so the
-run is at most sqrt(1 + log2 n) d from float32, and at most sqrt(2 + log2 n) d from the reference, which is d from it on the
-other side. (n counts microbatches too.) No tensor's d is taken smaller than that of the whole gradient, which chance cannot
-make small. For the norm d is that of the whole gradient: |a| - |b| is at most |a - b|. For the loss, a mean over the N tokens
-of the batch, it is that over sqrt(N), or what the reference's own loss is off by where that is more.
+bfloat16 and FP8: the bound is the measured effect of rounding. The reference's steps are repeated in float32, and d is the
+distance between the two. A sum that one device rounds once is rounded 1 + log2(n) times on n devices: on each device and in
+each of log2(n) additions. Independent errors add like the root of their number. So the run is at most sqrt(1 + log2 n) d from
+float32, and at most sqrt(2 + log2 n) d from the reference, whose own error is d. (n counts microbatches too.) A tensor's d is
+at least that of the whole gradient, which is not small by chance. For the gradient norm d is that of the whole gradient: |a| -
+|b| is at most |a - b|. For the loss, a mean over the N tokens of the batch, d is that over sqrt(N), or the error of the
+reference's own loss if that is larger.
 
-Weights: Adam divides by the root of the second moment, so where a gradient is nearly zero, rounding picks the sign of a whole
-step. Weights whose first gradient is not twice above the bound (the root of its mean square, times that) are left out; of the
-others, one at x times the root mean square is off by e / x for an error e of the gradient, and together they are off by about
-sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the distance that the tensor moved; in bfloat16 it is measured.
-A measured distance is one draw: the norm of m independent errors has a relative standard deviation of 1 / sqrt(2 m), and the
-ratio of two such norms one of 1 / sqrt(m). So the bound of a tensor of m weights is 1 + 3 / sqrt(m) times that: 1.4 for the
+Weights: Adam divides by the root of the second moment, so rounding decides the sign of a whole step if a gradient is nearly
+zero. Weights whose first gradient is not twice above the bound (times its root mean square) are left out. For an error e of the
+gradient, a weight with a gradient of x times the root mean square has an error of e / x, and all together have about sqrt(e).
+In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change; in bfloat16 it is measured.
+A measured distance is one sample: the norm of m independent errors has a relative standard deviation of 1 / sqrt(2 m), and the
+ratio of two such norms one of 1 / sqrt(m). So the bound of a tensor of m weights is multiplied by 1 + 3 / sqrt(m): 1.4 for the
 64 weights of a small norm, 1.001 for a matrix of 4096 x 4096.
 """
 
@@ -41,7 +41,7 @@ from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.state import create_state, to_host
 
-EXACT = 1e-5  # of everything but the weights, in float32
+EXACT = 1e-5  # of everything except the weights, in float32
 MOVED = 1e-3  # of the weights
 PARAMS, MOMENT = "params.", "optimizer.mu."
 
@@ -80,7 +80,7 @@ class Measure:
 
     @property
     def ok(self) -> bool:
-        """Return False for a value that is not finite, too."""
+        """Return whether the value is finite and within its bound."""
         return self.value <= self.bound
 
 
@@ -136,12 +136,12 @@ def compile_step(
     """Compile the train step of a run on these devices as training compiles it.
 
     Args:
-      say: prints a line about what `remat.policy=auto` chooses.
+      say: prints a line about the choice of `remat.policy=auto`.
 
     Returns:
       The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
 
-    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError where memory does not suffice.
+    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError if memory does not suffice.
     """
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
@@ -150,7 +150,7 @@ def compile_step(
 
 
 def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
-    """Take the first steps of a run on these devices. Raises what `compile_step` raises."""
+    """Take the first steps of a run on these devices. Raises as `compile_step`."""
     rows = open_rows(run)
     run, program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
@@ -169,8 +169,8 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
     """Return the tolerated differences of a run from `reference`.
 
     Args:
-      exact: the reference's steps in float32; None where the reference and the run are in float32 themselves.
-      parts: devices x microbatches of the run, over which its sums are split.
+      exact: the reference's steps in float32; None if the reference and the run are in float32.
+      parts: devices x microbatches of the run, which share its sums.
       tokens: of a batch.
     """
     names = reference.gradients
@@ -211,7 +211,7 @@ def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
 
 
 def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> Measure:
-    """Return the value that is largest against its bound. One that is not finite is larger than all."""
+    """Return the value that is largest against its bound. A value that is not finite counts as the largest."""
     bound = allowed if isinstance(allowed, Mapping) else dict.fromkeys(values, allowed)
 
     def against(name: str) -> tuple[bool, float]:
@@ -228,16 +228,16 @@ def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
 
 
 def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
-    """Return the error of each tensor's first gradient, relative to its norm or, if more, to its share of the whole norm."""
+    """Return the error of each tensor's first gradient, relative to its norm or, if more, to its share of the global norm."""
     lengths = _lengths(reference.gradients)
     return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
 
 
 def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
-    """Return the error of each tensor's weights, relative to the distance they moved. `resolved`: the bounds of its gradient.
+    """Return the error of each tensor's weights, relative to their change. `resolved`: the bounds of its gradient.
 
-    Weights whose first gradient is not twice above that, and not exactly zero in both runs, are left out; and tensors that have
-    none: frozen ones, and the biases of routers, which go a whole step up or down by the sign of a small difference.
+    Weights whose first gradient is not twice above that, and not exactly zero in both runs, are left out. So are tensors
+    without gradients: frozen ones, and the biases of routers, for which the sign of a small difference decides a whole step.
     """
     found, lengths = {}, _lengths(reference.gradients)
     for name, g in reference.gradients.items():
@@ -259,6 +259,6 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
-    """Return for each tensor its norm, or the share of the whole norm that its size has if that is more."""
+    """Return for each tensor its norm, or the share of the global norm by its size if that is larger."""
     whole, size = _norm(gradients), sum(a.size for a in gradients.values())
     return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

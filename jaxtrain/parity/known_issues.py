@@ -1,9 +1,9 @@
 """Three checks for bugs that were reported against trainers, each by real train steps in float32: `parity --known-issues`.
 
 documents    attention crosses packed documents. A packed batch and the same documents, one a sequence, must have the same loss
-             and the same gradients; on one device, and where documents straddle devices.
-gradients    gradients are wrong where layouts are combined. Combined layouts must take the steps of one device.
-processes    the data depends on the number of processes. One, two and four processes, on as many devices altogether,
+             and the same gradients; on one device, and with documents across devices.
+gradients    gradients are wrong in combined layouts. Combined layouts must take the steps of one device.
+processes    the data depends on the number of processes. One, two and four processes, with the same total number of devices,
              must take the same steps.
 """
 
@@ -42,7 +42,7 @@ SHORT = (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check: the figure that is worst against its bound, both relative, and where it is."""
+    """The result of one check: the figure that is worst against its bound, both relative, and its location."""
 
     name: str
     figure: float
@@ -51,12 +51,12 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Return False for a figure that is not a number, too."""
+        """Return whether the figure is a number and within its bound."""
         return self.figure <= self.bound
 
 
 def separate_documents(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a packed batch, arrays (B, T), with each of its documents in a sequence of its own, padded to T."""
+    """Return a packed batch, arrays (B, T), with each of its documents in a separate sequence, padded to T."""
     pairs = [
         (row, int(number)) for row, segments in enumerate(batch["segments"]) for number in np.unique(segments[segments > 0])
     ]
@@ -135,7 +135,9 @@ def check_processes(argv: Sequence[str]) -> Check:
 
 
 def train_processes(argv: Sequence[str], count: int) -> tuple[list[dict[str, Any]], str]:
-    """Train with `count` processes on this machine. Return the train lines of metrics.jsonl, and why there are none."""
+    """Train with `count` processes on this machine.
+
+    Return the train lines of metrics.jsonl, and the reason if there are none."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -160,5 +162,5 @@ def train_processes(argv: Sequence[str], count: int) -> tuple[list[dict[str, Any
 
 
 def worst(checks: Sequence[Check]) -> Check:
-    """Return the check that is largest against its bound. One that is not a number is larger than all."""
+    """Return the check that is largest against its bound. NaN counts as the largest."""
     return max(checks, key=lambda c: (not np.isfinite(c.figure), c.figure / c.bound if c.bound else c.figure))

@@ -107,7 +107,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
-    """Return the config in a layout, and its problems on as many devices as the layout has.
+    """Return the config in a layout, and its problems on the layout's number of devices.
 
     Args:
       argv: config file and overrides of the command line.
@@ -120,7 +120,7 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
 
 
 def devices(count: int, source: str = "") -> Devices:
-    """Return `count` devices: GPUs if this machine has as many, else CPU devices, of which there can be any number."""
+    """Return `count` devices: GPUs if this machine has enough, else CPU devices, for which any number is possible."""
     found = hardware.probe()
     if found.problem:
         return found  # GPUs that cannot be used are an error, not a reason to compare on CPUs
@@ -157,7 +157,7 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 
 
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
-    """Return what forbids a comparison of these runs, although each is possible: data, optimizer, experts, memory."""
+    """Return the problems of comparing these runs, although each is possible: data, optimizer, experts, memory."""
     run = runs[0]
     problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
     if run.optimizer.name not in METHODS:
@@ -167,7 +167,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
         rule = "gradients are read from Adam's first moment, and its rounding would hide differences"
         problems.append(Problem("dtypes.m", INT8, rule, "Set f32: the gradients are the same."))
     if run.model.num_experts and run.moe.capacity_factor:
-        rule = "each device drops the excess of its own tokens, so that a layout changes the result"
+        rule = "each device drops the excess of its own tokens, so a layout changes the result"
         problems.append(Problem("moe.capacity_factor", run.moe.capacity_factor, rule, "Set 0."))
     accums = sorted({r.train.grad_accum for r in runs})
     rule = f"is of a microbatch, and these layouts divide a batch into {' and '.join(map(str, accums))}"
@@ -178,7 +178,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
 
 
 def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
-    """Return the problem of a model whose state exceeds this machine's memory, on the layout that needs most of it."""
+    """Return the problem of a model whose state exceeds this machine's memory, on the layout that needs the most."""
     values = dict(flatten(to_dict(run)))
     if run.model.family not in FAMILIES:
         return []
@@ -186,7 +186,7 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     width = {"f32": 4, "bf16": 2, INT8: 1}
     state = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
     on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
-    # On CPU devices every group along `data` has a state in the same memory. Gradients come with the first step.
+    # On CPU devices every group along `data` has a state in the same memory. Gradients are added at the first step.
     copies = max(dict(layout.mesh)["data"] for layout in layouts) if on_cpu else 0
     need = count * (copies * (state + 4) + 6 * 4) / 2**30  # and weights twice and a gradient once on the host, of two runs
     if need <= hardware.available_gib():

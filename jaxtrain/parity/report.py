@@ -23,9 +23,9 @@ class Row:
 
     layout: Layout
     trained: Trained | None = None
-    comparison: Comparison | None = None  # None for the reference, and for what failed
+    comparison: Comparison | None = None  # None for the reference, and for a failed layout
     bounds: Bounds | None = None
-    failed: str = ""  # why there are no numbers
+    failed: str = ""  # the reason if there are no numbers
     seconds: float = 0.0  # compiling included
 
     @property
@@ -47,7 +47,7 @@ class Result:
     types: str  # "float32", or the precision of the config
     devices: str
     rows: tuple[Row, ...]
-    yardstick: Comparison | None  # the reference against its own steps in float32
+    yardstick: Comparison | None  # the reference compared with its own steps in float32
 
     @property
     def agrees(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs on machines that are not there: the train step, compiled for described GPUs."""
+"""Plans of runs on described machines: the train step, compiled for GPUs that this machine does not have."""
 
 import sys
 

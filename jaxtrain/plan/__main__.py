@@ -1,4 +1,4 @@
-"""The command line of plans: `python -m jaxtrain.plan --config=FILE --topology=h200:8`. See a run before paying for it."""
+"""The command line of plans: `python -m jaxtrain.plan --config=FILE --topology=h200:8`."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _rule_of_load(text: str) -> str:
-    """Return the rule that a load of experts breaks, or ""."""
+    """Return the rule that an expert load breaks, or ""."""
     try:
         return "" if 1 <= float(text) < math.inf else "must be a number from 1, which is an even load"
     except ValueError:
@@ -49,7 +49,7 @@ def _rule_of_cache(text: str) -> str:
 ONE = ("",)  # the plan of one layout
 COMMAND = Command(
     "plan",
-    "Will it fit, how fast will it be, and how much do the GPUs communicate? Compiles the train step for a machine that need "
+    "Plan memory, step time and communication: compile the train step of a config for a machine that need "
     "not be present. Nothing is run, and no GPU, driver or CUDA library is needed, except by --calibrate.",
     (
         Option(
@@ -60,11 +60,11 @@ COMMAND = Command(
             example="h200:8",
             modes=("", "shardings", "search"),
         ),
-        Option("json", "everything that the plan found, for programs", "FILE", writes=True, modes=("", "search")),
+        Option("json", "all results of the plan, as JSON", "FILE", writes=True, modes=("", "search")),
         Option("html", "the plan as one page", "FILE", writes=True, modes=ONE),
         Option("hlo", "the scheduled program behind all figures", "FILE", writes=True, modes=ONE),
         Option("why", "plan it without each setting that saves memory, one at a time", modes=ONE),
-        Option("traffic", "memory traffic outside of matmuls and attention, beside the least possible", modes=ONE),
+        Option("traffic", "memory traffic outside of matmuls and attention, with the least possible", modes=ONE),
         Option(
             "cudnn",
             "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
@@ -77,14 +77,16 @@ COMMAND = Command(
         ),
         Option(
             "experts-load",
-            "the busiest expert of each layer has L times its even share; default 1.0",
+            "load of the busiest expert of each layer over an even load; default 1.0",
             "L",
             "1.0",
             check=_rule_of_load,
             example="1.5",
             modes=ONE,
         ),
-        Option("no-fit", "compile also a step that cannot fit by formula, and search no settings that would fit", modes=ONE),
+        Option(
+            "no-fit", "compile also a step that cannot fit by formula, and do not search settings that would fit", modes=ONE
+        ),
         Option(
             "shardings",
             "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
@@ -157,7 +159,7 @@ def _check(parsed: Parsed) -> list[Problem]:
         if not m.num_experts:
             problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
         elif float(load) > (most := m.num_experts / m.experts_per_token):
-            rule = f"an expert that every token chooses has {most:g} even shares, and none can have more"
+            rule = f"an expert that every token chooses has {most:g} times an even load, the maximum"
             problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
     if here and found.kind != "gpu" and "topology" not in parsed.given and not parsed.has_strays:
         rule = "no machine is named, and this one has no GPU to plan for"
@@ -173,7 +175,7 @@ class Job:
 
     Attributes:
         check: return the problems of a config on the machine.
-        jobs: compiles at a time; 0: as many as cores.
+        jobs: compiles at a time; 0: the number of cores.
         budget_s: seconds of a search; 0: no limit.
     """
 
@@ -206,16 +208,16 @@ class Job:
 
 
 def _act(parsed: Parsed) -> int:
-    """Start JAX and run the command. Everything before this point must answer in a moment."""
+    """Start JAX and run the command. Everything before this point must be fast."""
     here = not parsed.options["topology"]
     cudnn = None
     if not parsed.mode and not here:  # before JAX starts: XLA looks for its libraries once
         cudnn = _load_cudnn(parsed.options["cudnn"])
-    # A described machine needs only the compiler, and must not take memory of a GPU that is present and busy.
+    # A described machine needs only the compiler, and must not allocate memory of a present GPU that may be busy.
     if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little is run on them
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little runs on them
     start_jax(hardware.probe())
     import jax
 
@@ -357,7 +359,10 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
 
 
 def _refused(job: Job) -> bool:
-    """Print that a config cannot fit by formula, and what would. Return False if it may fit, or if its program is asked for."""
+    """Print that a config cannot fit by formula, and settings that would.
+
+    Return False if it may fit, or if its program is asked for.
+    """
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse
 

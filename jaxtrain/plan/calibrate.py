@@ -187,7 +187,7 @@ def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
 
 
 def table(readings: Iterable[Reading], gpu: hardware.Gpu, title: str) -> rich.table.Table:
-    """Return the table of readings beside the data sheet's figures."""
+    """Return the table of readings and the data sheet's figures."""
     limits = ceilings(gpu)
     keys = {kind: key for key, (kinds, _, _) in MEASURED.items() for kind in kinds}
     out = rich.table.Table(title=title, title_justify="left")

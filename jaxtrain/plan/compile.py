@@ -1,4 +1,4 @@
-"""Compile a run's train step for described GPUs, and keep all that a plan reads from it.
+"""Compile a run's train step for described GPUs, and keep everything that a plan reads from it.
 
 The result cannot be run. It holds the scheduled program and XLA's buffer assignment.
 """
@@ -24,8 +24,8 @@ from jaxtrain.train import compiler
 from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 
-# Kernels of a plan never run. Tuning them without a GPU would compile every candidate and take the first: more than half of a
-# plan's seconds. So would optimizing their machine code be in vain. Instructions, schedule and buffers stay the same.
+# Kernels of a plan never run. Tuning them without a GPU would compile every candidate and choose the first: more than half of a
+# plan's seconds. Optimizing their machine code has no effect either. Instructions, schedule and buffers stay the same.
 NO_TUNING: dict[str, str | bool] = {
     "xla_gpu_experimental_enable_fusion_autotuner": False,
     "xla_gpu_disable_gpuasm_optimizations": True,
@@ -64,7 +64,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @no_garbage_collection()
 def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
-    """Compile the train step of a run as training on that machine would, but for NO_TUNING.
+    """Compile the train step of a run as training on that machine would, except for NO_TUNING.
 
     With remat.policy=auto, compiles until the saved activations fit.
 

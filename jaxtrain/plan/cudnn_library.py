@@ -22,11 +22,11 @@ LIBRARIES = (
     ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublas.so.12"),
     ("nvidia-cudnn-cu12", "nvidia/cudnn/lib/libcudnn.so.9"),
 )
-# jax 0.12 asks no earlier one without a GPU. 9.28 fails: it looks for a library that its package does not have.
+# The version that jax 0.12 requires without a GPU. 9.28 fails: it needs a library that its package does not have.
 VERSION = "9.23.2.1"
 REMEDY = "JAXTRAIN_CUDNN=1 ./run.sh setup installs it"
 
-# Every function of the driver that cuDNN looks for before it builds a graph. None is called, but for those with a body.
+# Every function of the driver that cuDNN looks up before it builds a graph. None is called, except those with a body.
 _DRIVER = """
 cuCtxGetCurrent cuCtxGetDevice cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet cuDeviceGetAttribute
 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxReset cuDevicePrimaryCtxRetain cuFuncGetAttribute cuFuncSetAttribute cuInit
@@ -43,8 +43,8 @@ int cuDeviceGetCount(int *count) {{ *count = 0; return {_NO_DEVICE}; }}
 int cuGetErrorName(int error, const char **text) {{ *text = "no device"; return 0; }}
 int cuGetErrorString(int error, const char **text) {{ *text = "no device"; return 0; }}
 """ + "\n".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}" for name in _DRIVER.split())
-# cuDNN's front end asks for the compute capability of device 0: `major` at byte 360 and `minor` at 364 of cudaDeviceProp, which
-# begins with name[256], uuid, luid and five sizes; CUDA 12's headers say so.
+# cuDNN's front end reads the compute capability of device 0: `major` at byte 360 and `minor` at 364 of cudaDeviceProp, which
+# begins with name[256], uuid, luid and five sizes, as in CUDA 12's headers.
 _RUNTIME_SOURCE = """
 #include <string.h>
 int jaxtrain_capability[2] = {9, 0};
@@ -82,7 +82,7 @@ class Library:
 
 
 def load() -> Library:
-    """Load cuDNN. To be called before JAX starts, in a process that uses no GPU.
+    """Load cuDNN. Call it before JAX starts, in a process that uses no GPU.
 
     Raises LibraryError if JAX is imported already, if a package, its version or a C compiler is missing, or if a library cannot
     be loaded.
@@ -119,7 +119,7 @@ def _path(package: str, file: str) -> Path:
 
 
 def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
-    """Build and load a stub of a library. The loader then gives it to others by this name."""
+    """Build and load a stub of a library. The loader then uses it for other libraries that need this name."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
     subprocess.run(build, input=source, text=True, capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

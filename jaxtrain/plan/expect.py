@@ -1,4 +1,4 @@
-"""The plan of the executable that a run has compiled, and a warning when the run measures something else.
+"""The plan of a run's compiled executable, and a warning when the measurements differ.
 
 The receipt keeps both, so that every run on a GPU checks the plan.
 """
@@ -17,7 +17,7 @@ from jaxtrain.train.memory import taken_gib
 from jaxtrain.train.program import Program
 
 APART = 0.15  # largest relative difference from a calibrated plan without a warning
-FIRST = 2  # lines of metrics left out: clocks and caches settle
+FIRST = 2  # lines of metrics left out while clocks and caches settle
 ENOUGH = 8  # lines after those that are compared
 
 
@@ -27,13 +27,12 @@ class Expected:
 
     step_s: float
     peak_gib: float
-    rates: str  # where the rates come from
+    rates: str  # the source of the rates
     range_s: tuple[float, float] | None = None  # of the step, by published runs of its kind, at published kernel rates
 
     @property
     def longest_s(self) -> float | None:
-        """The longest step time that is expected. None at published kernel rates without a comparable published run: the
-        roofline alone leaves open by how much a real step is longer."""
+        """Return the longest expected step time. None at published kernel rates without a comparable published run."""
         if self.range_s:
             return self.range_s[1]
         return None if self.rates == PUBLISHED else self.step_s
@@ -97,7 +96,7 @@ class Watch:
     def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
         return (
             f"{what}: {seen:.3g} {unit} measured, {to} {unit} planned ({self.expected.rates}): {seen / planned:.2f} times "
-            f"{planned:.3g}. {spelled('python -m jaxtrain.plan --calibrate')} measures what this machine reaches."
+            f"{planned:.3g}. {spelled('python -m jaxtrain.plan --calibrate')} measures the rates of this machine."
         )
 
     def measured(self) -> dict[str, float | None]:

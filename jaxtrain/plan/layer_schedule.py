@@ -23,7 +23,7 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
         layers: passes of one device through a layer in a step: its layers times microbatches.
 
     Returns:
-        name of the lane -> its events; nothing for a program without attention kernels, or of one layer.
+        name of the lane -> its events; {} for a program without attention kernels, or of one layer.
     """
     events: list[Stretch] = []
 

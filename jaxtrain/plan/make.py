@@ -31,7 +31,7 @@ def make_plan(
       run: a config that training accepts (`validate.validate_step`).
       rates: of the machine's GPUs; None: a calibration if there is one, else published kernel rates.
       name, overrides: of the config, as the plan shows them.
-      experts_load: even shares that the busiest expert of every layer gets, 1 or more.
+      experts_load: the load of the busiest expert of every layer over an even load, 1 or more.
 
     Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
     """
@@ -119,12 +119,12 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
 
 
 def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
-    # In the bubble a stage runs the same kernels, for nothing.
+    # In the bubble a stage runs the same kernels, and their results are discarded.
     how = run, topology.total, program.kernel.name, program.context
     useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE))
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
-    # FLOPs at the peak of every GPU during one step: that of bfloat16 under fp8 too, whose steps multiply in both.
+    # FLOPs at the peak of every GPU during one step: the peak of bfloat16 also under fp8, whose steps multiply in both.
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
     mfu = per_token.causal * each / most
@@ -165,7 +165,7 @@ def _loops(module: hlo.Module) -> dict[str, int]:
 
 
 def _host_waits(module: hlo.Module) -> dict[str, int]:
-    """Return how often in a step the host waits for the GPU, by the loop or branch that it waits for."""
+    """Return how often per step the host waits for the GPU, by the loop or branch that it waits for."""
     out: Counter[str] = Counter()
     for i, times in hlo.host_waits(module):
         out[_name(i)] += times

@@ -1,6 +1,6 @@
 """Rates of a GPU: published rates of its kernels, or a calibration on that GPU.
 
-A calibration is one JSON file for each GPU name. Plans say which of the two they used.
+A calibration is one JSON file for each GPU name. Plans name the source that they used.
 """
 
 import bisect
@@ -22,30 +22,30 @@ from jaxtrain.plan import result
 FOLDER = Path("~/.cache/jaxtrain/rates")
 FORMAT = 2
 
-# Published measurements of single kernels, each with its source, as parts of the peak of an H100 or H200 SXM (dense TFLOP/s).
-# None is fitted to the training runs of benchmarks/published_runs.toml. For other generations and for float32 there is no such
-# measurement: that their kernels reach the same parts of their peaks is an assumption. A calibration replaces all of them.
+# Published measurements of single kernels, each with its source, as fractions of the peak of an H100 or H200 SXM (dense
+# TFLOP/s). None is fitted to the training runs of benchmarks/published_runs.toml. For other generations and for float32 there
+# is no such measurement: the same fractions of their peaks are an assumption. A calibration replaces all of them.
 HOPPER, HOPPER_FP8 = 989.4, 1978.9
-# Matrix products in the shapes of a Llama 70B's training, random normal inputs, median of 200 ms: "roughly 720 TFLOP/s" in
-# bfloat16 and "~1,280 TFLOP/s" in FP8, H100 and H200 alike (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training",
-# December 2024). The best shapes that a search found reach 794.5 on both, and in FP8 1,453 on an H200
-# (github.com/stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul FLOPS).
+# Matmuls in the shapes of a Llama 70B's training, random normal inputs, median of 200 ms: "roughly 720 TFLOP/s" in bfloat16 and
+# "~1,280 TFLOP/s" in FP8, H100 and H200 alike (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", December
+# 2024). The best shapes that a search found reach 794.5 on both, and in FP8 1,453 on an H200 (github.com/stas00/ml-engineering,
+# compute/accelerator, Maximum Achievable Matmul FLOPS).
 GEMM_FRACTION = 720 / HOPPER
 FP8_FRACTION = 1280 / HOPPER_FP8
 # cuDNN's attention on an H100 SXM, 16-bit, causal, heads of 128, FLOPs inside the mask: keys of a call -> TFLOP/s (forward,
 # backward). Read off the figures of the FlashAttention-3 paper, arXiv 2407.08608 (forward: assets/flash3_fp16_fwd.png of
-# github.com/Dao-AILab/flash-attention); whether its backward is causal is not told. Shorter calls, which are slower, take the
-# rate at 4,096, longer ones that at 16,384. Calls without a mask, which are faster, take the same.
+# github.com/Dao-AILab/flash-attention), which does not state whether its backward is causal. Shorter calls, which are slower,
+# use the rate at 4,096, longer ones that at 16,384. Calls without a mask, which are faster, use the same.
 CUDNN_H100 = {4096: (518.0, 499.0), 8192: (529.0, 518.0), 16384: (539.0, 516.0)}
-ATTENTION_AT = 8192  # keys of the call that `Rates.attention_*_tflops` are of, and that a calibration measures
-# Rate of our Pallas attention kernels as a fraction of cuDNN's (forward, backward). Nobody has measured them. The assumption:
-# they are as fast as Tokamax's kernels of the same kind, Pallas Mosaic GPU on an H100. Those take 7.19 ms forward
-# where cuDNN takes 6.72, and 60.9 ms backward: 181 TFLOP/s, where CUDNN_H100 has 518 (openxla/tokamax at 783ea95,
+ATTENTION_AT = 8192  # keys of the call for `Rates.attention_*_tflops`, which a calibration measures
+# Rate of jaxtrain's Pallas attention kernels as a fraction of cuDNN's (forward, backward). It is not measured. The assumption:
+# they are as fast as Tokamax's kernels of the same kind, Pallas Mosaic GPU on an H100. Those take 7.19 ms forward where cuDNN
+# takes 6.72, and 60.9 ms backward: 181 TFLOP/s, where CUDNN_H100 has 518 (openxla/tokamax at 783ea95,
 # data/autotuning/nvidia_h100_80gb_hbm3, causal, 32 x 4,096 tokens, 32/8 heads of 128). FlashAttention-3 reaches 602 and 561.
 PALLAS_ATTENTION = (0.93, 0.35)
 # FlashAttention-3's forward pass on an H100 SXM, causal, heads of 128, FLOPs inside the mask: keys of a call -> TFLOP/s in 16
-# bits and in FP8. Read off the figures of arXiv 2407.08608. The assumption: our kernel in e4m3 is faster than our kernel in
-# bfloat16 by the same factor. Shorter calls take the factor at 4,096, longer ones that at 16,384.
+# bits and in FP8. Read off the figures of arXiv 2407.08608. The assumption: jaxtrain's kernel in e4m3 is faster than its kernel
+# in bfloat16 by the same factor. Shorter calls use the factor at 4,096, longer ones that at 16,384.
 FA3_FORWARD = {4096: (579.0, 716.0), 8192: (602.0, 815.0), 16384: (616.0, 881.0)}
 # Rate of the Pallas grouped matmuls of experts as a fraction of cuBLAS's: Tokamax's ragged_dot on an H100 (131,072 rows of
 # 7,168, 256 experts 1,024 wide) reaches 422 TFLOP/s, and GEMM_FRACTION of the peak is 720.
@@ -56,30 +56,30 @@ NETWORK_FRACTION = 0.9  # of a network card's line rate
 HOST_FRACTION = 0.8  # of PCIe's line rate, one direction
 
 # Small messages do not reach NVLink's full rate. Bus bandwidth of all-reduces of 1, 2, 4, ... 16,384 MiB over 8 H200s in GB/s,
-# with NCCL 2.27.7, from stas00/ml-engineering (network/benchmarks/results/all-reduce-8xH200.md). Only its shape is taken: at
+# with NCCL 2.27.7, from stas00/ml-engineering (network/benchmarks/results/all-reduce-8xH200.md). Only its shape is used: at
 # large sizes NVLink SHARP reduces in the switch, which other collectives do not use, so NVLINK_FRACTION keeps the full rate.
-# All GPUs are taken to have this shape.
-# That sweep launches from Python, 39 us apart, which hides the time that NCCL takes below 1 MiB.
+# All GPUs are assumed to have this shape. That sweep launches from Python, 39 us apart, which hides the time that NCCL needs
+# below 1 MiB.
 _MIB = 2.0**20
 _SWEEP = (39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58, 469.17, 473.1, 477.45, 482.26)
-# The smallest entry is a launch: of 370 GB/s it gives an all-gather 10 us, and an all-reduce 20. On 8 H20s, which have the same
+# The smallest entry is a launch: with 370 GB/s, an all-gather takes 10 us, and an all-reduce 20. On 8 H20s, which have the same
 # NVLink, NCCL's all-reduce takes 16.7 us for 4 KiB (deepseek-ai/DeepEP issue 303).
 COLLECTIVE_CURVE: result.Curve = (
     (2.0**15, 0.00775),
     *((2**n * _MIB, gb_s / _SWEEP[-1]) for n, gb_s in enumerate(_SWEEP)),
 )
-# Bytes that a GPU sends to another node -> fraction of its network card's rate, NETWORK_FRACTION counted already. All-reduces
-# of 2 to 16 MiB over one H100 in each of two nodes took 113, 154, 231 and 421 us (NVIDIA/nccl-tests issue 232), of which two
-# hops of NETWORK_LATENCY_US are taken off here. The smallest entry is a launch of 10 us, as above.
+# Bytes that a GPU sends to another node -> fraction of its network card's rate, including NETWORK_FRACTION. All-reduces of 2 to
+# 16 MiB over one H100 in each of two nodes took 113, 154, 231 and 421 us (NVIDIA/nccl-tests issue 232); two hops of
+# NETWORK_LATENCY_US are subtracted here. The smallest entry is a launch of 10 us, as above.
 NETWORK_CURVE: result.Curve = ((2.0**15, 0.073), (2 * _MIB, 0.715), (4 * _MIB, 0.876), (8 * _MIB, 1.0))
 # From one node to the next NCCL counts 14 us in its own table of costs (src/graph/tuning.cc: rings, "Simple"). Another 10 us
 # for the hop inside a node are an assumption. With hundreds of nodes, hops are most of a collective's time:
 # docs/evidence/rates.md compares.
 NETWORK_LATENCY_US = 24.0
 
-# By compute capability times ten. Gb/s of the one network card that the usual 8-GPU boards have for each GPU (DGX and HGX
-# A100: ConnectX-6; H100, H200 and B200: ConnectX-7), which cards in PCIe slots are taken to have too; and GB/s of PCIe x16 in
-# one direction (generation 4, then 5).
+# By compute capability times ten. Gb/s of the network card that the usual 8-GPU boards have for each GPU (DGX and HGX A100:
+# ConnectX-6; H100, H200 and B200: ConnectX-7), also assumed for cards in PCIe slots; and GB/s of PCIe x16 in one direction
+# (generation 4, then 5).
 NETWORK_GBIT_S = {80: 200.0, 90: 400.0, 100: 400.0}
 PCIE_GB_S = {80: 32.0, 90: 64.0, 100: 64.0}
 C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s in both directions
@@ -87,20 +87,20 @@ C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s i
 
 PUBLISHED = "published kernel rates"
 
-# For each kind of run the lowest and highest ratio of planned to published step time, at these rates, and which programs were
-# published. Written by benchmarks/published.py.
+# For each kind of run the lowest and highest ratio of planned to published step time, at these rates, and the published
+# programs. Written by benchmarks/published.py.
 COMPARED = Path(__file__).parent / "published_ranges.json"
 
 
-# The published runs that ranges come from: their GPUs, tokens of their longest sequence, and by precision the least and the
-# most GPUs of a run.
+# The published runs behind the ranges: their GPUs, tokens of their longest sequence, and by precision the fewest and the most
+# GPUs of a run.
 COMPARED_GPUS = ("H100 SXM", "H200 SXM")
 LONGEST = 8192
 SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 
 
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
-    """Return the kind of published runs that a run is like: "bf16 dense" or "fp8 dense"; "" where it is like none.
+    """Return the kind of published runs that is like a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
     They train all weights of a dense model by AdamW over data and fsdp axes, on SXM cards of Hopper, with attention to all
     tokens in 16 bits that is as fast as cuDNN's, and nothing in host memory. gpus: of all nodes.
@@ -116,7 +116,7 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
 
 
 def compilers(kind: str) -> str:
-    """Return which programs the range of a kind comes from: "XLA programs", or "programs of other compilers than XLA".
+    """Return the compilers behind the range of a kind: "XLA programs", or "programs of other compilers than XLA".
 
     "" for a kind without a range.
     """
@@ -124,14 +124,14 @@ def compilers(kind: str) -> str:
 
 
 def ranges() -> dict[str, list[float]]:
-    """Kind of run (rates.kind) -> [lowest, highest] ratio of planned to published step time."""
+    """Return kind of run (rates.kind) -> [lowest, highest] ratio of planned to published step time."""
     return json.loads(COMPARED.read_text(encoding="utf-8"))["ranges"]
 
 
 def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, float] | None:
-    """(shortest, longest) time in ms that a step with this roofline is expected to take, by published runs of the same kind.
+    """Return the (shortest, longest) expected time in ms of a step with this roofline, by published runs of the same kind.
 
-    None where no published run is comparable: of another kind ("" or too few of them), or at calibrated rates.
+    None if no published run is comparable ("" or too few of them), or at calibrated rates.
     """
     ratios = ranges().get(kind) if rates.source == PUBLISHED else None
     return (step_ms / ratios[1], step_ms / ratios[0]) if ratios else None
@@ -156,10 +156,9 @@ def fastest_attention(backward: bool) -> float:
 
 
 def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
-    """A GPU's data sheet times the parts of it that published kernels reach, GEMMs in the type that `precision` computes in
-    (f32 | bf16; bf16 beside fp8).
+    """Return a GPU's data sheet times the fractions that published kernels reach, with matmuls in the dtype of `precision`.
 
-    Raises ValueError where the GPU has no such GEMMs, or is of a generation whose network and host links are not known here.
+    Raises ValueError if the GPU has no such matmuls, or is of a generation with unknown rates of network and host link.
     """
     if not gpu.peak(precision):
         raise ValueError(f"precision = {precision!r}: {gpu.name} has no GEMMs of this type. Choose bf16.")
@@ -188,7 +187,7 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
 
 
 def fraction(curve: result.Curve, size: float) -> float:
-    """Interpolates a curve at `size` bytes: a straight line between entries in the logarithms of both.
+    """Interpolate a curve at `size` bytes: a straight line between entries in the logarithms of both.
 
     Below the first entry the time is that of the first entry, so the fraction falls with the size; above the last entry it is
     the last one's.
@@ -204,12 +203,12 @@ def fraction(curve: result.Curve, size: float) -> float:
 
 
 def path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
-    """The file of a GPU's calibration."""
+    """Return the file of a GPU's calibration."""
     return Path(folder).expanduser() / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu_name).strip('_')}.json"
 
 
 def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Path:
-    """Writes a calibration and returns its file. An interrupted write leaves the older one whole."""
+    """Write a calibration and return its file. An interrupted write leaves the older file intact."""
     file = path(gpu_name, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     whole = file.with_suffix(f".{os.getpid()}.tmp")
@@ -219,7 +218,7 @@ def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Pat
 
 
 def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
-    """The calibration of a GPU, None where there is none. Raises ValueError for a file that is damaged or of another GPU."""
+    """Return the calibration of a GPU, or None. Raises ValueError for a file that is damaged or of another GPU."""
     file = path(gpu_name, folder)
     if not file.exists():
         return None
@@ -248,7 +247,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
 
 
 def _check_curve(name: str, curve: result.Curve) -> None:
-    """Raises ValueError where a curve is empty, not sorted by size, or holds anything but positive numbers and parts of 1."""
+    """Raise ValueError if a curve is empty, not sorted by size, or has values other than positive ones and fractions of 1."""
     numbers = [n for pair in curve for n in pair]
     good = curve and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers)
     if not good or any(part > 1 for _, part in curve) or any(a >= b for (a, _), (b, _) in itertools.pairwise(curve)):
@@ -256,10 +255,10 @@ def _check_curve(name: str, curve: result.Curve) -> None:
 
 
 def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
-    """What was measured on this GPU for bf16 and fp8, which is what a calibration measures; else the rates of `datasheet`.
+    """Return the calibrated rates of this GPU for bf16 and fp8, if it was calibrated; else the rates of `datasheet`.
 
-    Under f32 a calibration's GEMM and attention rates are replaced by those, as is a rate of FP8 GEMMs that was not measured;
-    the source says so. Raises ValueError as `datasheet` and `load` do.
+    Under f32 a calibration's matmul and attention rates are replaced by those, as is a rate of FP8 matmuls that was not
+    measured. The source names them. Raises ValueError as `datasheet` and `load` do.
     """
     sheet = datasheet(gpu, precision)
     measured = load(gpu.name, folder)

@@ -1,4 +1,4 @@
-"""The plan as plain data. `to_json` of it is the contract of `--json`; reports are drawn from it."""
+"""The plan as plain data. Its `to_json` is the contract of `--json`; reports are built from it."""
 
 import dataclasses
 import functools
@@ -11,12 +11,12 @@ FORMAT = 2
 
 # (bytes, fraction of the full rate), by increasing bytes.
 type Curve = tuple[tuple[float, float], ...]
-ANY_SIZE: Curve = ((1.0, 1.0),)  # the full rate whatever the size
+ANY_SIZE: Curve = ((1.0, 1.0),)  # the full rate for every size
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of the parts of a GPU, as real programs reach them and not as on a data sheet."""
+    """Rates of the parts of a GPU, as programs reach them in practice."""
 
     gemm_tflops: float  # matmuls in the compute dtype
     attention_forward_tflops: float  # of the FLOPs inside the mask, in a call with rates.ATTENTION_AT keys
@@ -25,7 +25,7 @@ class Rates:
     nvlink_gb_s: float  # bus bandwidth of ring collectives inside a node, one direction
     network_gb_s: float  # of each GPU's share of the node's network cards, one direction
     host_gb_s: float  # to and from pinned host memory
-    network_latency_us: float  # of the way from one node to the next, and through it
+    network_latency_us: float  # between nodes: the way from one to the next, and through it
     source: str  # "published kernel rates" or "calibrated on NVIDIA H200, 2026-11-21"
     fp8_tflops: float = 0.0  # matmuls in 8-bit floating point; 0 if the GPU has none
     collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.fraction)
@@ -34,7 +34,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, over a whole step: loops are multiplied out."""
+    """One collective of the program, over a step: loops are multiplied out."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
     dtype: str  # on the wire; several combined into one launch are joined by "+"
@@ -43,15 +43,15 @@ class Collective:
     count: int  # launches a step
     wire_gib: float  # sent by each GPU in a step over all launches
     network_gib: float  # each GPU's share of the bytes that leave its node; 0 if the group is inside one
-    ms: float  # time on the link, all launches
+    ms: float  # time on the link, over all launches
     exposed_ms: float  # of that, not overlapped with compute
-    source: str  # file:line of the Python that caused it
-    op_name: str  # the path of named scopes it came from
+    source: str  # file:line of the Python code behind it
+    op_name: str  # its path of named scopes
     instruction: str  # its name in the HLO
 
     @property
     def axes(self) -> frozenset[str]:
-        """The mesh axes, also of a collective over a part of one: "fsdp(2 of 4)"."""
+        """Return the mesh axes, also of a collective over a part of an axis: "fsdp(2 of 4)"."""
         return frozenset(self.axis.partition("(")[0].split("+"))
 
 
@@ -60,7 +60,7 @@ class Buffer:
     """An array in memory at the peak."""
 
     gib: float
-    kind: str  # the class it is counted in
+    kind: str  # its class of memory
     shape: str  # bf16[32,1,8192,4096]
     source: str  # file:line
     op_name: str
@@ -80,7 +80,7 @@ class Memory:
     """GiB on one device."""
 
     hbm_gib: float  # the card
-    reserve_gib: float  # for what the compiler does not count: NCCL, CUDA context, fragmentation
+    reserve_gib: float  # for memory that the compiler does not count: NCCL, CUDA context, fragmentation
     usable_gib: float  # that training gives to JAX
     peak_gib: float  # by the compiler's buffer assignment, with cuDNN's workspace
     arguments_gib: float  # state and batch
@@ -92,18 +92,18 @@ class Memory:
     timeline: tuple[tuple[float, str], ...]  # (GiB, phase) over the schedule, thinned to a few hundred points
     largest: tuple[Buffer, ...]  # at the peak, largest first
     workspace_gib: float  # the largest workspace of one of cuDNN's attention calls, counted above
-    workspace_by: str  # "formula", or "cudnn 9.23.2" if cuDNN gave it
+    workspace_by: str  # "formula", or "cudnn 9.23.2" if cuDNN reported it
     over_time: tuple[MemoryClass, ...] = ()  # at each point of the timeline the classes sum to its GiB
 
     @property
     def taken_gib(self) -> float:
-        """Allocated memory: the peak, and the gaps of the compiler's heap, which is allocated at once."""
+        """Return the allocated memory: the peak, and the gaps of the compiler's heap, which is allocated at once."""
         return self.arguments_gib + self.temp_gib
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """A token's cost by formula, and a step's cost by the compiled program."""
+    """FLOPs of a token by formula, and of a step by the compiled program."""
 
     per_token_causal: float
     per_token_full: float
@@ -143,16 +143,16 @@ SHOWN = 6  # matmuls in a sentence
 class Matmuls:
     """The matmuls of layers under precision=fp8, for each layer and microbatch.
 
-    Seven weights have 21, forward and backward. Those of routers and of recomputation come on top.
+    Seven weights have 21, forward and backward. Matmuls of routers and of recomputation are added to these.
     """
 
     products: float
     eight: float  # of them, in 8-bit floating point
-    wide: tuple[str, ...]  # the others, most frequent first: what and where, and how often in a step
+    wide: tuple[str, ...]  # the others, most frequent first: operand and place, and count per step
 
     @property
     def some_wide(self) -> str:
-        """The most frequent of the wide ones, as text."""
+        """Return the most frequent of the matmuls in 16 bits, as text."""
         more = [f"and {len(self.wide) - SHOWN} more"] if len(self.wide) > SHOWN else []
         return "; ".join([*self.wide[:SHOWN], *more])
 
@@ -170,7 +170,7 @@ class Pipeline:
     idle: float  # fraction of passes through a stage without a microbatch, in the compiled program
     in_flight: float  # microbatches that a stage saves activations of, at most
     saved_gib: float  # these activations
-    permute_gib: float  # sent over stage from neighbour to neighbour
+    permute_gib: float  # sent over stage, between neighbours
     reduce_gib: float  # sent to all stages: states of the last for the vocabulary, gradients, sums
     network_gib: float  # of both
     ms: float
@@ -179,7 +179,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts under expert parallelism."""
+    """The placement of experts under expert parallelism."""
 
     experts: int  # of a layer
     per_token: int
@@ -190,13 +190,13 @@ class Experts:
     layer_gib: float  # all-to-all of one layer and microbatch, sent by each GPU, forward and backward
     layer_exposed_ms: float
     exposed_ms: float  # of a whole step
-    load: float = 1.0  # even shares of the busiest expert, an assumption
-    rounds: int = 1  # of each dispatch at this load
+    load: float = 1.0  # load of the busiest expert over an even load, an assumption
+    rounds: int = 1  # rounds of each dispatch at this load
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Instructions of one kind and origin, over a whole step."""
+    """Instructions of one kind and origin, over a step."""
 
     kind: str  # gemm | attention | memory | communication | host
     op_name: str  # the innermost named scope, with forward, backward or recompute in front
@@ -235,7 +235,7 @@ class Plan:
     matmuls: Matmuls | None = None  # under precision=fp8
     pipeline: Pipeline | None = None  # with mesh.stage
     experts: Experts | None = None  # with model.num_experts
-    kind: str = ""  # of the published runs that this one is like (rates.kind)
+    kind: str = ""  # of the published runs like this one (rates.kind)
     # Loops of unknown length and branches, at which the host waits for the GPU: op_name -> times in a step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
@@ -270,7 +270,7 @@ class Plan:
         return terminal.text(self)
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.plan --html` for a notebook, in a frame of its own."""
+        """Return the page of `python -m jaxtrain.plan --html` for a notebook, in a frame."""
         from jaxtrain.page.html import framed
         from jaxtrain.plan.report import page
 

@@ -1,8 +1,8 @@
 """The sharding of every array of a train step: a row for each parameter, moment, gradient, gathered weight and activation.
 
 Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
-from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not show how the shards
-of all devices fit together. The logical axes of jaxtrain/activations.py do.
+from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not show the global
+layout of the shards. The logical axes of jaxtrain/activations.py do.
 
     found = jaxtrain.shardings("llama3_8b", "h200:8", mesh={"fsdp": 4, "tensor": 2})
     found.filter(name="mlp", kind="parameter")
@@ -61,12 +61,12 @@ class Row:
     """One array of a train step, and its shards.
 
     Attributes:
-        kind: one of KINDS. "gathered": a weight in use, in the compute dtype, whole over the axes that shard the batch.
+        kind: one of KINDS. "gathered": a weight in use, in the compute dtype, replicated over the axes that shard the batch.
             "activation": of one layer and one microbatch.
         local_shape: shape of a device's shard.
         axes: logical axis of each dimension, if they are known.
-        sharding: None: no rule says how the shards of all devices fit together. The global shape is unknown too.
-        copies: how many are held at once: one for each layer that saves it for the backward pass.
+        sharding: None: the global layout of the shards is unknown, and so is the global shape.
+        copies: number held at once: one for each layer that saves it for the backward pass.
         saved: of activations: keep | offload | recompute.
     """
 
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def replicas(self) -> int | None:
-        """Return how many devices hold the same shard."""
+        """Return the number of devices that hold the same shard."""
         if self.sharding is None or self.total_bytes is None:
             return None
         return self.sharding.mesh.size * self.bytes_per_device // self.total_bytes
@@ -147,7 +147,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Drawing:
-    """Which devices hold each shard of an array: an SVG in a notebook, a grid of text elsewhere.
+    """The devices of each shard of an array: an SVG in a notebook, a grid of text elsewhere.
 
     Attributes:
         title: array, type, and the two dimensions that are drawn.
@@ -213,7 +213,7 @@ class Shardings:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> Row:
-        """Return the row of this name; of several kinds the first, the parameter. Raises ConfigError without one."""
+        """Return the row of this name, the parameter if several kinds have it. Raises ConfigError without one."""
         return self.row(name)
 
     def diff(self, other: "Shardings", title: str = "") -> sections.Table:
@@ -239,7 +239,7 @@ class Shardings:
             replicas: at least this many devices hold the same shard.
 
         Raises:
-            ConfigError: a kind, an axis or a place that does not exist.
+            ConfigError: a kind, an axis or a value of `saved` that does not exist.
         """
         logical = {a for row in self.entries for a in row.axes or () if a}
         choices = {"kind": [*KINDS], "axis": [*self.mesh, *sorted(logical)], "saved": [*PLACES]}
@@ -262,7 +262,7 @@ class Shardings:
         return dataclasses.replace(self, entries=tuple(filter(matches, self.entries)))
 
     def row(self, name: str, kind: str = "") -> Row:
-        """Return the row of this name; without a kind the first of several, the parameter. Raises ConfigError without one."""
+        """Return the row of this name; without a kind, the parameter if it has several. Raises ConfigError without one."""
         for row in self.entries:
             if row.name == name and kind in ("", row.kind):
                 return row
@@ -309,7 +309,7 @@ class Shardings:
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        """Return the same tree for a notebook, with kinds and modules that fold."""
+        """Return the tree for a notebook, with kinds and modules that fold."""
         parts = [f"<b>{escape(self.title)}</b>"]
         for kind, rows in self._by_kind().items():
             total = _size(sum(row.held_bytes for row in rows))
@@ -475,7 +475,7 @@ def of_tree(tree: Any) -> Shardings:
 
 
 def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
-    """Yield which layers are on which stage, and which experts on which device."""
+    """Yield texts about the layers of each stage, and the experts of each device."""
     if (stages := mesh.get(pipeline_moe.STAGE, 1)) > 1:
         found = pipeline_moe.layers(run.model.num_layers, pipeline_moe.schedule_of(run, stages))
         yield f"layers by stage: {' | '.join(found)}."
@@ -568,9 +568,9 @@ def _named_activations(program: Program) -> Named:
 
 
 def _saved_activations(program: Program, named: Named) -> Saved:
-    """Return what the forward pass saves for the backward pass, and how many of each are held at once."""
+    """Return the activations that the forward pass saves for the backward pass, and the number of copies held at once."""
     counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
-    # What enters a layer has the shape of the residual stream. Other saved arrays can be called layers' inputs too.
+    # A layer's input has the shape of the residual stream. Other saved arrays can have the name of layers' inputs too.
     stream = next((shape for name, shape in named if name == "residual"), None)
     # A loop over layers saves a layer's input once, a pipeline once in each of its phases, into the same buffers.
     entry = next((k for k in counts if k.stacked and k.name == "layer input" and stream in (None, k.dims[1:])), None)
@@ -582,7 +582,7 @@ def _saved_activations(program: Program, named: Named) -> Saved:
             count = k.dims[0] * count // (counts[entry] if entry is not None else 1)
         local = k.dims[1:] if k.stacked else k.dims
         name = "select_n" if k.name == "layer input" else k.name.removeprefix("jvp(layers)/")
-        # The input of a layer outside of a loop is the sum that the layer before it returns.
+        # The input of a layer outside of a loop is the sum that the previous layer returns.
         if stream in (None, local) and (k.name == "layer input" or k.name.endswith("mlp)/add")):
             name = LAYER_INPUT
         found[name, local, k.dtype, "offload" if k.offloaded else "keep"] += count
@@ -594,8 +594,8 @@ def _saved_activations(program: Program, named: Named) -> Saved:
 def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
     """Return the rows of activations, in the order of the model, with those without a name last.
 
-    No rule says how the shards of these fit together: rows of a device's experts, arrays without a name, and with Ulysses those
-    inside attention, where the ranks of a group exchange tokens for heads.
+    The global layout is unknown for rows of a device's experts, arrays without a name, and arrays inside Ulysses attention,
+    where the ranks of a group exchange tokens for heads.
     """
 
     def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:
@@ -604,7 +604,7 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
         how = (axes, program.placement.sharding(axes, name)) if known else (None, None)
         return _row(name, "activation", local, dtype, *how, copies, place)
 
-    # A saved array can have another dtype than where it is named: later operations can convert it first.
+    # A saved array can have another dtype than at its name: later operations can convert it first.
     rows = [row(name, local, _dtype(hlo), n, place) for (name, local, hlo, place), n in saved.items() if name != WEIGHT]
     names = {(name, local) for name, local, *_ in saved}
     rows += [row(*key, dtype, 1, "recompute") for key, dtype in named.items() if key not in names]
@@ -614,7 +614,7 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
 
 
 def _dtype(hlo: str) -> Any:
-    """Return the dtype that HLO calls by this name."""
+    """Return the dtype that has this name in HLO."""
     longer = {"pred": "bool", "bf": "bfloat", "f": "float", "u": "uint", "s": "int"}
     short = next(name for name in longer if hlo.startswith(name))
     return jnp.dtype(longer[short] + hlo.removeprefix(short))

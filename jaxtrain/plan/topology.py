@@ -1,6 +1,6 @@
-"""The machines of plans: a chip, the GPUs of a node, which NVLink joins, and the nodes, which a network joins.
+"""The machines of plans: a chip, the GPUs of a node, joined by NVLink, and the nodes, joined by a network.
 
-XLA's GPU compiler needs a description of the GPU and the shape of the machine, and neither driver nor GPU. specs/ has a
+XLA's GPU compiler needs a description of the GPU and the shape of the machine, but no driver and no GPU. specs/ has a
 description of each chip, with the memory that CUDA reports.
 """
 
@@ -21,7 +21,7 @@ from jaxtrain import hardware
 from jaxtrain.sharding import node_of
 from jaxtrain.startup import quiet
 
-# Chip -> (most GPUs of a node, what joins them).
+# Chip -> (most GPUs of a node, the link between them).
 CHIPS: Mapping[str, tuple[int, str]] = {
     "a100": (16, "two HGX A100 boards hold"),
     "a100_40": (16, "two HGX A100 boards hold"),
@@ -33,7 +33,7 @@ CHIPS: Mapping[str, tuple[int, str]] = {
     "h200": (8, "an HGX H200 board holds"),
     "h200_nvl": (4, "an NVLink bridge joins"),
 }
-MOST_GPUS = 2**17  # in all, so that a typing error does not ask the compiler for millions
+MOST_GPUS = 2**17  # in total, so that a typing error does not ask the compiler for millions
 FORM = "CHIP:GPUS or CHIP:GPUSxNODES, such as h200:8 or h200:8x16"
 
 
@@ -50,16 +50,16 @@ class Topology:
     nodes: int
     device_kind: str  # as JAX names the device
     memory_bytes: int  # of one card, as CUDA reports it
-    description: str = dataclasses.field(repr=False)  # for the compiler; "": the GPUs present describe themselves
+    description: str = dataclasses.field(repr=False)  # for the compiler; "": the GPUs of this machine have their own
 
     @property
     def total(self) -> int:
-        """GPUs in all."""
+        """Return the number of GPUs."""
         return self.gpus * self.nodes
 
     @property
     def name(self) -> str:
-        """The text that `parse` takes."""
+        """Return the text that `parse` reads."""
         return f"{self.chip}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
 
     @property
@@ -72,7 +72,7 @@ class Topology:
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """The data sheet's rates. Raises TopologyError for a GPU that jaxtrain/hardware.py does not have."""
+        """Return the data sheet's rates. Raises TopologyError for a GPU that jaxtrain/hardware.py does not have."""
         found = hardware.lookup(self.device_kind)
         if found is None:
             raise TopologyError(
@@ -127,12 +127,12 @@ def here() -> Topology:
     nodes = collections.Counter(map(node_of, found))
     counts = sorted({*nodes.values()})
     if len(kinds) > 1 or len(counts) > 1:
-        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a node: they must be alike")
+        raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a node: they must be equal")
     for chip in CHIPS:
         read = _read(chip)
         if read["device_kind"] == kinds[0]:
             return Topology(chip, counts[0], len(nodes), **{**read, "description": ""})
-    # The driver reports the whole memory. CUDA gives programs up to half a percent less.
+    # The driver reports the full memory. CUDA gives programs up to half a percent less.
     memory = int(hardware.probe().memory_gib * 2**30)
     return Topology(kinds[0], counts[0], len(nodes), kinds[0], memory, "")
 
@@ -141,7 +141,7 @@ LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
 
 
 def _toolkits() -> list[Path]:
-    """Return the folders in which XLA looks for ptxas and libdevice: wheels, then CUDA's usual ones."""
+    """Return the folders in which XLA searches ptxas and libdevice: wheels, then CUDA's usual ones."""
     wheels = [Path(p) / "nvidia" / name for p in sys.path for name in ("cuda_nvcc", "cu13")]
     return [*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")]
 

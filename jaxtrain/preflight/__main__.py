@@ -33,7 +33,7 @@ from jaxtrain.preflight.table import Context
 from jaxtrain.validate.places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
-LATE_S = 10.0  # beyond the limit: every step has a limit of its own, and this one is for what was overlooked
+LATE_S = 10.0  # beyond the limit: every step has its own limit, and this one is for missed cases
 SAVE_S = 5.0  # for a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -246,7 +246,7 @@ def allowed(parsed: Parsed) -> tuple[str, list[str]]:
 def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     """Return a problem for each name that no check has."""
     spelled = {name.lower(): name for name in inspection.CHECKS}
-    rule = "no check whose fault could be allowed is called that"
+    rule = "no check with a fault that can be allowed has this name"
     unknown = [(name, spelled.get(name.lower())) for name in names if name not in inspection.CHECKS]
     return [
         Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(inspection.CHECKS))) for n, near in unknown

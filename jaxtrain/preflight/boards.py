@@ -9,7 +9,7 @@ SWITCH, BRIDGE = "switch", "bridge"
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """What to expect of a node with these GPUs. None: it differs from node to node, or no source was found."""
+    """The expected properties of a node with these GPUs. None: it differs from node to node, or no source was found."""
 
     name: str
     gpus: int | None  # on a board

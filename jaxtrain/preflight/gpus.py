@@ -84,8 +84,8 @@ def driver_answers(c: Context) -> Verdict:
     )
 
 
-def given_by(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return who assigned GPUs to this job or container, and how many; 0 if no number is known."""
+def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the name of the system that assigned GPUs to this job or container, and their number; 0 if it is unknown."""
     if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return "Slurm", int(slurm)
     parts = [part.strip() for part in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
@@ -114,8 +114,8 @@ def gpu_count(c: Context) -> Verdict:
         )
     if gpus.broken:
         return fault(f"{gpus.count}; {gpus.broken}")
-    intended = "Nothing, if that is what was asked for."
-    giver, given = given_by(c.node.environ)
+    intended = "Nothing, if this number was requested."
+    giver, given = find_assigner(c.node.environ)
     if gpus.on_node < given:
         return fault(f"{gpus.on_node}, and {giver} gave {given}")
     if given:

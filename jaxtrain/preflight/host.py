@@ -25,7 +25,7 @@ NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph",
 @CHECKS.add(
     "NUMA balancing",
     expected="off (kernel.numa_balancing = 0)",
-    why="The kernel unmaps pages of memory from time to time, to see who uses them, and moves them; input and copies from the "
+    why="The kernel unmaps pages of memory from time to time, to track their use, and moves them; input and copies from the "
     "GPUs stall meanwhile.",
     fix="sudo sysctl kernel.numa_balancing=0, and in /etc/sysctl.d/ to keep it.",
 )
@@ -159,7 +159,7 @@ def clock(c: Context) -> Verdict:
     if synchronised is None:
         return unknown("not reported by this kernel")
     # chronyd without rtcsync sets the clock without the kernel's flag. Several nodes also compare their clocks.
-    return ok("it follows one") if synchronised else note("the kernel knows of none")
+    return ok("it follows one") if synchronised else note("the kernel has none")
 
 
 # ---- disks of the run's paths
@@ -188,7 +188,7 @@ def free_space(name: str, c: Context) -> Verdict | None:
             f"{disk.path} did not answer: its file system hangs",
             expected="its file system answers",
             why="A run that uses a file system whose server is gone waits for it, and hangs without an error.",
-            fix=f"Mount it anew, or set {KEYS[name]} to another file system.",
+            fix=f"Mount it again, or set {KEYS[name]} to another file system.",
         )
     seen = f"{disk.free_gib:,.1f} of {disk.total_gib:,.0f} GiB free at {disk.path} ({disk.kind})"
     if name == "checkpoints" and disk.kind in IN_MEMORY:

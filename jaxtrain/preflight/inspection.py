@@ -17,7 +17,7 @@ PROCESSES = Check(
 )
 # Fact that all nodes of a run must share -> the reason.
 EQUAL = {
-    "driver": "Drivers of different versions have different errors and speeds, and one node then behaves otherwise.",
+    "driver": "Drivers of different versions have different errors and speeds, and one node then behaves differently.",
     "GPUs": "A mesh runs at the pace of its slowest GPU, and needs the same number on every node.",
     "packages": "With another version of JAX or NCCL a process compiles another program, and hangs in the first collective.",
     "network cards": "NCCL builds its rings over the same card of every node; one that is missing, or down, slows all of them.",

@@ -5,7 +5,7 @@ from collections import Counter
 
 from jaxtrain.preflight import nvidia_smi
 from jaxtrain.preflight.boards import SWITCH, Board
-from jaxtrain.preflight.gpus import given_by
+from jaxtrain.preflight.gpus import find_assigner
 from jaxtrain.preflight.nvidia_smi import Row, index
 from jaxtrain.preflight.table import Context, Table, Verdict, each_gpu, fault, grouped, listed, note, ok, unknown, worst
 
@@ -28,7 +28,7 @@ def has_switches(c: Context) -> bool:
 
 
 def without_switches(c: Context) -> bool:
-    """Whether all pairs are connected as on a board of four, which has no switches.
+    """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
 
     There each GPU has a third of its links to each of the others (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX
     A100 4-GPU).
@@ -79,7 +79,7 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
     # If the run has a part of the node, a bridge may join its GPUs to others.
-    part = c.gpus.others or given_by(c.node.environ)[1] or c.gpus.on_node < full
+    part = c.gpus.others or find_assigner(c.node.environ)[1] or c.gpus.on_node < full
     if part and all(connection in sizes for connections in partners.values() for connection in connections):
         return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
     expected = f"NV{board.links // (size - 1)}"
@@ -165,7 +165,7 @@ def fabric(c: Context) -> Verdict | None:
 
 @each_gpu("fabric.state")
 def registered(c: Context, row: Row) -> Verdict | None:
-    """Judge a GPU's registration; without NVSwitches there is none."""
+    """Judge a GPU's registration; it exists only with NVSwitches."""
     state, status = row.get("fabric.state"), row.get("fabric.status")
     if not state or (state, status) == FABRIC_OK:
         return ok(", ".join(FABRIC_OK)) if state else None
@@ -192,7 +192,7 @@ def nics(c: Context) -> Verdict | None:
         return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
     # With about one card for each GPU, one is missing. With fewer, the machine is built (or virtualized) so.
     missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
-    text = f"none beside {listed(far, 8)}"
+    text = f"none near {listed(far, 8)}"
     return fault(text) if c.several_nodes and missing else note(text)
 
 
@@ -209,12 +209,12 @@ def active_nics(c: Context) -> list[str]:
 
 @CHECKS.add(
     "InfiniBand",
-    expected="the ports of the cards beside the GPUs are up",
+    expected="the ports of the cards near the GPUs are up",
     why="NCCL leaves out a port that is down, and its GPUs share another one's.",
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
 def infiniband(c: Context) -> Verdict | None:
-    """A port that is down matters if the run uses several nodes and its GPU has no other."""
+    """A port that is down matters if the run uses several nodes and the port's GPU has no other."""
     near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
     if not states:
@@ -225,7 +225,7 @@ def infiniband(c: Context) -> Verdict | None:
         return ok(f"{len(states)} active, {listed(sorted({port(c, card, 'rate') for card in states}))}")
     if cut and c.several_nodes:
         return fault(f"{listed(down)}; {listed(cut)} has no other")
-    why = "each GPU beside one has another" if c.several_nodes else "a run of one node does not use them"
+    why = "each GPU near one has another" if c.several_nodes else "a run of one node does not use them"
     return note(f"{listed(down)}; {why}")
 
 

@@ -59,14 +59,14 @@ def measure(
 
     Args:
         paths: name -> folder to write to and read from; it need not exist. Each disk is measured once.
-        cluster: the children of several processes, all of which call this at the same time. No caller uses its port.
+        cluster: the children of several processes; all these processes call this at the same time. No caller uses its port.
         on_cpu: run the GPUs' programs on CPU devices in tiny sizes, whose figures have no meaning; for tests.
         disk_bytes: written to and read from each disk.
 
     Returns:
         the rates of `rates.RATES`; gpus: the GPUs' indices; under_load: the driver's samples during the matmuls; disk: name ->
-        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> why it is unknown; failed: measurement -> error. A rate that
-        was not measured is an empty list, None, or absent from `disk`.
+        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> the reason why it is unknown; failed: measurement -> error. A
+        rate that was not measured is an empty list, None, or absent from `disk`.
     """
     deadline = time.monotonic() + budget_s
     found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys((*BUS_RATES, *INTER_NODE_RATES))
@@ -91,7 +91,7 @@ def measure(
 
 
 def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the answer of the child to what was found, with a reason for each missing rate if it did not end by itself."""
+    """Add the answer of the child to `found`, with a reason for each missing rate if it did not end by itself."""
     measured = answer.get("measured", {})
     found |= measured
     for name in ("left_out", "failed"):
@@ -111,13 +111,18 @@ def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float,
 
 
 def hangs(answer: Mapping[str, Any]) -> bool:
-    """Return whether a collective hangs on GPUs that compute. Before it, the start of JAX or a file system may be slow."""
+    """Return whether a collective hangs on GPUs that compute.
+
+    Before a collective, the start of JAX or a file system may be slow.
+    """
     in_collective = answer.get("key") in (*BUS_RATES, *INTER_NODE_RATES) and "gemm_tflops" in answer["measured"]
     return in_collective and time.time() - answer["began_unix"] >= HANG_S
 
 
 def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: dict[str, Any]) -> None:
-    """Add the rates of each path's disk to `found`, or the reason why it has none. Paths on one disk share a measurement."""
+    """Add the rates of each path's disk to `found`, or the reason why they are unknown.
+
+    Paths on one disk share a measurement."""
     by_device: dict[int, dict[str, float | None] | Exception] = {}
     for name, path in paths.items():
         subject = f"{path} (its file system hangs, or is very slow)"
@@ -186,7 +191,7 @@ class Results:
         """Measure `key`; an error becomes its reason.
 
         Args:
-            together: with other processes, which would wait for one that left it out for lack of time.
+            together: measured with other processes. They would wait for a process that left it out for lack of time.
         """
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"
@@ -194,7 +199,7 @@ class Results:
         self.begin(what, key)
         try:
             self.answer["measured"][key] = measure_it()
-        except Exception as error:  # compiler, driver, memory: the other measurements still have a use
+        except Exception as error:  # compiler, driver, memory: the other measurements are still useful
             traceback.print_exc()
             text = self.answer["left_out"][key] = child.error_line(error)
             if not NO_FAULT.search(str(error)):
@@ -206,7 +211,7 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
     """Sample GPUs in a thread while the block runs.
 
     Args:
-        out: gets, for each GPU with samples, gpu (its index), means of clock and power, and the share of each reason.
+        out: receives, for each GPU with samples, gpu (its index), means of clock and power, and the share of each reason.
     """
     samples: dict[Card, list[Sample]] = {card: [] for card in cards}
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Preflight of a run: which process inspects each node, how all measure together, and how they share findings.
+"""Preflight of a run: assigns a process to each node, measures on all of them together, and shares the findings.
 
 Every process of the run takes part. On each host the first process inspects the node. All measure, because collectives over all
 GPUs need all of them. At the end each has the findings of all, so that all come to the same verdict. If a process is lost, each
@@ -37,11 +37,11 @@ class Preflight:
     """One process's part in the preflight of a run.
 
     Args:
-        context: its node. A recorded node may have been part of another run: the cluster of `context` is that run's.
-        cluster: the processes that this one really belongs to.
+        context: the process's node. A recorded node may belong to another run: the cluster of `context` is that run's.
+        cluster: the processes of this run.
         limit_s: seconds for everything after the processes have connected.
         connect_s: seconds for the other processes to connect.
-        skip_reason: why nothing is measured; "" to measure.
+        skip_reason: the reason to skip measurements; "" to measure.
         on_lost: called in another thread with the report of this node, if a process is lost. It should end this process:
             without process 0, JAX ends it after 6 s.
     """
@@ -87,7 +87,7 @@ class Preflight:
         return reports
 
     def close(self, failed: str = "") -> None:
-        """Leave the service, with the other processes but not beyond the limit; or let them know that this one has `failed`."""
+        """Leave the service, with the other processes if they are in time; or report to them that this process has `failed`."""
         with contextlib.suppress(Unanswered):
             limit_s = FAILED_CLOSE_S if failed else max(self.left_s, CLOSE_S)
             call_with_timeout(limit_s, "the service", lambda: self._peers.close(failed))
@@ -188,7 +188,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the rates of a node from those of its processes, which have GPUs of their own."""
+    """Return the rates of a node from those of its processes, which have separate GPUs."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for name in rates.GPU_LISTS:

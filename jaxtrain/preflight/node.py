@@ -1,8 +1,8 @@
 """A node as the checks read it: output of commands, files, variables, disks, packages, limits.
 
-`LocalNode` reads the node of this process and can save what it read. `RecordedNode` reads such a folder, so that the checks run
-anywhere. A recording has commands/ (one file a command: the command, its exit code, its output), files/ (copies, by path) and
-the JSON files of PARTS. Its base.txt may name another recording that has everything the folder itself lacks.
+`LocalNode` reads the node of this process and can save a recording of it. `RecordedNode` reads such a folder, so that the
+checks run anywhere. A recording has commands/ (one file a command: the command, its exit code, its output), files/ (copies, by
+path) and the JSON files of PARTS. Its base.txt may name another recording that has everything the folder itself lacks.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class RecordingError(ValueError):
 
 
 def call_with_timeout[T](seconds: float, subject: str, function: Callable[[], T]) -> T:
-    """Return or raise what `function` does. It runs in a thread that is abandoned if it hangs, as on a dead NFS server.
+    """Return or raise the result of `function`. It runs in a thread that is abandoned if it hangs, as on a lost NFS server.
 
     Raises:
         Unanswered: naming `subject`, after `seconds`.
@@ -94,7 +94,7 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """One line on why the command failed."""
+        """Return one line on why the command failed."""
         if self.code == TIMED_OUT:
             return "it did not answer in time"
         if self.code == ABSENT:
@@ -233,14 +233,16 @@ class LocalNode:
 
     @functools.cached_property
     def environ(self) -> Mapping[str, str]:
-        """The variables that change a run or locate its processes. No secrets: a recording may be sent to others."""
+        """Return the variables that change a run or locate its processes.
+
+        They have no secrets: a recording may be sent to others."""
         chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-        chosen |= environment.changing(os.environ)
+        chosen |= environment.select_variables(os.environ)
         return {name: PROXY_PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
 
     @functools.cached_property
     def disks(self) -> dict[str, Disk]:
-        """The file systems of the run's paths and of /dev/shm."""
+        """Return the file systems of the run's paths and of /dev/shm."""
         mountinfo = self.read("/proc/self/mountinfo") or ""
         found = {}
         for name, text in {**self._paths, "shm": "/dev/shm"}.items():
@@ -257,7 +259,7 @@ class LocalNode:
 
     @functools.cached_property
     def packages(self) -> dict[str, dict[str, Any]]:
-        """JAX's and NVIDIA's wheels: name -> version, requires."""
+        """Return JAX's and NVIDIA's wheels: name -> version, requires."""
         found = {}
         for each in importlib.metadata.distributions():
             name = (each.metadata["Name"] or "").lower().replace("_", "-")
@@ -267,7 +269,7 @@ class LocalNode:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """Host name, time, CPUs, memory and limits; None for no limit, or if the kernel gives no answer."""
+        """Return host name, time, CPUs, memory and limits; None for no limit, or if the kernel gives no answer."""
 
         def limit(which: int) -> int | None:
             soft = resource.getrlimit(which)[0]
@@ -300,7 +302,10 @@ class LocalNode:
             path.write_text(text)
 
     def close(self) -> None:
-        """Kill the commands that still run. One in a hanging driver (state D) ends when the driver returns; nothing waits."""
+        """Kill the commands that still run, without waiting for them.
+
+        One in a hanging driver (state D) ends when the driver returns.
+        """
         for command in self._commands.values():
             command.kill()
 

@@ -1,6 +1,6 @@
 """The output of nvidia-smi as values: its commands, and how their output is parsed.
 
-A field that a driver does not know fails the whole query, so fields that were added or removed have queries of their own.
+A field that a driver does not support fails the whole query, so fields that were added or removed have separate queries.
 Values have nvidia-smi's units: MiB, W, MHz. A value that it does not report ([N/A], [Not Supported]) is None.
 """
 
@@ -66,7 +66,7 @@ def rows(node: Node, query: str) -> list[Row]:
 
 
 def _value(cell: str) -> str | None:
-    """Return None for [N/A], [Requested functionality has been deprecated] and the like."""
+    """Return the value of a cell; None for [N/A], [Requested functionality has been deprecated] and the like."""
     return None if cell.startswith("[") or cell.lower() in NO_VALUE else cell
 
 
@@ -111,12 +111,12 @@ class Gpus:
 
     @property
     def text(self) -> str:
-        """`8 x NVIDIA H200`, or "" for none."""
+        """Return `8 x NVIDIA H200`, or "" for none."""
         return f"{self.count} x {', '.join(sorted(set(self.names)))}" if self.rows else ""
 
     @property
     def indices(self) -> list[int]:
-        """nvidia-smi's indices of the GPUs."""
+        """Return nvidia-smi's indices of the GPUs."""
         return [index(row) for row in self.rows]
 
 
@@ -146,7 +146,7 @@ def read_gpus(node: Node) -> Gpus:
 
 
 def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
-    """Add the fields of OPTIONAL to the rows of the GPUs. Returns field -> why its query failed."""
+    """Add the fields of OPTIONAL to the rows of the GPUs. Returns field -> the reason why its query failed."""
     refused = {}
     for query in OPTIONAL:
         key, *fields = fields_of(query)

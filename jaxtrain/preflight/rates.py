@@ -1,6 +1,6 @@
 """Checks of the measured rates: the GPUs of a node against each other, and collectives against the board's bandwidth.
 
-A rate without a published figure for the board is reported and not judged.
+A rate without a published figure for the board is reported without a verdict.
 """
 
 import math
@@ -123,14 +123,14 @@ CHECKS.add(
     "HBM",
     expected=f"no GPU more than {SLOWER:.0%} below the median of the others, none below {PEAK_SHARE:.0%} of its data sheet",
     why="Norms, the optimizer and parts of attention are bound by the memory.",
-    fix="Look at ECC and row remaps of that GPU; if they are well, take it out and report it.",
+    fix="Look at ECC and row remaps of that GPU; if they are fine, take it out and report it.",
 )(rate_of_gpus("hbm_gb_s", "GB/s", lambda gpu: 1000 * gpu.hbm_tb_s))
 
 CHECKS.add(
     "host to device",
     expected="no GPU at less than half the median of the others",
     why="Input, offloaded state and restores use it; a narrow or remote PCIe link makes them slow.",
-    fix="Look at its PCIe width (nvidia-smi -q -d PCIE), and at the NUMA node beside it.",
+    fix="Look at its PCIe width (nvidia-smi -q -d PCIE), and at its NUMA node.",
 )(rate_of_gpus("h2d_gb_s", "GB/s", None, share=0.5))
 
 
@@ -176,7 +176,7 @@ CHECKS.add(
 
 @CHECKS.add(
     "between nodes",
-    expected=f"bus bandwidth at least {NETWORK_SHARE:.0%} of what the cards beside the GPUs carry, or of the node's own if "
+    expected=f"bus bandwidth at least {NETWORK_SHARE:.0%} of the rate of the cards near the GPUs, or of the node's own if "
     "that is less",
     why="Each step crosses the network; if one node's cards are slow or unused, all nodes wait.",
     fix="Look at the nodes' GPU and NIC, InfiniBand and GPUDirect lines; NCCL_DEBUG=INFO shows whether NET/IB or NET/Socket is "
@@ -191,7 +191,7 @@ def between_nodes(c: Context) -> Verdict | None:
     seen = f"all-reduce {rate:,.0f} GB/s"
     cards = sum(float(words[0]) / 8 for card in active_nics(c) if (words := port(c, card, "rate").split()))
     if not cards:
-        return ok(f"{seen}; the rate of the cards beside the GPUs is not known")
+        return ok(f"{seen}; the rate of the cards near the GPUs is not known")
     # Between nodes a collective is not faster than within one, whatever the cards' rate.
     limit = min(cards, c.measured.get("all_reduce_bus_gb_s") or cards)
     return (fault if rate < NETWORK_SHARE * limit else ok)(f"{seen}, of {limit:,.0f}")

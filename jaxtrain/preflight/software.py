@@ -62,7 +62,7 @@ def driver(c: Context) -> Verdict:
     "CUDA plugin",
     expected="jax, jaxlib and one CUDA plugin of the same version",
     why="Without the plugin JAX finds no GPU and trains on the CPU; with two or with another version it may not start.",
-    fix="Install it anew: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
+    fix="Install it again: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
 )
 def cuda_plugin(c: Context) -> Verdict:
     packages, plugins = c.node.packages, cuda_plugins(c)
@@ -152,7 +152,7 @@ def refused_by_the_run(memory: bool) -> Probe:
         sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
         # Without a reported size the budget is a part of an arbitrary one; the names are compared all the same.
         devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
-        changing = environment.changing(environ)
+        changing = environment.select_variables(environ)
         found = [p for p in environment.overlay(c.run, devices, environ)[1] if p.key in (*environ, SHELL)]
         found = [p for p in found if memory == (p.key in environ and p.key not in changing)]
         if not found:
@@ -166,7 +166,7 @@ def refused_by_the_run(memory: bool) -> Probe:
 VARIABLES.add(
     "variables",
     expected="none from the shell that changes a run and that the config does not name",
-    why="Two people who start one config should get the same run; a variable left over from an experiment changes it, or slows "
+    why="The same config must give the same run to every user; a variable left over from an experiment changes it, or slows "
     "it down.",
     fix="unset it, or name it in env.inherit (the shell's value) or env.set (one of the config's own).",
 )(refused_by_the_run(memory=False))

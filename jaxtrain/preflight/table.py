@@ -87,13 +87,13 @@ class Context:
 
     @functools.cached_property
     def topology(self) -> Topology:
-        """The connections of the GPUs that the run may use."""
+        """Return the connections of the GPUs that the run may use."""
         answer = self.node.run(nvidia_smi.TOPOLOGY)
         return nvidia_smi.parse_topology(answer.out if answer.succeeded else "", sorted(self.gpus.indices))
 
     @property
     def several_nodes(self) -> bool:
-        """Whether the run has more processes than this node has GPUs for."""
+        """Return whether the run has more processes than this node has GPUs for."""
         if self.cluster is None:
             return False
         ids = self.cluster.local_device_ids or ()
@@ -103,7 +103,7 @@ class Context:
 
     @property
     def gpu_gib(self) -> float:
-        """Memory of all GPUs."""
+        """Return the memory of all GPUs in GiB."""
         return sum(nvidia_smi.number(row, "memory.total") or 0.0 for row in self.gpus.rows) / 1024
 
 

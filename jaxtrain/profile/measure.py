@@ -1,8 +1,8 @@
-"""From the events of a trace to the time of a step: by kind, by part, by operation, by device; and two traces compared.
+"""The time of a step from the events of a trace: by kind, by part, by operation, by device; and the comparison of two traces.
 
-Each nanosecond of a step counts once on each device. While operations compute or copy, it is theirs in equal shares. While only
-communication runs, it is exposed communication; else an exposed copy to or from the host; else idle. Communication and host
-copies beside computation are overlapped. Loops and calls are no operations: the operations in them are.
+Each nanosecond of a step counts once on each device. Operations that compute or copy at that time share it equally. Without
+any, it is exposed communication, else an exposed copy to or from the host, else idle. Communication and host copies during
+computation are overlapped. Operations inside loops and calls count, not the loops and calls themselves.
 
 A step lasts from the end of the previous step to its own end, so gaps between steps count. The first step of a trace begins
 with its first operation if nothing of the previous step was recorded.
@@ -47,9 +47,9 @@ class Op:
     label: str  # named scopes, and the operation in them
     source: str  # file:line
     count: float  # launches
-    ms: float  # time of the step: shared with what runs at the same time, and only exposed for LINKS
+    ms: float  # time of the step: shared with concurrent operations, and only exposed for LINKS
     ran_ms: float  # from start to end, summed over launches
-    overlapped_ms: float  # of LINKS: beside computation
+    overlapped_ms: float  # of LINKS: during computation
     gflop: float | None  # by the program; None if unknown
     gb: float | None  # of device memory; for communication, on the wire
     planned_ms: float | None  # at the plan's rates of this GPU
@@ -77,7 +77,7 @@ class Profile:
     step_ms: float  # mean over steps and devices
     step_range_ms: tuple[float, float]  # shortest and longest
     by_kind: dict[str, float]  # ms of a step; sums to step_ms
-    overlapped: dict[str, float]  # ms of LINKS beside computation
+    overlapped: dict[str, float]  # ms of LINKS during computation
     by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
     named: float  # fraction of the busy and exposed time that belongs to a part
     ops: tuple[Op, ...]  # longest first
@@ -116,7 +116,7 @@ class Profile:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.profile --html` for a notebook, in a frame of its own."""
+        """Return the page of `python -m jaxtrain.profile --html` for a notebook, in a frame."""
         from jaxtrain.profile import report
 
         return framed(report.make_html(self))
@@ -127,7 +127,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Facts of the run of a trace; empty if the trace is in no run's folder."""
+    """Facts of the run of a trace; empty if the trace is not in a run's folder."""
 
     name: str
     device_kind: str = ""
@@ -158,9 +158,9 @@ def run_around(target: Path) -> Run:
 
 
 def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
-    """Return (program of a trace, by the text beside it, or None; the reason for None)."""
+    """Return (program of a trace from the HLO text in its folder, or None; the reason for None)."""
     text = trace.path.with_name(HLO_TEXT)
-    reason = f"there is no file {HLO_TEXT} beside the trace"
+    reason = f"there is no file {HLO_TEXT} in the folder of the trace"
     if text.is_file():
         try:
             return programs.read(text.read_text(), run.mesh, run.gpus), ""
@@ -196,21 +196,21 @@ class Window(NamedTuple):
 
 
 def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]]:
-    """Return the whole steps of each device.
+    """Return the complete steps of each device.
 
     Raises:
         TraceError: there is none.
     """
-    divide = _by_run if trace.platform == "cpu" else _by_last_operation
+    divide = _cut_at_executions if trace.platform == "cpu" else _cut_at_last_operation
     main = trace.main_program
     found = {n: divide([e for e in events if e.program == main], trace.steps, module) for n, events in trace.devices.items()}
     if not any(found.values()):
-        raise TraceError(f"{trace.path}: no step is whole in this trace. Fix: raise profile.steps, and trace again.")
+        raise TraceError(f"{trace.path}: this trace has no complete step. Fix: raise profile.steps, and trace again.")
     return {device: steps for device, steps in found.items() if steps}
 
 
-def _by_run(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Divide a CPU's events by the executions of the program. The last ones are the marked steps; one before them was cut."""
+def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
+    """Cut a CPU's events into executions of the program. The last ones are the marked steps; an earlier one is incomplete."""
     starts, ends = {}, {}
     for e in events:
         starts[e.run] = min(e.start, starts.get(e.run, e.start))
@@ -224,13 +224,13 @@ def _by_run(events: Sequence[Event], marked: Sequence[int], module: Module | Non
     return tuple(found)
 
 
-def _by_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Divide a GPU's events, which name no execution, by the last operation that runs once in a step."""
+def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
+    """Cut a GPU's events, which have no execution numbers, at the last operation that runs once per step."""
     counts = Counter(e.op for e in events if e.op)
     if module:  # in the order of the schedule, without the operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
     times = len(marked) or max(Counter(counts.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
-    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of a step that was cut
+    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of an incomplete step
     if not once:
         return ()
     last = once[-1] if module else max(once, key=lambda op: max(e.end for e in events if e.op == op))
@@ -260,7 +260,7 @@ def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Ope
 def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple[Event, Operation]]]:
     """Return the events of each device with their operations, by start.
 
-    A CPU has threads for streams. Its events are put into lanes in their place: each into the first lane that is free.
+    A CPU has threads instead of streams. Its events are assigned to lanes: each to the first lane that is free.
     """
     main, known = trace.main_program, program.operations if program else {}
     found = {}
@@ -278,7 +278,7 @@ def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple
 def divide_time(
     events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
 ) -> Sums:
-    """Divide the time of one device's steps among the operations that ran.
+    """Divide the time of one device's steps among its operations.
 
     Args:
         events: events with their operations, by start.
@@ -315,7 +315,7 @@ def profile(path: Path, run: Run) -> Profile:
     """Return the time of a step by a trace.
 
     Raises:
-        TraceError: the trace cannot be read, or no step is whole in it.
+        TraceError: the trace cannot be read, or has no complete step.
     """
     trace = traces.read(path)
     device_kind = run.device_kind or trace.platform

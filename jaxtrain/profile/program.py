@@ -1,8 +1,8 @@
 """The compiled program of a trace: kind, part and work of its operations, and its planned step.
 
 The part of an operation is the `jax.named_scope` that it was traced under: in the step, in the models, or in your own model.
-Operations that the compiler adds have no scope. A fusion takes the scope of the operations in it. Any other takes that of its
-users, else that of its operands.
+Operations that the compiler adds have no scope. A fusion has the scope of its operations; any other such operation has that of
+its users, else that of its operands.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ KINDS: tuple[str, ...] = (
     "exposed host copies",
     "idle",
 )
-LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run beside computation: overlapped, else exposed
+LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run during computation: overlapped, otherwise exposed
 NO_SCOPE = "no scope"
-CONTROL = ("while", "conditional", "call")  # the time of these is that of the operations in them
+CONTROL = ("while", "conditional", "call")  # their time is that of the operations in them
 ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
 _COPIES = frozenset(("copy", "transpose", "bitcast", "reshape", "copy-start", "parameter", "tuple"))
-# Kernels that the trace names no operation for, by their own names.
+# Kernels without an operation's name in the trace, by their own names.
 _KERNELS = (
     (re.compile(r"nccl", re.I), "communication"),
     (re.compile(r"memcpyH2D|memcpyD2H", re.I), "host copies"),
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The traced program as a plan times it, at the rates of its GPU."""
+    """The traced program's planned times, at the rates of its GPU."""
 
     step_ms: float
     by_kind: dict[str, float]  # ms; sums to step_ms
@@ -101,7 +101,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             for operand in i.operands:
                 users[operand].append(i)
         for i in where.instructions:
-            # The start of an asynchronous operation stands for it.
+            # The start of an asynchronous operation represents it.
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
@@ -139,7 +139,7 @@ def phase_of(op_name: str) -> str:
 
 
 def by_kernel(kernel: str) -> Operation:
-    """Return the operation of a kernel that the trace names none for, by the kernel's name."""
+    """Return the operation of a kernel by the kernel's name, if the trace names no operation."""
     kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
     return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "")
 

@@ -42,7 +42,7 @@ NOTES = (
     "run at once share it equally. Communication and host copies count where nothing else ran (exposed); beside computation "
     "they are overlapped. idle: nothing ran.",
     "Parts are the program's named scopes. The loss computes its gradients in its forward pass. Operations that the compiler "
-    f"added belong to the part of their users; {NO_SCOPE!r} is the rest.",
+    f"added belong to the part of their users; {NO_SCOPE!r} has all others.",
     "FLOPs and bytes are counted in the compiled program. Rates of an operation are over its own time, from start to end.",
 )
 
@@ -126,7 +126,7 @@ def _parts(found: Profile) -> list[str | Table]:
         measured = [sum(v for name, v in sums.items() if name.partition(",")[0] == part) for part in names]
         planned = [found.planned.by_part.get(part, 0.0) for part in names]
         beside = [Column("part", names, total="all"), numbers("measured", measured), numbers("planned", planned)]
-        parts.append(Table("Measured beside planned, ms", beside, style="sortable"))
+        parts.append(Table("Measured and planned, ms", beside, style="sortable"))
     return parts
 
 
@@ -196,7 +196,7 @@ def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Conso
 
 
 def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
-    """Return the report as one page that fetches nothing."""
+    """Return the report as one page that needs no network."""
     title = f"{found.name}: time of a step"
     steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
     body = [

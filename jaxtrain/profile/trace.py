@@ -34,9 +34,9 @@ class Event(NamedTuple):
     start: float
     end: float
     stream: str  # its CUDA stream; "" on CPUs
-    op: str  # instruction of the program; "" if the trace names none
+    op: str  # instruction of the program; "" if the trace has none
     kernel: str  # on a GPU the kernel's name, on a CPU the operation's
-    program: int  # number of the program; -1 if the trace names none
+    program: int  # number of the program; -1 if the trace has none
     run: int  # one execution of the program; -1 on GPUs
 
 

@@ -1,9 +1,9 @@
-"""receipt.json: code, settings, data and hardware of a run. It is written before the first step and completed at the end, so a
-killed run has one too.
+"""receipt.json: code, settings, data and hardware of a run.
 
-The file holds the newest attempt at its top level and a summary of every other attempt under `attempts`. An attempt that finds
-all steps done joins `attempts` at its end: the top level stays that of the attempt that trained. If an attempt has no
-`exit_code`, it was killed or still runs. docs/observing.md lists the fields.
+It is written before the first step and completed at the end, so a killed run has one too. The file holds the newest attempt at
+its top level and a summary of every other attempt under `attempts`. An attempt that finds all steps done joins `attempts` at
+its end: the top level stays that of the attempt that trained. If an attempt has no `exit_code`, it was killed or still runs.
+docs/observing.md lists the fields.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from jaxtrain.receipt import collect, figures, machine
 from jaxtrain.receipt.diff import differences
 from jaxtrain.receipt.format import FORMAT, NAME, load, now
 
-# What the file keeps of an earlier attempt. The newest one that saved is kept whole, until its successor was compared with it.
+# The fields of an earlier attempt that the file keeps. The newest one that saved is kept completely, until its successor was
+# compared with it.
 SUMMARY = (
     *("id", "attempt", "started", "ended", "exit_code", "reason", "command"),
     *("resumed_from_step", "loaded", "origin", "changed", "saves"),
@@ -35,7 +36,7 @@ SEED = {"from": None, "step": None, "saved_by": None, "digest": "made from train
 
 
 class Receipt:
-    """The receipt of the run in `workdir`. Process 0 writes it; the others have `id` and `fields` in memory.
+    """The receipt of the run in `workdir`. Process 0 writes it; other processes have `id` and `fields` in memory.
 
     Attributes:
       fields: the receipt as it is written.
@@ -61,9 +62,9 @@ class Receipt:
         Args:
           fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
             (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any others.
-          config_file: whose digest belongs to the source.
+          config_file: its digest is part of the source.
 
-        Raises ReceiptError if an earlier receipt is there that cannot be read.
+        Raises ReceiptError if an earlier receipt cannot be read.
         """
         found: dict[str, Any] = {
             "format": FORMAT,
@@ -112,9 +113,9 @@ class Receipt:
         every = sorted([*before.pop("attempts"), before], key=lambda one: one["attempt"])
         saved = [one for one in every if one.get("saves") and "source" in one]
         self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]
-        here = json.loads(json.dumps(found))  # as a file has it: no tuples
+        here = json.loads(json.dumps(found))  # as in a file: no tuples
         changed = differences({**saved[-1], "loaded": None}, here) if saved else []
-        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # those are conditions of the run that ended
+        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # conditions of the run that ended
         return {"attempt": len(every) + 1, "changed": [(d.group, d.name, d.a, d.b) for d in at_start]}
 
     def update(self, **fields: Any) -> None:
@@ -122,8 +123,7 @@ class Receipt:
         self._set(self.fields | fields)
 
     def began(self, loaded: Mapping[str, Any] | None) -> None:
-        """Write what the first state of this attempt was read from. Only the first call counts: a run may go back to an
-        earlier step later.
+        """Write the origin of the first state of this attempt. Only the first call counts: a run may roll back later.
 
         Args:
           loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors or of the

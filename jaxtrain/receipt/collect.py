@@ -14,12 +14,12 @@ from typing import Any
 
 from jaxtrain.commands import PREFIX
 from jaxtrain.config import flatten
-from jaxtrain.environment import secret
+from jaxtrain.environment import is_secret
 from jaxtrain.runtime import variables
 
 ENVIRONMENT_PREFIXES = (
     *("XLA_", "JAX_", "JAXTRAIN_", "NCCL_", "CUDA_", "CUDNN_", "CUBLAS", "NVIDIA_TF32_OVERRIDE", "TF_GPU_", "FI_", "UCX_"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD"),  # another cuDNN or NCCL may come before that of the wheels
+    *("LD_LIBRARY_PATH", "LD_PRELOAD"),  # another cuDNN or NCCL may be loaded before that of the wheels
     *("OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_PROCID"),
 )
 # Variables of one attempt, which a receipt has as `restart` and `preflight`, and the spelling of commands.
@@ -33,7 +33,7 @@ def select_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT and not secret(name)
+        if name.startswith(ENVIRONMENT_PREFIXES) and name not in LEFT_OUT and not is_secret(name)
     }
 
 
@@ -78,7 +78,7 @@ def read_preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return preflight's findings without the checks that are ok, since every save writes the receipt again."""
+    """Return preflight's findings without passed checks, since every save writes the receipt again."""
     if not found or "nodes" not in found:
         return dict(found) if found else None
     nodes = [{**node, "checks": [c for c in node.get("checks", ()) if c.get("state") != "ok"]} for node in found["nodes"]]
@@ -95,7 +95,7 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
     Returns:
       `commit` and `dirty` (null if git does not track the code; `error` if git failed), `patch` (git diff HEAD of the
       package and the configs), `patch_cut` (characters left out at its end), `files` (path from the repository's root ->
-      SHA-256), and `config_file`, likewise: its keys are a part of the receipt themselves.
+      SHA-256), and `config_file` (path -> SHA-256): its keys are in the receipt anyway.
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}

@@ -1,6 +1,6 @@
 """The differences between two runs that can explain other results or another speed, and the results that they explain.
 
-Both receipts are flattened, PREFIXES choose the facts and their group, and facts that cannot explain anything are left out:
+Both receipts are flattened, PREFIXES choose the facts and their group, and facts that cannot explain a difference are left out:
 times, ids, names of hosts, paths, settings of output (IGNORED, and keys without an effect in `jaxtrain.resume.TABLE`).
 """
 
@@ -17,7 +17,7 @@ from jaxtrain.receipt.format import Run, flatten
 from jaxtrain.resume import NOTHING, effect
 
 GROUPS = ("code", "config", "versions", "environment", "hardware", "data")
-# Beginning of a flattened path -> (group, what replaces it in the name).
+# Beginning of a flattened path -> (group, its replacement in the name).
 PREFIXES = {
     "source.files.": ("code", ""),
     "resolved.": ("config", ""),
@@ -32,7 +32,7 @@ PREFIXES = {
     "eval_data.": ("data", "eval_data."),
     "origin": ("data", "first state"),
 }
-# What a fingerprint of data has from the config, and paths; files are compared by `_files`.
+# Fields of a data fingerprint that come from the config, and paths; files are compared by `_files`.
 DATA = (
     "source",
     "source_schedule",
@@ -50,7 +50,7 @@ IGNORED = (
     *(f"eval_data.*.{name}" for name in DATA),
     *("devices.processes.*", "devices.platform"),
     *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w", "nics")),  # nics: of older receipts
-    *("hardware.before.*", "hardware.after.*"),  # one sample is no description of a run; see `_conditions`
+    *("hardware.before.*", "hardware.after.*"),  # one sample does not describe a run; see `_conditions`
 )
 VARIABLES_IGNORED = (
     *HARMLESS,
@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Return what differs from A to B. Raises ReceiptError if a file beside a receipt cannot be read."""
+    """Return the differences from A to B. Raises ReceiptError if a file next to a receipt cannot be read."""
     found = differences(a.receipt | a.figures, b.receipt | b.figures)
     return Comparison(a.name, b.name, tuple(found), tuple(_outcomes(a, b)))
 
@@ -140,7 +140,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def _facts(receipt: Mapping[str, Any]) -> Facts:
-    """Return the facts of an attempt that can explain something, but for token files."""
+    """Return the facts of an attempt that can explain a difference, without token files."""
     out: Facts = {}
     for path, value in flatten({key: value for key, value in receipt.items() if key != "attempts"}):
         prefix = next((p for p in PREFIXES if path.startswith(p)), None)
@@ -156,7 +156,7 @@ def _facts(receipt: Mapping[str, Any]) -> Facts:
 
 
 def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of an attempt that can explain something; XLA_FLAGS flag by flag."""
+    """Return the environment variables of an attempt that can explain a difference; XLA_FLAGS flag by flag."""
     env = receipt.get("env") or {}
     found = {**receipt.get("environment", {}), **env.get("inherited", {}), **env.get("set", {})}
     for flag in found.pop("XLA_FLAGS", "").split():
@@ -166,7 +166,7 @@ def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the faults of the hardware during the run, and the slowest node's or GPU's measurements of preflight."""
+    """Return the hardware faults during the run, and the slowest node's or GPU's measurements of preflight."""
     out: dict[str, Any] = {}
     for gpu in receipt.get("throttled") or ():
         if gpu["share"] >= THROTTLED:  # as for the monitor's alerts: a dip of a second explains nothing
@@ -186,7 +186,7 @@ def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(receipt: Mapping[str, Any]) -> Facts:
-    """Return what was changed between the attempts whose steps are in the result: each resumed a checkpoint of another."""
+    """Return the changes between the attempts whose steps are in the result: each resumed a checkpoint of another."""
     savers = {one.get("id"): one for one in receipt.get("attempts", ())}
     out: Facts = {}
     while saver := savers.pop((receipt.get("loaded") or {}).get("saved_by"), None):
@@ -215,12 +215,12 @@ def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
             text = f"{file['tokens']:,} tokens, sha256 {file['content_sha256'][:12]}, weight {file['weight']:g}"
             out["data", prefix + name] = text
         if order[1:]:
-            out["data", prefix + ORDER] = order  # a file's shuffle depends on its place
+            out["data", prefix + ORDER] = order  # a file's shuffle depends on its index
     return out
 
 
 def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
-    """Return the names of facts that follow from others, which are compared instead."""
+    """Return the names of facts that follow from others, which are compared instead of them."""
     out: set[str] = set()
     if all((side.get("data") or {}).get("files") for side in (a, b)):
         out |= {"data.source", "data.tokenizer"}  # paths: the contents are compared
@@ -228,7 +228,7 @@ def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
         out.add("data.eval_source")
     out.add("init.from" if all("origin" in side for side in (a, b)) else "first state")
     meshes = [side.get("mesh") or {} for side in (a, b)]
-    return out | {f"mesh.{axis}" for axis, size in meshes[0].items() if meshes[1].get(axis) == size}  # -1 is what is left
+    return out | {f"mesh.{axis}" for axis, size in meshes[0].items() if meshes[1].get(axis) == size}  # -1 is the remainder
 
 
 def changed_lines(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
@@ -284,7 +284,7 @@ def _compare_losses(a: Mapping[int, float], b: Mapping[int, float]) -> Outcome:
 
 
 def _close(x: float | None, y: float | None) -> bool:
-    """Return whether two measurements are not far enough apart to explain something; one that is missing explains nothing."""
+    """Return whether two measurements are too close to explain a difference; a missing one explains none."""
     return x is None or y is None or abs(x - y) <= APART * abs(y)
 
 

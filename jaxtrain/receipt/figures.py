@@ -89,8 +89,9 @@ def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
-    """Return the training loss, every digit of it, at steps 1, 2, 5, 10, 20, 50, ... and the last; NaN and infinities as text,
-    since JSON has no number for them."""
+    """Return the training loss with all digits at steps 1, 2, 5, 10, 20, 50, ... and the last.
+
+    NaN and infinities are text, since JSON has no number for them."""
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train" and line.get("loss") is not None}
     last = max(losses, default=0)
     wanted = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5)]

@@ -14,14 +14,14 @@ from jaxtrain.receipt import figures
 
 NAME = "receipt.json"
 FORMAT = 3
-FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # fields that a reader looks for
-# Fields with a table of their own or a file beside the receipt (config.json), and long ones.
+FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # fields that a reader needs most
+# Fields with their own table or a file next to the receipt (config.json), and long ones.
 HIDDEN = ("attempts", "format", "resolved", "ranks", "devices.processes", "source.patch", "source.files", "changed")
 FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
 
 
 class ReceiptError(ValueError):
-    """A receipt, or a file beside it, cannot be read."""
+    """A receipt, or a file next to it, cannot be read."""
 
 
 def now() -> str:
@@ -39,13 +39,13 @@ def load(path: Path) -> dict[str, Any]:
         raise ReceiptError(f"{path}: not a receipt ({error!r}). {fix}") from error
     if version != FORMAT or not isinstance(attempts, list):
         fix = "Fix: use the version that wrote it"
-        fix += ", or move the file away: the run goes on, and writes a new one." if path.name == NAME else "."
+        fix += ", or move the file away: the run continues, and writes a new one." if path.name == NAME else "."
         raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. {fix}")
     return receipt
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of everything in nested JSON but nulls.
+    """Yield (dotted path, value) of everything in nested JSON except nulls.
 
     A list is one text with equal items counted, most frequent first: "7 x 700.0, 500.0". A list of objects gives one such text
     for each key.
@@ -94,14 +94,14 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return speed, memory, loss_at, throttled: of the receipt, or of metrics.jsonl if the run has not ended."""
+        """Return speed, memory, loss_at, throttled: from the receipt, or from metrics.jsonl if the run has not ended."""
         if "speed" in self.receipt or not self.lines:
             return {name: self.receipt.get(name) for name in figures.NAMES}
         return figures.of_run(self.lines, self.receipt)
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Return step -> training loss: of every line of metrics.jsonl, or the few of the receipt if it stands alone."""
+        """Return step -> training loss: of every line of metrics.jsonl, or of the few in the receipt without metrics.jsonl."""
         if self.lines:
             return {line["step"]: line["loss"] for line in self.lines if line["kind"] == "train"}
         return {int(step): float(loss) for step, loss in (self.figures["loss_at"] or {}).items()}
@@ -135,7 +135,7 @@ def open_run(target: str | Path) -> Run:
 
 
 def find_runs(targets: list[str]) -> list[Path]:
-    """Return the targets; a folder of runs stands for those in it, by name. Raises ReceiptError for one without runs."""
+    """Return the targets; a folder of runs is replaced by its runs, by name. Raises ReceiptError for one without runs."""
     out: list[Path] = []
     for path in (Path(target).expanduser() for target in targets):
         if not path.exists():

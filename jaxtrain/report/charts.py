@@ -1,6 +1,6 @@
 """The charts of a report: curves of metrics.jsonl, of the GPUs, and the wall time by cause.
 
-Several runs share a chart: a colour for each run. Of one run a chart has several quantities.
+Several runs share a chart, with a colour for each run. With one run, a chart has several quantities.
 """
 
 import itertools
@@ -38,7 +38,7 @@ COLOURS = {
     "hang": "var(--quiet)",
     "other": "var(--rule)",
     "down": "var(--ink)",
-    "stopped": "",  # nobody missed the run: left empty
+    "stopped": "",  # between attempts: left empty
 }
 # (title, {key: name}, factor); several runs show the first key, by its name.
 SPEED = (
@@ -48,7 +48,7 @@ SPEED = (
     ("Waiting for data, s per step", {"data_wait_s": "waiting for data"}, 1.0),
 )
 EXPERTS = (
-    ("Largest load of an expert, in even shares", {"expert_load_max": "largest load"}, 1.0),
+    ("Largest load of an expert over an even load", {"expert_load_max": "largest load"}, 1.0),
     ("Dropped tokens, %", {"dropped_tokens": "dropped"}, 100.0),
     ("Router entropy, nats", {"router_entropy": "entropy"}, 1.0),
 )
@@ -81,7 +81,7 @@ class Charts:
         self.axes = ("step", "tokens", f"time, {unit}")
 
     def show(self, *charts: LineChart) -> Drawing:
-        """Return charts beside each other, without those that have no value."""
+        """Return charts next to each other, without those that have no value."""
         drawn = "".join(draw(chart, self.axes, max(LEAST_COLUMNS, COLUMNS // len(self.runs))) for chart in charts)
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
@@ -91,7 +91,7 @@ class Charts:
         return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
 
     def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
-        """Return the curves of each run's series by name: all of one run, the first of each of several."""
+        """Return the curves of each run's series by name: all series of a single run, or the first of each of several."""
         if len(self.runs) == 1:
             return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
         return [
@@ -152,7 +152,7 @@ class Charts:
         return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
 
     def gpus(self) -> Drawing:
-        """Return what NVML measured: of one run the mean and the range over its GPUs, of several the mean of each."""
+        """Return NVML's measurements: for one run the mean and the range over its GPUs, for several the mean of each."""
         charts = []
         for quantity, title, factor in GPU:
             found = []
@@ -190,7 +190,7 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     """Return the mean of each value and its neighbours on both sides, without gaps, NaN and infinities."""
     reach = min(MOST, len(values) // SMOOTH)
     kept = [v if is_number(v) else None for v in values]
-    # Sums of integers are exact: one loss of 1e30 must not take the digits of all later sums.
+    # Sums of integers are exact: one loss of 1e30 must not erase the digits of all later sums.
     sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
     counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
     out: list[float | None] = []
@@ -239,7 +239,7 @@ def wall_time(runs: Sequence[Run]) -> Section:
 
 
 def wall_time_strip(g: Goodput) -> str:
-    """Return the wall time in order, in stretches of equal length with the shares of their causes. Lines mark attempts."""
+    """Return the wall time in order, in equal intervals with the shares of their causes. Lines mark attempts."""
     unit, size = next((unit, size) for unit, size, least in TIMES if g.wall_s >= least)
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]

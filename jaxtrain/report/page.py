@@ -175,7 +175,7 @@ def _gpus(run: Run) -> list[Table]:
 
 
 def _receipt(run: Run) -> list[str | Table | Drawing]:
-    """Return what ran: overrides of the config first, then the main facts, attempts, and everything else folded."""
+    """Return the overrides of the config, the main facts, attempts, and everything else folded."""
     if not run.receipt:
         return []
     every = [(name, value) for name, value in rows(run) if not name.startswith(("overrides", *ELSEWHERE))]

@@ -1,4 +1,4 @@
-"""The contents of a run's folder. Nothing is written. No jax."""
+"""The contents of a run's folder. Writes nothing. Imports no jax."""
 
 import dataclasses
 import itertools
@@ -20,10 +20,10 @@ from jaxtrain.receipt import format as receipts
 
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of them is a run
 WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files that a run writes while it trains
-# Seconds without a write after which a run counts as dead. The ledger of goodput is touched every second; the other files can
+# Seconds without a write after which a run counts as ended. The ledger of goodput is written every second; the other files can
 # stay unchanged for minutes while a large model compiles.
 QUIET_S = {True: 60.0, False: 900.0}
-ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)  # where an entry of a log begins
+ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)  # the beginning of a log entry
 ALERT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* (?:WARNING|ERROR|CRITICAL) ")
 EXIT_CODES = {
     1: "an error",
@@ -89,7 +89,7 @@ class Run(receipts.Run):
         return measure.profile(trace.find(self.folder)[-1], measure.run_around(self.folder))
 
     def write_report(self, html: str | Path = "") -> Path:
-        """Write the HTML report, by default report.html in the run's folder. Return its path."""
+        """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""
         from jaxtrain.report.page import html as page
 
         target = Path(html).expanduser() if html else self.folder / "report.html"
@@ -108,7 +108,7 @@ class Run(receipts.Run):
     def gpu(self) -> list[dict[str, Any]]:
         """Return the lines of kind "gpu" of all processes, by time. Raises MetricsError for a damaged file."""
         paths = sorted(self.folder.glob("metrics.*.jsonl"))
-        others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # those set aside have other names
+        others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # moved files have other names
         found = (line for line in itertools.chain(self.lines, *map(metrics.read, others)) if line["kind"] == "gpu")
         return sorted(found, key=lambda line: line["time_unix"])
 
@@ -121,14 +121,14 @@ class Run(receipts.Run):
 
     @cached_property
     def samples(self) -> list[sample_files.Sample]:
-        """Return the texts of the last step that has any."""
+        """Return the samples of the last step that has any."""
         path = self.folder / "samples.txt"
         found = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
         return [s for s in found if s.step == found[-1].step]
 
     @cached_property
     def silent_s(self) -> float | None:
-        """Return the seconds since the run wrote anything; None if it wrote nothing."""
+        """Return the seconds since the last write of the run; None if it wrote nothing."""
         times = [path.stat().st_mtime for file in WRITTEN if (path := self.folder / file).exists()]
         return max(0.0, time.time() - max(times)) if times else None
 
@@ -168,7 +168,7 @@ class Run(receipts.Run):
         return dict(receipts.flatten(known)).get(path)
 
     def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[Sequence[float]]:
-        """Return the place of steps on each x axis: step, tokens, seconds since the start of the run.
+        """Return the positions of steps on each x axis: step, tokens, seconds since the start of the run.
 
         Args:
             times: seconds since 1970 of each step; None: those of the newest train line up to each step.

@@ -5,7 +5,7 @@ import os
 
 
 class End(Exception):
-    """The supervisor ends with `code` and says why."""
+    """The supervisor ends with `code` and prints the reason."""
 
     def __init__(self, code: int, reason: str = ""):
         super().__init__(reason)
@@ -21,6 +21,6 @@ class Refusal(End):
 
 
 def say(text: str) -> None:
-    """Write one line to stderr. A terminal that was closed has no reader, so its error is no error of the run."""
+    """Write one line to stderr. An error is ignored: a closed terminal must not end the run."""
     with contextlib.suppress(OSError):
         os.write(2, f"run.sh: {text}\n".encode())

@@ -19,7 +19,7 @@ PORT = 12321
 PATIENCE_S = 60.0
 UNREACHED = 255  # ssh's own exit code
 REFUSED = 2
-# No other variable comes along: a node has its own environment.
+# No other variable is passed: a node has its own environment.
 SENT = (RESTART, LAUNCHED, "JAXTRAIN_CUDA", "JAXTRAIN_PREFLIGHT_ALLOW")
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -55,11 +55,11 @@ class Nodes:
         self.coordinator = f"{self.host}:{port}"
 
     def arguments(self, index: int) -> list[str]:
-        """Return the options that tell a process its place among the others."""
+        """Return the options with the index of a process."""
         return [f"--coordinator={self.coordinator}", f"--num-processes={len(self.hosts)}", f"--process-id={index}"]
 
     def announce(self) -> None:
-        """Say where the other nodes look for process 0, unless that is plainly this node."""
+        """Print the address at which other nodes connect to process 0, unless it is obviously this node."""
         here = socket.gethostname()
         if self.host == "localhost" or self.host.startswith("127."):
             say(f"--nodes = {self.text}: on every node {self.host} is that node itself. Fix: name this node {here}.")
@@ -68,7 +68,7 @@ class Nodes:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name or an address belongs to this node: a socket can be bound to no other."""
+    """Return whether a name or an address belongs to this node: a socket can be bound to it."""
     if host in (socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     try:
@@ -81,7 +81,7 @@ def is_here(host: str) -> bool:
 
 
 def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
-    """Return the shell line that runs run.sh with these words on another node, once and at the same commit."""
+    """Return the shell line that runs run.sh with these arguments on another node, once and at the same commit."""
     variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
     variables |= {name: environ[name] for name in SENT if environ.get(name)}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
@@ -118,8 +118,8 @@ class RemoteProcess:
     def failed(self) -> bool:
         """Return whether the process of this node should be ended.
 
-        A trainer notices by itself that another process is gone, and saves if it can. It gets the time for that. A command
-        that was refused, or a node that was not reached, is never joined by it.
+        A trainer notices the loss of another process by itself, and saves if it can. It gets the time for that. It would wait
+        in vain for a refused command or an unreachable node.
         """
         code = self._ssh.poll()
         if not code:
@@ -129,7 +129,7 @@ class RemoteProcess:
         return time.monotonic() - self._failed_at >= patience_s
 
     def end(self, deadline: float) -> int | None:
-        """Return the exit code over there, or None if it has not ended by `deadline`."""
+        """Return the exit code on the other node, or None if it has not ended by `deadline`."""
         try:
             return exit_code(self._ssh.wait(timeout=max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
@@ -148,12 +148,12 @@ def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
 
     Args:
         code: the exit code on this node.
-        ends: the exit code on each other node, None where it had not ended.
+        ends: the exit code on each other node, None if it has not ended.
         stopped: whether a signal asked the supervisor to end.
     """
     for host, end in ends.items():
         if end is None:
-            say(f"{host} had not ended {PATIENCE_S:.0f} s after this node; it is left alone")
+            say(f"{host} had not ended {PATIENCE_S:.0f} s after this node; it is not stopped")
         elif end == UNREACHED:
             say(f"{host}: ssh could not reach it, or lost it")
         elif end not in (0, code):

@@ -7,7 +7,7 @@ from jaxtrain.runtime.messages import Refusal
 from jaxtrain.runtime.nodes import Nodes
 
 PLACES = ("--coordinator", "--num-processes", "--process-id")
-# With these the trainer answers and trains nothing.
+# With these the trainer prints an answer and trains nothing.
 ANSWERS = ("--help", "--explain", "--replay")
 
 
@@ -37,7 +37,7 @@ class Options:
 
     @property
     def answers(self) -> bool:
-        """Whether the trainer only answers a question."""
+        """Return whether the trainer only prints an answer and does not train."""
         return any(word == "-h" or word.startswith(ANSWERS) for word in self.arguments)
 
 

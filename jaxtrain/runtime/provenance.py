@@ -33,7 +33,7 @@ def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # A broken GPU can block nvidia-smi in the kernel, so nobody waits for its end.
+        process.kill()  # A broken GPU can block nvidia-smi in the kernel, so its end is not awaited.
         return None
     return output if process.returncode == 0 else None
 
@@ -51,7 +51,7 @@ def gpu_names() -> list[str]:
 
 
 def gpus_present(names: list[str]) -> bool:
-    """Return whether this node has NVIDIA GPUs, including those that answer no question."""
+    """Return whether this node has NVIDIA GPUs, including those that do not respond."""
     return bool(names) or bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
@@ -67,8 +67,8 @@ def host_class(names: list[str]) -> str:
 def checkout(root: Path) -> tuple[str, str, str]:
     """Return (commit, "yes" or "no" for changes since, a phrase for the user) of a checkout.
 
-    Changes are changed files that git knows, and new files where a run may import them. Without a checkout the first two
-    are empty.
+    Changes are changed files that git tracks, and new files in folders from which a run may import. Without a checkout the
+    first two are empty.
     """
     # An optional lock would write the index, which other nodes share.
     environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -78,7 +78,7 @@ def checkout(root: Path) -> tuple[str, str, str]:
 
     commit = git("rev-parse", "HEAD")
     if commit is None:
-        # git has no exit code of its own for a refusal, which its user can mend.
+        # git has no exit code of its own for a refusal, which the user can fix.
         owned = not (root / ".git").exists() or (root / ".git").stat().st_uid == os.getuid()
         fix = f"git refuses a checkout of another user (git config --global --add safe.directory {root})"
         return "", "", "this is no git checkout" if owned else fix
@@ -90,14 +90,14 @@ def checkout(root: Path) -> tuple[str, str, str]:
     return commit.strip(), "yes" if dirty else "no", "changed since" if dirty else "unchanged"
 
 
-def speaks(environ: Mapping[str, str]) -> bool:
-    """Return whether this node prints the messages that are the same on all nodes: the first one does."""
+def prints_common_messages(environ: Mapping[str, str]) -> bool:
+    """Return whether this node prints the messages that are equal on all nodes: only the first node does."""
     ranks = [environ[name] for name in NODE_RANKS if environ.get(name)]
     return EXPECTED not in environ and (not ranks or ranks[0] == "0")
 
 
 def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell a run its provenance, and print them in a line.
+    """Return the variables with the provenance of a run, and print them in a line.
 
     Args:
         root: the repository.
@@ -116,6 +116,6 @@ def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict
             f"{theirs or 'none'} (changed: {changed or 'unknown'}). Fix: bring {root} to the same state on all nodes.",
         )
     kind = host_class(names)
-    if speaks(environ):
+    if prints_common_messages(environ):
         say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {kind}")
     return {COMMIT: commit, DIRTY: dirty, HOST_CLASS: kind}

@@ -1,4 +1,4 @@
-"""Training under supervision: preflight, attempts, restarts, and every signal passed on once."""
+"""Training under supervision: preflight, attempts, restarts, and forwarding of every signal."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from types import FrameType
 from jaxtrain.runtime.messages import End, say
 from jaxtrain.runtime.nodes import PATIENCE_S, RemoteProcess, exit_code, remote_line, ssh_command, verdict
 from jaxtrain.runtime.options import Options, whole_number
-from jaxtrain.runtime.provenance import gpu_names, gpus_present, provenance, speaks
+from jaxtrain.runtime.provenance import gpu_names, gpus_present, prints_common_messages, provenance
 from jaxtrain.runtime.variables import EXPECTED, LAUNCHED, NOTE, OF_AN_ATTEMPT, PREFLIGHT, RESTART
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -26,11 +26,11 @@ AGAIN, HANG, UNFIT, REFUSED, INTERRUPTED = 75, 124, 3, 2, 130
 LONGEST_PAUSE_S = 60
 LAST_OF_A_JOB_S = 600
 POLL_S = 0.1
-MEANINGS = {AGAIN: "start me again: a peer died, its time limit, or a signal", HANG: "the watchdog ended a hang"}
-# A run that took all memory would take it again. A fault in native code is to be looked at, and may have harmed the files
-# that a restart reads. Neither is started again.
+MEANINGS = {AGAIN: "restart requested: a process was lost, the time limit, or a signal", HANG: "the watchdog ended a hang"}
+# After running out of memory, a run would do so again. A fault in native code needs a look, and may have damaged files that a
+# restart reads. Neither is restarted.
 DEATHS = {
-    signal.SIGABRT: ", as jax ends a run whose peer died",
+    signal.SIGABRT: ", as jax ends a run with a lost process",
     signal.SIGTERM: ", before or after the run",
     signal.SIGUSR1: ", before or after the run",
     signal.SIGKILL: ": out of memory (dmesg tells), or a kill -9",
@@ -44,7 +44,7 @@ class Signals:
     """Signals to the supervisor: each is passed on to the running process, once.
 
     The sender may have signalled that process too: a terminal signals the process group, a scheduler all processes of a job or
-    this one alone. A supervisor cannot tell which, and the trainer takes two within 0.2 s for one request.
+    only this one. The supervisor cannot distinguish them, so the trainer counts two within 0.2 s as one request.
     """
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class Signals:
         self._heard: list[signal.Signals] = []
 
     def listen(self) -> None:
-        """Take the signals over, except those that this process was started to ignore, as SIGHUP under nohup."""
+        """Handle the signals, except those that this process was started to ignore, as SIGHUP under nohup."""
         self._heard = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
         for number in self._heard:
             signal.signal(number, self._hear)
 
     def release(self) -> None:
-        """Give the signals their default actions, for a program that takes the place of this one."""
+        """Restore the default actions of the signals, for a program that replaces this one."""
         # Python ignores the last two, and a program would inherit that.
         for number in (*self._heard, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -74,14 +74,14 @@ class Signals:
             self._child.send_signal(number)
 
     def check(self, again: bool) -> None:
-        """Raise End, if a signal asked for an end between two processes."""
+        """Raise End if a signal asked for an end between two processes."""
         if self.asked is not None:
             name = self.asked.name.removeprefix("SIG")
             code = INTERRUPTED if self.asked == signal.SIGINT else AGAIN
             raise End(code, f"not started{' again' if again else ''}, because run.sh was sent {name}")
 
     def rest(self, seconds: float, again: bool) -> None:
-        """Wait before an attempt. Raises End, if a signal asks for it."""
+        """Wait before an attempt. Raises End if a signal asks for it."""
         until = time.monotonic() + seconds
         self.check(again)
         while (left := until - time.monotonic()) > 0:
@@ -95,7 +95,7 @@ class Signals:
         """
         self._early.clear()
         self.check(again)
-        # The process inherits this: until the trainer listens, a request for a trace would end it.
+        # The process inherits this: until the trainer handles it, a request for a trace would end it.
         before = signal.signal(TRACE, signal.SIG_IGN)
         try:
             child = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL if quiet else None)
@@ -134,14 +134,14 @@ class Attempt:
                     waits_in_vain = True
                     child.terminate()
         signals.ended()
-        # The other processes leave by themselves, at the latest when they miss this one.
+        # The other processes end by themselves, at the latest when they notice the loss of this one.
         deadline = time.monotonic() + self.patience_s
         ends = {other.host: other.end(deadline) for other in others}
         return verdict(code, ends, signals.asked is not None)
 
 
 class Restarts:
-    """The budget of restarts in a row without progress, and the pause before each."""
+    """The budget of consecutive restarts without progress, and the pause before each."""
 
     def __init__(self, limit: int, first_s: int, reset_s: int):
         self.limit, self.first_s, self.reset_s = limit, first_s, reset_s
@@ -149,12 +149,15 @@ class Restarts:
         self._pause_s = first_s
 
     def count(self, code: int, lasted_s: float) -> None:
-        """Refill the budget after an attempt that made progress. Most of a hang may have been the watchdog's patience."""
+        """Refill the budget after an attempt that made progress.
+
+        After a hang, the time of the watchdog's budget does not count as progress.
+        """
         if code != HANG and lasted_s >= self.reset_s:
             self.row, self._pause_s = 0, self.first_s
 
     def take(self) -> int:
-        """Use one restart up. Returns: the seconds to wait before it."""
+        """Use one restart. Returns: the seconds to wait before it."""
         self.row += 1
         self.total += 1
         pause_s = self._pause_s
@@ -164,7 +167,7 @@ class Restarts:
 
 
 def explain(code: int) -> tuple[int, str]:
-    """Return (the exit code of the supervisor, what it means) for the exit code of an attempt."""
+    """Return (the exit code of the supervisor, its meaning) for the exit code of an attempt."""
     try:
         death = signal.Signals(code - 128) if code > 128 and code != INTERRUPTED else None
     except ValueError:
@@ -207,14 +210,14 @@ class Supervisor:
             whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1),
             whole_number(environ, "JAXTRAIN_RESTART_RESET", 600),
         )
-        # Those of another run.sh. A node that was reached by ssh has some from the first node.
+        # Restarts of another run.sh. A node that was reached by ssh has some from the first node.
         for name in (NOTE, PREFLIGHT) if EXPECTED in environ else OF_AN_ATTEMPT:
             self.environ.pop(name, None)
 
     # ---- Commands
 
     def train(self) -> int:
-        """Train, and again after an end that asks for it. Returns: the exit code, where no trainer replaces this process."""
+        """Train, and restart after an end that asks for it. Returns: the exit code, unless a trainer replaces this process."""
         if self.options.answers:
             return self._become("main", self.options.arguments)
         self.signals.listen()
@@ -228,7 +231,7 @@ class Supervisor:
         if nodes:
             ssh_command(self.environ)
             nodes.announce()
-            # A mistake in the config is told here, and once.
+            # A mistake in the config is reported here, and only once.
             command = self._command("main", [*self.options.arguments, *nodes.arguments(0), "--explain"])
             code = Attempt(command, self.environ, {}, self.patience_s).run(self.signals, again=False, quiet=True)
             self.signals.check(again=False)
@@ -249,7 +252,7 @@ class Supervisor:
             return self._become("main", self.options.arguments)
 
     def preflight(self) -> int:
-        """Run the preflight alone, on all nodes. Returns: its exit code, where it does not replace this process."""
+        """Run only the preflight, on all nodes. Returns: its exit code, unless it replaces this process."""
         nodes = self.options.nodes
         if not nodes:
             return self._become("preflight", self.options.arguments)
@@ -294,7 +297,7 @@ class Supervisor:
             self.environ[RESTART] = str(self.restarts.total)
 
     def _obstacle(self, note: str, now: float) -> str | None:
-        """Return why there is no restart, if there is none."""
+        """Return why there is no restart, or None."""
         if self.signals.asked is not None:
             return f"because run.sh was sent {self.signals.asked.name.removeprefix('SIG')}"
         if note:
@@ -309,9 +312,9 @@ class Supervisor:
         return None
 
     def _preflight(self, scratch: Path, measure: bool) -> int:
-        """Look whether the GPUs of all nodes are fit to train.
+        """Check whether the GPUs of all nodes are fit to train.
 
-        A restart is looked at without measurements: the run keeps those of its start.
+        Before a restart it measures nothing: the run keeps the measurements of its start.
 
         Returns: 0, or an exit code after which to try again. Raises: End, if training must not start.
         """
@@ -325,7 +328,7 @@ class Supervisor:
             if measure:
                 self.environ[PREFLIGHT] = str(found)
         elif code == UNFIT:
-            fix = "Fix: mend them, or give --no-preflight to train all the same."
+            fix = "Fix: repair them, or give --no-preflight to train anyway."
             raise End(UNFIT, f"not started: preflight found the faults above. {fix}")
         elif code == REFUSED:
             raise End(REFUSED)
@@ -348,7 +351,7 @@ class Supervisor:
         return [*self.program, f"jaxtrain.{command}", *arguments]
 
     def _become(self, command: str, arguments: list[str]) -> int:
-        """Replace this process, and never return: but in a dry run, with exit code 0. Raises End, if a signal came before."""
+        """Replace this process, and never return, except in a dry run, with exit code 0. Raises End if a signal came before."""
         words = self._command(command, arguments)
         if self.environ.get("JAXTRAIN_DRY_RUN"):
             say(f"would run: {shlex.join(words)}")
@@ -357,11 +360,11 @@ class Supervisor:
         self.signals.check(again=False)
         return os.execve(words[0], words, self.environ)
 
-    # ---- Words
+    # ---- Texts
 
     def _announce_variables(self) -> None:
-        """Print the variables that are set for the run alone, if JAXTRAIN_VERBOSE=1 asks for them."""
-        if self.environ.get("JAXTRAIN_VERBOSE") != "1" or not speaks(self.environ):
+        """Print the variables that are set for the run only, if JAXTRAIN_VERBOSE=1."""
+        if self.environ.get("JAXTRAIN_VERBOSE") != "1" or not prints_common_messages(self.environ):
             return
         names = sorted(name for name, value in self.environ.items() if os.environ.get(name) != value)
         say(" ".join(["sets", *(f"{name}={shlex.quote(self.environ[name])}" for name in ("PYTHONPATH", *names))]))

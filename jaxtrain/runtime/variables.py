@@ -5,7 +5,7 @@ DIRTY = "JAXTRAIN_DIRTY"  # "yes" or "no": changes since the commit; empty witho
 HOST_CLASS = "JAXTRAIN_HOST_CLASS"  # the kind of the node, as "8 NVIDIA H200"
 PREFLIGHT = "JAXTRAIN_PREFLIGHT"  # the file with the findings of this start's preflight
 LAUNCHED = "JAXTRAIN_LAUNCHED"  # seconds since 1970 at the start of the first attempt
-NOTE = "JAXTRAIN_NOTE"  # a file in which an attempt writes why none should follow
+NOTE = "JAXTRAIN_NOTE"  # a file in which an attempt writes why no other should follow
 RESTART = "JAXTRAIN_RESTART"  # the number of restarts so far; not set in the first attempt
 EXPECTED = "JAXTRAIN_EXPECTED"  # commit and changes on the node that started the run, for the others
 

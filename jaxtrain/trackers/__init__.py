@@ -1,4 +1,4 @@
-"""Where else a run can be looked at while it trains. Each file is a `metrics.Tracker`, and alone imports its package."""
+"""Copies of a run's metrics in other tools. Each file has a `metrics.Tracker`, and only it imports the tool's package."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ __all__ = ["TrackerError", "Trackers", "open_trackers"]
 
 
 class Trackers(NamedTuple):
-    """All trackers of a run, and what its receipt says of them."""
+    """All trackers of a run, and their entries in its receipt."""
 
     all: tuple[Tracker, ...]
     facts: dict[str, Any]
 
 
 def open_trackers(workdir: Path, log: Log, *, resumed: bool, process_index: int = 0) -> Trackers:
-    """Those that the config asks for; none but on process 0. Raises TrackerError where one cannot start."""
+    """Return the trackers of the config; none except on process 0. Raises TrackerError if one cannot start."""
     if process_index:
         return Trackers((), {})
     board = (TensorBoard(workdir),) if log.tensorboard else ()

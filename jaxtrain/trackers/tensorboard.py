@@ -1,6 +1,6 @@
 """TensorBoard: `tb/` in the run's folder, the same numbers and texts as in metrics.jsonl and samples.txt.
 
-It is derived from them: a resumed run writes it anew. TensorFlow is not needed.
+It is derived from them, so a resumed run writes it again. TensorFlow is not needed.
 """
 
 import importlib
@@ -14,8 +14,8 @@ from typing import Any
 from jaxtrain.metrics import tagged
 from jaxtrain.samples import Sample
 
-SUFFIX = ".jaxtrain."  # in the name of every event file written here, and the only ones ever removed
-FLUSH_S = 5.0  # a flush waits for the disk; what is lost in a kill comes back from metrics.jsonl
+SUFFIX = ".jaxtrain."  # in the name of every event file written here; only these are ever removed
+FLUSH_S = 5.0  # a flush waits for the disk; lines lost in a kill are restored from metrics.jsonl
 
 
 class TensorBoard:
@@ -24,16 +24,17 @@ class TensorBoard:
     def __init__(self, workdir: str | Path):
         self.folder = Path(workdir) / "tb"
         self._events: _EventFile | None = None
-        self._step = 0  # of the newest line: where facts stand
+        self._step = 0  # of the newest line, for facts
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Event files are written anew from the lines, which also brings back events that a kill took before they were
-        flushed; the old ones are left empty until the next rewind. Event files of other programs stay as they are."""
+        """Write the event files again from the lines, including events that a kill lost before they were flushed. The old files
+        are left empty until the next rewind. Event files of other programs are unchanged.
+        """
         stale = sorted(self.folder.glob(f"*{SUFFIX}*"))
         wall = 0.0
         for line in lines:
             if self._events is None:
-                # Step 0 as the restart makes an open TensorBoard drop what it had read from the stale files.
+                # Step 0 as the restart makes an open TensorBoard drop the data of the stale files.
                 self._events = _EventFile(self.folder, restart_at=0 if stale else None)
             wall = line.get("time_unix") or wall  # eval lines carry no time: that of the line before
             self._add(line, wall)
@@ -41,7 +42,7 @@ class TensorBoard:
             self.samples(list(samples))
             self._events.flush()
         for path in stale:
-            # Emptied now and removed next time: a TensorBoard that has the file open reads on only while it exists.
+            # Emptied now and removed next time: a TensorBoard that has the file open continues to read only while it exists.
             if path.stat().st_size:
                 os.truncate(path, 0)
             else:
@@ -81,7 +82,7 @@ class _EventFile:
     def __init__(self, folder: Path, restart_at: int | None = None):
         from tensorboardX.event_file_writer import EventsWriter
 
-        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # generated code, opaque to type checkers
+        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # generated code without types
         summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
         folder.mkdir(parents=True, exist_ok=True)
         # The library names files by the second and overwrites; nanoseconds keep two starts within one second apart.
@@ -98,7 +99,7 @@ class _EventFile:
         self._writer.write_event(self._event(step=step, wall_time=wall_time, summary=summary))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Shown as it stands: TensorBoard reads texts as Markdown, in which four spaces before a line make it code."""
+        """Write a text, indented by four spaces: TensorBoard reads Markdown, in which that is a code block."""
         from tensorboardX import summary
 
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))

@@ -1,9 +1,9 @@
 """Weights & Biases: the lines of metrics.jsonl, the samples, config and receipt of a run, sent to a server or kept for later.
 
-How wandb works (online or offline, which server, which key) is left to its own variables: WANDB_MODE, WANDB_BASE_URL,
-WANDB_API_KEY, ... A run of the trainer is one run of W&B, across resumes: its id is in `wandb.json`. W&B takes nothing back. So
-the x axis of its charts is the trainer's step, not W&B's count of calls, and steps that are taken anew stand there twice, told
-apart by `attempt`; metrics.jsonl, from which a new W&B run is filled, has them once.
+wandb's own variables configure it (online or offline, server, key): WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
+trainer is one W&B run across resumes; its id is in `wandb.json`. W&B cannot delete logged data. So the x axis of its charts is
+the trainer's step, not W&B's count of calls, and repeated steps appear twice, distinguished by `attempt`. metrics.jsonl has
+them once, and fills a new W&B run.
 """
 
 import functools
@@ -20,16 +20,16 @@ from jaxtrain.metrics import tagged, write_atomic
 from jaxtrain.samples import Sample
 
 FORMAT = 1
-FINISH_S = 300.0  # at most, for what is not sent yet when the run ends; it stays on disk for `wandb sync`
+FINISH_S = 300.0  # limit, for data not sent yet when the run ends; it stays on disk for `wandb sync`
 LOGGER = logging.getLogger("jaxtrain")
 
 
 class TrackerError(ValueError):
-    """W&B cannot be started as it is asked for; the message says why and what to do."""
+    """W&B cannot be started as configured; the message has the reason and the remedy."""
 
 
 def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
-    """What goes wrong in W&B is said once, and ends what is sent there, not the run."""
+    """Return the method with errors of W&B reported once. They end logging to W&B, not the run."""
 
     @functools.wraps(method)
     def call(self: "WandB", *args: Any) -> None:
@@ -40,16 +40,16 @@ def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:  # the package documents no classes: service, socket, file and value errors all come through
             self.broken = True
             said = next(iter(str(error).splitlines()), "") or type(error).__name__
-            LOGGER.warning("%s", f"W&B failed ({said}): nothing more is sent there. The run goes on; metrics.jsonl has it all.")
+            LOGGER.warning("%s", f"W&B failed ({said}): logging to it ends. The run continues; metrics.jsonl is complete.")
 
     return call
 
 
 class WandB:
-    """A `metrics.Tracker`. Making one starts or continues the W&B run; raises TrackerError where that cannot be.
+    """A `metrics.Tracker`. Constructing it starts or continues the W&B run; raises TrackerError if that fails.
 
-    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run goes on from a checkpoint, and so does its W&B run, if it was
-    in the same place.
+    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run continues from a checkpoint, and so does its W&B run, if it is
+    in the same project.
     """
 
     def __init__(self, workdir: Path, where: str, *, resumed: bool):
@@ -57,10 +57,10 @@ class WandB:
         path = workdir / "wandb.json"
         known = load(path) if resumed and path.exists() else None
         known = known if known and known["where"] == where else None
-        self._new = known is None  # what the trainer's run has seen so far is news to this W&B run
-        self._attempt = known["attempt"] + 1 if known else 1  # how often this W&B run was begun
+        self._new = known is None  # this W&B run does not have the lines that the trainer has written so far
+        self._attempt = known["attempt"] + 1 if known else 1  # number of starts of this W&B run
         entity, _, project = where.rpartition("/")
-        settings: dict[str, Any] = {"console": "off"}  # log.txt has what the run says
+        settings: dict[str, Any] = {"console": "off"}  # log.txt has the run's output
         if "WANDB_FINISH_TIMEOUT" not in os.environ:
             settings |= {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
         run_id = known["id"] if known else os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:12]
@@ -74,9 +74,7 @@ class WandB:
                 id=run_id,
                 name=os.environ.get("WANDB_NAME") or workdir.absolute().name,
                 dir=str(workdir),
-                resume=None
-                if offline
-                else "allow",  # offline nothing can be asked of the server, and the id is what joins them
+                resume=None if offline else "allow",  # offline the server cannot be asked, and the id joins the parts
                 settings=wandb.Settings(**settings),
             )
         except Exception as error:  # no login, no such entity, no network, a variable with a wrong value
@@ -93,7 +91,7 @@ class WandB:
 
     @_never_fails
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """A new W&B run gets all that was before it; one that goes on has that."""
+        """Log all earlier lines to a new W&B run; a continued one has them."""
         if self._new:
             for line in lines:
                 self._log(line)
@@ -120,7 +118,7 @@ class WandB:
 
     @_never_fails
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """The config is W&B's config; any other is a file of the run."""
+        """Set the config as W&B's config; save other facts as a file of the run."""
         if name == "config":
             self._run.config.update(dict(facts), allow_val_change=True)
             return
@@ -132,7 +130,7 @@ class WandB:
     def close(self, exit_code: int | None) -> None:
         if exit_code is not None:
             self._run.finish(exit_code=exit_code)
-            self.broken = True  # nothing may follow
+            self.broken = True  # no call may follow
 
     def _log(self, line: Mapping[str, Any]) -> None:
         self._run.log({**tagged(line), "step": line["step"], "attempt": self._attempt})
@@ -143,12 +141,12 @@ class WandB:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A wandb.json. Raises TrackerError naming the file where it is none, or of a later format."""
+    """Return a wandb.json. Raises TrackerError naming the file if it is none, or of a later format."""
     try:
         known = json.loads(path.read_text())
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
     except (ValueError, KeyError, TypeError) as error:
-        raise TrackerError(f"{path}: not what a run wrote ({error!r}). Move it away to start a new W&B run") from error
+        raise TrackerError(f"{path}: not written by a run ({error!r}). Move it away to start a new W&B run") from error
     if version != FORMAT:
         raise TrackerError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. Use the version that wrote it")
     return known

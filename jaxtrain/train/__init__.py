@@ -1,4 +1,4 @@
-"""The train step, its state, how it is compiled, and the run around it."""
+"""The train step, its state, its compilation, and the training loop."""
 
 import sys
 

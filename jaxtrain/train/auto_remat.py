@@ -1,8 +1,8 @@
-"""remat.policy=auto: which activations to keep in the memory that there is.
+"""remat.policy=auto: the activations to save in the available memory.
 
-It begins by keeping whatever costs a GEMM or an attention call (`activations.KEPT["auto"]`). Where the compiled step does not
-fit, the next choice is the one that computes least again among those small enough, by formula; the compiler has the last word
-on whether it fits. No jax here.
+The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
+fit, the next choice has the least recomputation among those that are small enough by formula. Only the compiled step decides
+whether it fits. Imports no jax.
 """
 
 import functools
@@ -16,16 +16,15 @@ from jaxtrain.config import Model, Remat, RunConfig
 from jaxtrain.shapes import FURTHER_ROUND
 from jaxtrain.train.stages import Arrangement, Schedule
 
-# Of the usable memory, left free by `auto`: a plan's peak and an allocator's need not agree to the last buffer.
+# Fraction of the usable memory that `auto` leaves free: a plan's peak and an allocator's need not agree exactly.
 MARGIN = 0.03
 
-# Activations that are saved or not, together. Latents are of multi-head latent attention alone.
+# Activations that are saved or not saved together. Latents are of multi-head latent attention only.
 GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
 def layers_kept(run: RunConfig, stages: int) -> int:
-    """Of how many layers a device keeps the activations of one microbatch each: of its own, and in a pipeline of those of every
-    unit that waits for its backward pass."""
+    """Return the number of layers whose activations of a microbatch are saved on a device, over all units in flight."""
     how = Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if stages > 1 else 1)
     if stages == 1:
         return how.places
@@ -33,9 +32,10 @@ def layers_kept(run: RunConfig, stages: int) -> int:
 
 
 def expert_room(run: RunConfig, ranks: int) -> float:
-    """Rows that the arrays of a device's experts have room for, for each of its tokens.
+    """Return the capacity of a device's expert buffers, in rows per token of the device.
 
-    The experts of a token; times the capacity, or where tokens travel to experts on `ranks` devices the room of a first round.
+    It is the number of experts per token, times the capacity factor, or times the size of a first round if experts are on
+    `ranks` devices.
     """
     m, x = run.model, run.moe
     shares = (
@@ -49,9 +49,9 @@ def expert_room(run: RunConfig, ranks: int) -> float:
 
 
 def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
-    """Rounds that the exchange of a layer takes where the busiest expert draws `load` even shares.
+    """Return the number of rounds of a layer's dispatch, if the load of the busiest expert is `load` times an even load.
 
-    All others draw equal parts of the rest. With a capacity, or where a device has all experts, there is one round.
+    All other experts share the remaining tokens equally. With a capacity, or if a device has all experts, there is one round.
     """
     if run.moe.capacity_factor or ranks == 1:
         return 1
@@ -60,20 +60,23 @@ def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
 
 
 def _rooms(run: RunConfig, ranks: int) -> tuple[float, float]:
-    """Even shares of a device that the first round of an exchange has room for, and each further one."""
+    """Return the size of the first round of a dispatch, and of each further one, over a device's even load."""
     first = min(run.moe.buffer, ranks)
     return first, min(first, FURTHER_ROUND)
 
 
 def _busiest(run: RunConfig, ranks: int, load: float) -> float:
-    """Even shares of a device that the one with the busiest expert draws."""
+    """Return the load of the device with the busiest expert, over an even load."""
     m = run.model
     others = m.num_experts // ranks - 1
     return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
 
 
 def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
-    """The part of that room that `load` fills, over all rounds; of a capacity's places all are computed."""
+    """Return the fraction of that capacity that `load` fills, over all rounds.
+
+    With a capacity factor, the whole buffer is computed.
+    """
     if run.moe.capacity_factor or not run.model.num_experts:
         return 1.0
     if ranks == 1:
@@ -83,11 +86,10 @@ def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
 
 
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
-    """Return the bytes on a device of each activation of one layer that may be kept, for a token of its share of the batch and
-    the sequence.
+    """Return the bytes on a device of each activation of a layer that may be saved, per token of the device's batch share.
 
-    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed rows, whose
-    log-sum-exp has a place for every document that a row may hold.
+    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed rows, whose log-sum-exp has an entry for
+    every document that a row may have.
     """
     m = run.model
     q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
@@ -118,7 +120,7 @@ def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], pa
 
 @functools.lru_cache(maxsize=4)
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
-    """Return (FLOPs computed again, names, remat) of every set of activations that may be kept."""
+    """Return (recomputed FLOPs, names, remat) of every set of activations that may be saved."""
     found = []
     known = GROUPS if model.kv_lora_rank else GROUPS[1:]
     for size in range(len(known) + 1):
@@ -130,14 +132,14 @@ def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Re
 
 
 def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
-    """Return the remat with the least recomputation among those that keep at most `most_bytes` on a device, or None."""
+    """Return the remat with the least recomputation among those that save at most `most_bytes` on a device, or None."""
     one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
     found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))
     return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
-    """Return the remat with the least recomputation among those that save at least `excess_gib`."""
+    """Return the remat with the least recomputation among those that need at least `excess_gib` less memory."""
     now = bytes_kept(run, kept(run.remat), axes, packed_stats)
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 
@@ -145,4 +147,4 @@ def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_s
 def words(run: RunConfig) -> str:
     """Return a line for the log: the activations that a choice saves."""
     names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
-    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto keeps nothing but each layer's input"
+    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto saves only each layer's input"

@@ -1,7 +1,7 @@
-"""Routing statistics of experts in a step: losses that spread tokens, metrics, and the router's bias.
+"""Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
 Statistics are those of kernels/experts/routing.py, one row for each layer that a microbatch passed through, means over its real
-tokens. A step adds them up over its microbatches, each by its share of the batch's loss weight, as it does with losses.
+tokens. A step sums them over its microbatches, weighted by each one's share of the batch's loss weight, as it does with losses.
 """
 
 import dataclasses
@@ -18,42 +18,42 @@ BIAS = "router_bias"
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter, by its whole name, is a router's bias: it moves, but by no gradient."""
+    """Return whether a parameter, by its full name, is a router's bias, which is updated without a gradient."""
     return name.rpartition(".")[2] == BIAS
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """How experts are kept evenly loaded; static."""
+    """The load balancing of experts; static."""
 
     moe: Moe
     count: int  # of experts
-    rows: tuple[int, ...]  # of the statistics, for each layer the one that it made
-    places: tuple[int | None, ...]  # of the stack of layers, for each place the layer there
-    moves: Params  # which parameters are biases that move
+    rows: tuple[int, ...]  # of the statistics: for each layer, its number
+    places: tuple[int | None, ...]  # of the stack of layers: for each slot, its layer
+    moves: Params  # the parameters that are such biases
 
     @property
     def zeros(self) -> jax.Array:
-        """The statistics of no microbatch."""
+        """Return the statistics of no microbatch."""
         return jnp.zeros((len(self.places), len(COLUMNS) + self.count), jnp.float32)
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
-        """Return what is minimised beside the loss, f32 (): all losses of experts, means over the layers."""
+        """Return the terms that are added to the loss, f32 (): all auxiliary losses of experts, means over the layers."""
         means = statistics[jnp.asarray(self.rows)].mean(0)
         losses = self.moe.balance_loss * means[0] + self.moe.z_loss * means[2]
         return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
-        """shapes.EXPERT_METRICS of a step."""
-        of_layers = statistics[jnp.asarray(self.rows)]
-        loads_LE = of_layers[:, len(COLUMNS) :]
-        values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
+        """Return shapes.EXPERT_METRICS of a step."""
+        digest_layers = statistics[jnp.asarray(self.rows)]
+        loads_LE = digest_layers[:, len(COLUMNS) :]
+        values = *digest_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
-        """The parameters with the routers' biases moved toward even loads, where the step was taken.
+        """Return the parameters with the routers' biases moved toward even loads, if the step was applied.
 
-        By a fixed step up for an expert with less than an even share and down for one with more (Wang et al. 2024,
+        A bias moves by a fixed step: up for an expert with less than an even load, down for one with more (Wang et al. 2024,
         arXiv:2408.15664, algorithm 1).
         """
         if not any(jax.tree.leaves(self.moves)):

@@ -38,7 +38,7 @@ def rows_here(abstract: Batch) -> list[int] | None:
 def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
     """Put rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
-    With context parallelism the tokens of a row are reordered here, in all arrays alike (jaxtrain/context.py). The model
+    With context parallelism the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model
     depends on segments and positions, not on the order.
 
     Args:

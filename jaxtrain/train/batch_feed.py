@@ -1,7 +1,7 @@
 """Batches from the data source onto the devices, read in a thread.
 
-A data source may hang. Python runs signal handlers in the main thread only, so a call that hangs there would keep a run from
-saving. Batches are therefore read in another thread, and the main thread waits in short intervals.
+A data source may hang. Python runs signal handlers in the main thread only, so a hanging call there would prevent a save.
+Batches are therefore read in another thread, and the main thread waits in short intervals.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from jaxtrain.context import Context
 from jaxtrain.train.batch import HostBatch, place_batch, rows_here
 from jaxtrain.train.loss import Batch
 
-POLL_S = 0.05  # between two looks whether a batch is still wanted
+POLL_S = 0.05  # between two checks whether a batch is still wanted
 
 
 class BatchFeed:

@@ -1,7 +1,7 @@
-"""How the train step is compiled: XLA's options on GPUs, each with its reason. Training, benchmarks and plans compile here.
+"""Compilation of the train step: XLA's options on GPUs, each with its reason. Training, benchmarks and plans compile here.
 
-Options go to the compiler with the program and not through XLA_FLAGS, so that the executable, its cache key and the receipt
-all know them.
+Options are passed with the program and not through XLA_FLAGS, so they are part of the executable, its cache key and the
+receipt.
 """
 
 import dataclasses
@@ -20,30 +20,30 @@ from jaxtrain.config import ConfigError, Problem, parse_options
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
 
-# XLA plans schedules for this part of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc): what it adds
-# for overlap, and what it would compute twice to save memory, both follow from it.
+# XLA plans schedules for this fraction of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc). Both the memory
+# it adds for overlap and its recomputation to save memory depend on it.
 XLA_SHARE = 0.8
 SLOP = "xla_gpu_memory_limit_slop_factor"
-IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # collectives that may have begun and not ended
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # concurrent collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The memory of one GPU, and the part of it that a run gives to JAX."""
+    """The memory of one GPU, and the fraction of it that a run gives to JAX."""
 
     memory_gib: float
     usable_gib: float
 
 
 def card(memory_gib: float, fraction: float = 0.0) -> Card:
-    """A card of this size under `train.memory_fraction` (0: all but the reserve)."""
+    """Return a card of this size under `train.memory_fraction` (0: all but the reserve)."""
     return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
 def card_of(device: Any, configured: float = 0.0) -> Card | None:
-    """That of a GPU that is present, from what its allocator was given: a driver's own figure is half a percent higher.
+    """Return the card of a GPU that is present, by its allocator's limit; None for a device that is no GPU.
 
-    None for a device that is no GPU.
+    A driver's own figure is half a percent higher.
     """
     if device.platform != "gpu":
         return None
@@ -52,73 +52,74 @@ def card_of(device: Any, configured: float = 0.0) -> Card | None:
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of one device's shards of these arrays."""
+    """Return the bytes of one device's shards of these arrays."""
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def on_device(program: Program) -> Any:
-    """The arguments of a train step that rest in device memory."""
+    """Return the arguments of a train step that are in device memory."""
     state = program.state
     return (state.step, state.params, state.guard, program.batch) if program.offload else (state, program.batch)
 
 
-# Attention kernels that are a loop themselves.
+# Attention kernels that are loops themselves.
 LOOPS = ("chunked",)
 # Passes that are switched off.
 WITHOUT = (
-    # What the backward pass computes again is said by remat.policy. XLA's own pass works from an estimate that does not know of
-    # memory shared in loops, and where it finds too little it gathers weights a second time.
+    # Recomputation is decided by remat.policy. XLA's own pass uses an estimate without memory shared in loops, and if that
+    # seems too large it gathers weights a second time.
     "rematerialization",
-    # It makes one GEMM of the query, key and value projections, and copies three weights side by side for it at every use.
+    # It merges the query, key and value projections into one matmul, and for that copies three weights next to each other at
+    # every use.
     "dot-merger",
-    # Copies between a stack and a layer would run on a stream of their own, for which the scheduler reckons 5 ms each: it then
-    # starts gathers behind them, too late.
+    # Copies between a stack and a layer would run on their own stream, for which the scheduler assumes 5 ms each: it then
+    # starts later gathers too late.
     "dynamic-slice-copy-fusion-async-wrapper",
-    # Where layers stand one by one and their weights are not gathered, it makes bfloat16 of a whole stack of 8-bit weights at
-    # once: products of its slices are then no FP8 calls.
+    # If layers are unrolled and their weights are not gathered, it converts a whole stack of 8-bit weights to bfloat16 at once:
+    # matmuls of its slices are then no FP8 calls.
     "slice-sinker",
 )
 
 
-# XLA starts a microbatch's first collective during the one before, and computes again whatever that needs. With a gather of
-# weights it needs nothing. Where the first collective is one of activations, over the tensor axis, it needs the forward pass.
+# XLA starts a microbatch's first collective during the previous one, and recomputes its inputs. A gather of weights has no such
+# inputs. If the first collective is of activations, over the tensor axis, its input is the forward pass.
 EARLY = "collective-pipeliner-backward"
 
 
-# The oldest GPUs whose compiled steps these options were chosen by, as compute capability times ten: Hopper.
+# The oldest GPUs for which these options were chosen, by their compiled steps, as compute capability times ten: Hopper.
 EVIDENCE = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """XLA's options for a program, and why these."""
+    """XLA's options for a program, and the reasons for them."""
 
     options: dict[str, str | bool]
-    why: str  # whose they are, for the log; "" where there is nothing to choose
-    dropped: tuple[str, ...]  # names that this version of XLA does not know
+    why: str  # their name, for the log; "" without a choice
+    dropped: tuple[str, ...]  # names that this version of XLA does not have
 
     def warnings(self) -> list[str]:
-        """What a user should hear of it."""
+        """Return the warnings about the options for the user."""
         version = importlib.metadata.version("jaxlib")
         return [f"XLA option {name} is left out: jaxlib {version} has none of that name" for name in self.dropped]
 
 
 def choose(program: Program, card: Card | None) -> Chosen:
-    """XLA's options for a program on GPUs with this much memory; on CPU, where `card` is None, only those of the config.
+    """Return XLA's options for a program on GPUs with this much memory; on CPU (`card` None), only those of the config.
 
-    A name that this XLA does not know is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
-    does not take.
+    An option that this XLA does not have is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
+    does not accept.
     """
     own, _ = parse_options(program.run.compiler.options)
     wanted, why = _defaults(program, card) if card and program.run.compiler.defaults else ({}, "XLA's own" if card else "")
     if card and program.run.train.deterministic:
         wanted |= hardware.REPEATABLE
-        why += ", and what makes a step repeat itself"
+        why += ", and options for deterministic steps"
     wanted |= own
     dropped = tuple(name for name, value in wanted.items() if not _known(name, value))
     needed = [name for name in dropped if name in hardware.REPEATABLE]
     if needed:
-        rule = f"this version of XLA has no option {needed[0]}, without which a step does not repeat itself"
+        rule = f"this version of XLA has no option {needed[0]}, which deterministic steps need"
         raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
     if own:
         why = f"{why}{', and ' if why else ''}{program.run.compiler.options} (compiler.options)"
@@ -126,18 +127,18 @@ def choose(program: Program, card: Card | None) -> Chosen:
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after which XLA itself ends the process: a backstop behind the watchdog
-# Which kinds of kernels XLA puts into CUDA graphs; "" for none. A trace does not tell the kernels of a graph apart, and XLA's
-# own way around that (no graphs while a profiler listens) leaves xprof's table of operations empty (xprof #2544, #3070).
+# The kinds of kernels in CUDA graphs; "" for none. A trace does not distinguish the kernels of a graph, and XLA's own
+# workaround (no graphs while a profiler runs) leaves xprof's table of operations empty (xprof #2544, #3070).
 GRAPHS = "xla_gpu_enable_command_buffer"
-AUTOTUNED = "autotuned.txt"  # in a run's folder: which kernels XLA chose by trying them, for the next attempt to take the same
+AUTOTUNED = "autotuned.txt"  # in a run's folder: XLA's autotuning results, for the next attempt to use
 LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
 
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
-    """The options of a run beside those of its program. step_s: the watchdog's budget of a step, 0 for none.
+    """Return the options of a run in addition to those of its program. step_s: the watchdog's budget of a step, 0 for none.
 
-    repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so it goes without CUDA graphs
-    unless compiler.options says otherwise.
+    repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so CUDA graphs are off unless
+    compiler.options sets them.
     """
     more: dict[str, str | bool] = {}
     if gpu and traced and GRAPHS not in chosen.options:
@@ -147,26 +148,26 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     if gpu and repeatable:
         path = workdir / AUTOTUNED
         more[LOAD if path.exists() else DUMP] = str(path)
-    # Asked with no file: the run's folder may not be there yet, and is not for the answer.
+    # Requested without a file: the run's folder may not exist yet, and is not needed for the answer.
     lost = [name for name, value in more.items() if not _known(name, value if name == TIMEOUT else "")]
     options = chosen.options | {name: value for name, value in more.items() if name not in lost}
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
 
 
-def of_no_run(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what `for_run` added for the run's folder and watchdog: what the program itself was compiled with."""
+def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the program itself, without those that `for_run` added for the run's folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
 
 
 def autotuned(options: Mapping[str, Any]) -> Path | None:
-    """The file that holds what XLA chose by trying, where these options name one."""
+    """Return the file of XLA's autotuning results that these options name, or None."""
     named = options.get(LOAD) or options.get(DUMP)
     return Path(named) if named else None
 
 
 @functools.cache
 def _known(name: str, value: str | bool) -> bool:
-    """Whether XLA has an option of this name: asked by compiling next to nothing with it."""
+    """Return whether XLA has an option of this name, by compiling a trivial program with it."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -180,42 +181,41 @@ def _known(name: str, value: str | bool) -> bool:
 
 
 def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]:
-    """Our own set for this program, and what to call it."""
+    """Return jaxtrain's own options for this program, and their name."""
     kind = program.placement.mesh.devices.flat[0].device_kind
     gpu = hardware.lookup(kind)
     if gpu is None:
         return {}, f"XLA's own, since {kind!r} is not in jaxtrain/hardware.py"
     held = local_bytes(on_device(program)) / 2**30
     chosen: dict[str, str | bool] = {
-        # GEMMs by cuBLAS. XLA sets aside what may become a Triton GEMM before it fuses the rest, and then leaves SwiGLU's
-        # backward pass in three kernels instead of one.
+        # Matmuls by cuBLAS. XLA separates candidates for Triton matmuls before it fuses other operations, and then leaves
+        # SwiGLU's backward pass in three kernels instead of one.
         "xla_gpu_enable_triton_gemm": False,
-        # XLA would write a GEMM's result straight into the stack that is kept for the backward pass, and run the same GEMM a
-        # second time for whoever else reads it: a tenth of a step that keeps gate, up and queries.
+        # XLA would write a matmul's result straight into the stack of saved activations, and run the same matmul a second time
+        # for other readers: a tenth of a step that saves gate, up and queries.
         "xla_gpu_enable_dynamic_slice_fusion": False,
         "xla_disable_hlo_passes": ",".join(_without(program)),
     }
-    # XLA's limit is held + slop% of (its share - held). Where its share is less than what is held, no slop can mend that.
+    # XLA's limit is held + slop% of (its share - held). If its share is less than the held memory, no slop helps.
     spare = XLA_SHARE * card.memory_gib - held
     if spare > 0:
         chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
     if gpu.sm < EVIDENCE:
-        return chosen, f"jaxtrain's, without what was only tried for newer GPUs than {gpu.name}"
-    # Collectives of the next layer start during this one, and loops are unrolled twice for it; without, the last reduction of
+        return chosen, f"jaxtrain's, without those chosen for GPUs newer than {gpu.name}"
+    # Collectives of the next layer start during this one, and loops are unrolled twice for it. Otherwise the last reduction of
     # a layer and the first gathers of the next wait for each other.
     if not _nested_loops(program):
         chosen["optimization_level"] = "O1"
     if program.run.model.num_experts and program.placement.gather_axes("experts", "expert_embed"):
-        # A layer of experts has six large gathers and sums, and the kernels that could hide them are Pallas' and cuDNN's, which
-        # XLA's scheduler takes to be over in 10 us each: one at a time, it leaves half of them with nothing to hide behind.
+        # A layer of experts has six large gathers and reductions. The kernels that could overlap them are Pallas' and cuDNN's,
+        # for which XLA's scheduler assumes 10 us each. One at a time, half of the collectives would be exposed.
         chosen[IN_FLIGHT] = "8"
     elif program.context.ring > 1:
-        # Going backward, a ring sends gradients beside the keys; one at a time, only one of the two would have a kernel to
-        # hide behind.
+        # In the backward pass, a ring sends gradients and keys; one at a time, only one of the two would be overlapped.
         chosen[IN_FLIGHT] = "2"
     elif program.gathers_where_used and program.placement.crosses_nodes(program.placement.gather_axes("embed")):
-        # A layer's gradients are reduced while the layer before gathers its weights. One at a time, the reduction is waited for
-        # wherever gathers take long, as over a network: 2.1 of 2.2 s exposed in a step of Llama 3 70B on 64 GPUs by plan.
+        # A layer's gradients are reduced while the previous layer gathers its weights. One at a time, the reduction is exposed
+        # if gathers take long, as over a network: 2.1 of 2.2 s exposed in a planned step of Llama 3 70B on 64 GPUs.
         chosen[IN_FLIGHT] = "2"
     return chosen, "jaxtrain's (jaxtrain/train/compiler.py)"
 
@@ -226,14 +226,14 @@ def _without(program: Program) -> tuple[str, ...]:
 
 
 def _nested_loops(program: Program) -> bool:
-    """Whether O1 would make XLA abort.
+    """Return whether O1 would make XLA abort.
 
-    It unrolls loops that hold collectives, innermost first, and (jaxlib 0.11.2) aborts where one to unroll, inside that over
-    microbatches, holds another loop: "Call graph must have been flattened". That is the loop over layers around chunked
-    attention, or around the rounds in which tokens reach their experts; and the one over microbatches itself, around the loss,
-    where there is no loop over layers. Such a program has little use for O1: collectives of layers that stand one by one
-    overlap without it. Or it is the loop over a pipeline's ticks, around that over layers, inside the one over its rounds
-    (stages.Schedule.rounds), which a stage with several groups has.
+    O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
+    such a loop is inside the loop over microbatches and contains another loop. This happens in three cases: (1) The loop over
+    layers contains chunked attention or the rounds of expert dispatch. (2) Without a loop over layers, the loop over
+    microbatches contains the loss. O1 has little effect there: collectives of unrolled layers overlap without it. (3) In a
+    stage with several groups, the loop over ticks contains that over layers, and is inside the loop over rounds
+    (stages.Schedule.rounds).
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
     rounds = program.state.layers is not None and program.state.layers.groups > 1
@@ -243,18 +243,18 @@ def _nested_loops(program: Program) -> bool:
 def compile_train(
     program: Program, options: dict[str, str | bool], extra: dict[str, str | bool] | None = None
 ) -> jax.stages.Compiled:
-    """The train step, compiled for the program's devices. `options`: what `choose` chose. `extra`: such as dumps."""
+    """Return the train step, compiled for the program's devices. `options`: chosen by `choose`. `extra`: such as dumps."""
     lowered = program.train_step.lower(program.state, program.batch)
     if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
-        _rest_on_host(lowered, program)
+        _mark_host_memory(lowered, program)
     return lowered.compile(compiler_options=options | (extra or {}) or None)
 
 
-def _rest_on_host(lowered: jax.stages.Lowered, program: Program) -> None:
-    """Marks the moments among a lowered step's arguments as resting in host memory, as jax does for devices that have some.
+def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:
+    """Mark the moments among a lowered step's arguments as host memory, as jax does for devices with host memory.
 
-    Devices that are only described have no memories, so no sharding can name one (see `state.abstract_state`); the compiler
-    itself needs only this attribute. Results say by themselves where they are.
+    Described devices have no memories, so no sharding can name one (see `state.abstract_state`); the compiler itself needs only
+    this attribute. The memory of results is part of the program.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((program.state, program.batch))]
     module: Any = lowered.compiler_ir("stablehlo")

@@ -25,10 +25,10 @@ from jaxtrain.zero import make_zero
 def numerics_of(run: RunConfig) -> Numerics:
     """Return the dtypes of a config.
 
-    With LoRA, frozen base weights are stored in the compute dtype: they are rounded to it at every use, and no checkpoint holds
-    them. The router stays in dtypes.params.
+    With LoRA, frozen base weights are stored in the compute dtype: they are rounded to it at every use, and are in no
+    checkpoint. The router stays in dtypes.params.
 
-    Scales of norms, and biases, are float32 whatever dtypes.params: near 1 bfloat16 is coarser than their updates.
+    Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
     """
     compute = DTYPES[run.compute]
     if run.lora.rank:
@@ -37,7 +37,7 @@ def numerics_of(run: RunConfig) -> Numerics:
 
 
 def lora_of(run: RunConfig) -> Lora:
-    """The adapters that a config asks for."""
+    """Return the adapters of a config."""
     return Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), DTYPES[run.dtypes.params])
 
 
@@ -61,17 +61,17 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
 
 
 def for_inference(run: RunConfig) -> RunConfig:
-    """Return the run as programs without a train step need it.
+    """Return the run for programs without a train step.
 
-    Experts take all tokens: a capacity drops tokens by the rest of the batch, and no other program drops any. Weights are
-    gathered where they are used: there is no step that could hold them.
+    Experts process all tokens: with a capacity, the dropped tokens would depend on the other tokens of the batch. Weights are
+    gathered where they are used, since there is no step that could keep them.
     """
     sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
     return dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.0), sharding=sharding)
 
 
 def fp8_weights(run: RunConfig, definition: Definition) -> Params:
-    """Which parameters are held in 8 bits: under `precision=fp8` those of linear layers and experts, but for `fp8.exclude`.
+    """Return the parameters that are used in 8 bits: with `precision=fp8`, linear layers and experts except `fp8.exclude`.
 
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
@@ -84,9 +84,10 @@ def fp8_weights(run: RunConfig, definition: Definition) -> Params:
 
 
 def trained_parameters(run: RunConfig, definition: Definition) -> Params:
-    """Which parameters are learnt: adapters alone where there are any, otherwise all but those that `train.freeze` names.
+    """Return the trained parameters: only adapters if there are any, otherwise all except those that `train.freeze` names.
 
-    Raises ConfigError for a pattern that no parameter has, where none is left, and for a model without the adapters asked for.
+    Raises ConfigError for a pattern that matches no parameter, if no parameter is trained, and for a model without the
+    requested adapters.
     """
     called = names(definition.abstract)
     known = jax.tree.leaves(called)
@@ -108,7 +109,7 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
         raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
     trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), called)
     if not any(jax.tree.leaves(trained)):
-        raise ConfigError([Problem("train.freeze", run.train.freeze, "leaves nothing to train", every)])
+        raise ConfigError([Problem("train.freeze", run.train.freeze, "freezes all parameters", every)])
     return trained
 
 

@@ -1,4 +1,4 @@
-"""Held-out loss and samples, between the steps of a run. Neither changes the weights."""
+"""Held-out loss and samples between the steps of a run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,15 +28,15 @@ def evaluate(
     sequences: int,
     unwanted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return the means over the first `sequences` sequences of a source: `loss`, in nats per predicted token or of a loss of
-    pairs per pair, and what else the loss reports.
+    """Return the means over the first `sequences` sequences of a source: `loss` and the other metrics of the loss.
 
-    They are the same at every call and in every layout: rows of the last batch beyond them are padding. The sums are added in
-    float64 on the host, so the result does not depend on the order in which they arrive.
+    The loss is in nats per predicted token, or per pair. The means are equal at every call and in every layout: rows of the
+    last batch beyond these sequences are padding. The sums are added in float64 on the host, so the result does not depend on
+    the order in which they arrive.
 
     Args:
       eval_step: compiled, see gradients.make_loss.
-      batches: a data source, with `.batch(i)` of as many rows as `abstract` has.
+      batches: a data source, with `.batch(i)` of the same number of rows as `abstract`.
       unwanted: called for each batch; once it is true, the result is None.
     """
     size = abstract["tokens"].shape[1]
@@ -97,8 +97,8 @@ class HeldOut:
     def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
         """Write the losses of all sets to metrics, log and receipt.
 
-        If the run is asked to stop meanwhile, nothing is written, unless `finish`: the next attempt evaluates then. Several
-        processes always finish, since each has its part of every batch.
+        If the run is asked to stop meanwhile, nothing is written, unless `finish`: the next attempt evaluates again. Several
+        processes always finish, since each has a share of every batch.
         """
         services, program = self._services, self._program
         alone = services.peers.count == 1 and not finish
@@ -168,5 +168,5 @@ class SampleWriter:
 
 
 def finite(value: Any) -> Any:
-    """Return a value as JSON can hold it: None for NaN and infinities."""
+    """Return a value for JSON: None for NaN and infinities."""
     return value if not isinstance(value, float) or math.isfinite(value) else None

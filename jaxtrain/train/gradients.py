@@ -20,8 +20,8 @@ from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.zero import Zero
 
 EXPERTS = "experts"
-# The loss of a batch, and what else its loss reports (Loss.reports); under EXPERTS the statistics of its experts. Those of a
-# microbatch count by its fraction of what the loss is divided by.
+# The loss of a batch, and the other metrics of its loss (Loss.reports); under EXPERTS the statistics of its experts. Those of a
+# microbatch are weighted by its fraction of the loss's denominator.
 Report = tuple[jax.Array, Sums]
 
 
@@ -32,11 +32,11 @@ class Objective:
     placement: Placement
     loss: Loss
     spec: LossSpec
-    balance: Balance | None = None  # the losses that keep experts evenly loaded, beside the first
+    balance: Balance | None = None  # the auxiliary losses of experts, in addition to the first
 
     @property
     def nothing(self) -> Report:
-        """The report of no microbatch."""
+        """Return the report of no microbatch."""
         zero = jnp.zeros((), jnp.float32)
         return zero, dict.fromkeys(self.loss.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
 
@@ -45,8 +45,8 @@ class Objective:
     ) -> tuple[jax.Array, Report]:
         """Return this device's share of the objective of a microbatch, and of the report.
 
-        Shares of all devices sum to the whole. Devices with the same tokens compute the same loss, and divide it by their
-        number.
+        The shares of all devices sum to the objective. Devices with the same tokens compute the same loss, and divide it by
+        their number.
 
         Args:
           total: the loss's count of all microbatches.
@@ -60,15 +60,15 @@ class Objective:
             value, sums = jax.tree.map(lambda x: x / total / alike, of_loss)
             if self.balance is None:
                 return value, (value, sums)
-            # Statistics are those of all devices' tokens.
+            # Statistics are over all devices' tokens.
             share = all_reduce(self.loss.count(micro), p.token_axes) / total / p.mesh.size
             return value + share * self.balance.penalty(statistics), (value, sums | {EXPERTS: share * statistics})
 
 
 def total_count(batch: Batch, objective: Objective) -> jax.Array:
-    """Return the number that the sums of a batch's losses are divided by, f32 (): 1 where it would be 0."""
+    """Return the denominator of a batch's summed losses, f32 (): 1 if it would be 0."""
     total = all_reduce(objective.loss.count(batch), objective.placement.token_axes)
-    # A batch without targets has nothing to learn from, and must not divide by zero. A positive total below 1 is kept.
+    # A batch without targets has no gradient, and must not divide by zero. A positive total below 1 is kept.
     return jnp.where(total > 0, total, 1.0)
 
 
@@ -87,9 +87,9 @@ def make_gradients(
     The batch's arrays are (A, B, T): A microbatches. Frozen parameters (all but `trained`) have no gradient.
 
     Args:
-      in_fp8: which weights are multiplied in FP8.
+      in_fp8: the weights that are multiplied in FP8.
       adds: the backward pass of the stack of layers adds its gradients to those of earlier microbatches.
-      pipe: the pipeline, where layers are on stages.
+      pipe: the pipeline, if layers are on stages.
     """
     p = objective.placement
     learnt_axes = part(definition.axes, trained)
@@ -99,7 +99,7 @@ def make_gradients(
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
         learnt = part(base, trained)
-        # remat.Plan.run gives the gradients of the stack, autodiff those of the rest.
+        # remat.Plan.run computes the gradients of the stack, autodiff the others.
         stack = {name: w for name, w in learnt.items() if definition.uses_plan_run and name == STACK}
         rest = {name: w for name, w in learnt.items() if name not in stack}
 
@@ -113,7 +113,7 @@ def make_gradients(
 
         def accumulate(carry: tuple[Report, Params], micro: Batch) -> tuple[tuple[Report, Params], None]:
             if batch["tokens"].shape[0] == 2:
-                # XLA makes no loop of two iterations, and would run the second forward pass before the first backward pass
+                # XLA unrolls a loop of two iterations, and would run the second forward pass before the first backward pass
                 # ends: both would hold their saved activations.
                 micro, carry = jax.lax.optimization_barrier((micro, carry))
             report, sums = carry
@@ -148,8 +148,10 @@ def _added(sums: Params, grads: Params) -> Params:
 def make_loss(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
-    """Return a function of the master weights and one microbatch, (1, B, T), to the sum of its loss, the number to divide it
-    by, and the other sums that the loss reports."""
+    """Return a function of the master weights and one microbatch, (1, B, T), to the sums of its loss.
+
+    They are the loss, its denominator, and the other sums that the loss reports.
+    """
     p = objective.placement
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:

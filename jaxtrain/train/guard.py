@@ -1,30 +1,30 @@
-"""Steps that are not taken: a loss or gradient that is no finite number, or that stands far out of what came before.
+"""Skipped steps: a loss or gradient norm that is not finite, or far above the recent ones.
 
-Decided inside the compiled step, from numbers that are the same on every device, and kept in the train state, so that a resumed
-run decides as an uninterrupted one would. A step that is not taken leaves parameters and moments as they were, to the bit.
+The compiled step decides, from numbers that are the same on every device, and the guard is part of the train state. So a
+resumed run decides as an uninterrupted one would. A skipped step leaves parameters and moments unchanged, bit for bit.
 
-The step after such a one changes nothing at all, not even the count of steps: its metrics say HELD. The training loop reads
-metrics one step late, and so still finds the very state that the bad step was computed from: it can be saved, replayed or left.
-`released` lets the run go on; the held step is then taken again with the same batch.
+The step after a skipped one is HELD: it changes nothing, not even the count of steps. The training loop reads metrics one step
+late, and so still has the state that the bad step started from, for a save or a replay. After `released`, the held step is
+taken again with the same batch.
 """
 
 import jax
 import jax.numpy as jnp
 
-# What became of a step, as its metric `verdict` says.
+# The outcome of a step, its metric `verdict`.
 TAKEN, NOT_FINITE, SPIKE, HELD = range(4)
 NAMES = {TAKEN: "taken", NOT_FINITE: "not finite", SPIKE: "spike", HELD: "held"}
 
-WINDOW = 128  # taken steps that a loss is compared with
-LEAST = 32  # of them before anything counts as a spike
+WINDOW = 128  # applied steps that a loss is compared with
+LEAST = 32  # applied steps before anything counts as a spike
 SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation (Rousseeuw and Croux 1993)
-FLAT = 0.01  # of the median is the least that counts as a deviation: losses that stand still have none
+FLAT = 0.01  # fraction of the median that is the least deviation: constant losses have none
 
 Guard = dict[str, jax.Array]
 
 
 def fresh() -> Guard:
-    """That of a new run: f32 (WINDOW,) losses and gradient norms of taken steps, and i32 () counts."""
+    """Return the guard of a new run: f32 (WINDOW,) losses and gradient norms of applied steps, and i32 () counts."""
     zero = jnp.zeros((), jnp.int32)
     window = jnp.zeros(WINDOW, jnp.float32)
     counts = dict.fromkeys(("taken", "skipped", "in_a_row", "held"), zero)
@@ -32,10 +32,10 @@ def fresh() -> Guard:
 
 
 def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tuple[jax.Array, Guard]:
-    """(verdict of this step, the guard after it). loss, norm: f32 (). sigmas: 0 lets every finite step pass.
+    """Return (verdict of this step, the next guard). loss, norm: f32 (). sigmas: 0 accepts every finite step.
 
-    A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW taken steps; unlike
-    mean and standard deviation, neither moves much with the spikes that did get in.
+    A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps.
+    Unlike mean and standard deviation, both are robust against accepted spikes.
     """
     with jax.named_scope("guard"):
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -59,14 +59,14 @@ def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tupl
 
 
 def _limit(values: jax.Array, known: jax.Array, sigmas: float) -> jax.Array:
-    """f32 (): the largest that is no spike, from the first `known` of these values, f32 (WINDOW,)."""
+    """Return the largest value that is no spike, f32 (), from the first `known` of these values, f32 (WINDOW,)."""
     median = _median(values, known)
     spread = _median(jnp.abs(values - median), known)
     return median + sigmas * jnp.maximum(SIGMA * spread, FLAT * jnp.abs(median))
 
 
 def _median(values: jax.Array, known: jax.Array) -> jax.Array:
-    """f32 (): the lower median of the first `known` values, by counting: cheaper on a GPU than sorting so few."""
+    """Return the lower median of the first `known` values, f32 (), by counting: cheaper on a GPU than sorting so few values."""
     i = jnp.arange(WINDOW)
     v = jnp.where(i < known, values, jnp.inf)
     below = (v[:, None] > v[None, :]) | ((v[:, None] == v[None, :]) & (i[:, None] > i[None, :]))
@@ -74,6 +74,6 @@ def _median(values: jax.Array, known: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((rank == (known - 1) // 2) & (i < known), values, 0.0))
 
 
-def released(guard: Guard) -> Guard:
-    """The same guard, for a step that is to be taken; with the shardings of the old one."""
+def release(guard: Guard) -> Guard:
+    """Return the guard with the held step released, with the shardings of the old guard."""
     return guard | {"held": jax.device_put(jnp.zeros_like(guard["held"]), guard["held"].sharding)}

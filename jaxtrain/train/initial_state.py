@@ -1,7 +1,7 @@
 """The start of a run: the user's own modules, the checkpoint to resume from, the data, and the first state.
 
-All but `initial_state`, `restore` and `continue_sources` run before anything is written or allocated. They raise ConfigError
-or CheckpointError for a run that should not start.
+All functions except `initial_state`, `restore` and `continue_sources` run before anything is written or allocated. They raise
+ConfigError or CheckpointError for a run that should not start.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxtrain.data import pipeline
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
-from jaxtrain.timelimit import launched
+from jaxtrain.timelimit import launch_time
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
@@ -37,10 +37,10 @@ class Start:
     step: int  # 0, or the checkpoint to resume from
     resumed: bool
     cast: bool  # stored tensors are converted to this run's dtypes
-    position: Position  # the data that each step reads
+    position: Position  # the data of each step
     notes: tuple[str, ...]  # changes to the config since the checkpoint
     data: Mapping[str, Any]  # the checkpoint's facts about the data it was trained on; {} for a new run
-    base: str = ""  # the checkpoint with the weights that this run's adapters belong to; "": the run has no adapters
+    base: str = ""  # the checkpoint of the base of this run's adapters; "": the run has no adapters
     damaged: Mapping[int, str] = types.MappingProxyType({})  # newer steps that cannot be restored, with the reason
 
 
@@ -48,7 +48,7 @@ NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Fac
 
 
 def import_named_parts(run: RunConfig) -> None:
-    """Import the modules of all `package.module:name` values. Raise ConfigError where there is no such module or name.
+    """Import the modules of all `package.module:name` values. Raise ConfigError if there is no such module or name.
 
     It is not part of validate: a user's module may import jax, and the memory budget must be set before that.
     """
@@ -69,7 +69,7 @@ def import_named_parts(run: RunConfig) -> None:
             problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
             continue
         if not hasattr(module, attribute):
-            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Mend the name."))
+            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Correct the name."))
     if problems:
         raise ConfigError(problems)
 
@@ -79,7 +79,7 @@ def drop_used_step(run: RunConfig, checkpoints: Checkpoints) -> RunConfig:
 
     run.sh repeats the same command after a crash. A step that was saved since the launch shows that the run had gone back.
     """
-    launch, step = launched(), run.checkpoint.step
+    launch, step = launch_time(), run.checkpoint.step
     if launch is None or step < 0:
         return run
     for later in (s for s in checkpoints.steps() if s > step):
@@ -95,12 +95,12 @@ def choose_start(
     """Return the checkpoint to resume from, or step 0 of a new run.
 
     The checkpoint is `checkpoint.step` if given, else the newest one that can be read and is not in `damaged`. Raises
-    ConfigError for a change that a resumed run may not make. Raises CheckpointError if there are checkpoints and none can be
-    read: a run never overwrites existing ones.
+    ConfigError for a forbidden change of a resumed run. Raises CheckpointError if there are checkpoints and none can be read: a
+    run never overwrites existing ones.
     """
     reasons = dict(damaged)
     per_step = run.train.global_batch * run.data.seq_len
-    # A step that was asked for is taken whatever state the newest one is in: it is the way out of a damaged one.
+    # An explicit step is used for any state of the newest one: it is the way to bypass a damaged one.
     at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
         beginning = position.position(checkpoints.directory, 0, 0, per_step)
@@ -109,7 +109,7 @@ def choose_start(
             base = open_origin(run.init.from_).path if program.adapters else ""
             return Start(0, False, False, beginning, notes, {}, base)
         if program.adapters:
-            rule = "adapters stand beside the weights of a model that is trained already, and none is named"
+            rule = "adapters need the weights of a trained model, and init.from names none"
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
@@ -123,7 +123,7 @@ def choose_start(
     if problems:
         raise ConfigError(problems)
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
-    # Scales of norms are float32 beside weights in bfloat16; older checkpoints have them in bfloat16 too.
+    # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = ""
     if program.adapters:
@@ -149,7 +149,7 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 
 
 def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
-    """Return notes on settings of init.from's model that differ and that its tensors do not show, such as the rotary base.
+    """Return notes on settings of init.from's model that differ and that tensors do not show, such as the rotary base.
 
     Raises ConfigError if its tensors do not fit: one is missing, has another shape, or is a weight that this model lacks.
     """
@@ -158,20 +158,20 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     problems = []
     of, family = there.get("family", ""), run.model.family
     if {of, family} <= models.FAMILIES.keys() and models.family(of).STRUCTURE != models.family(family).STRUCTURE:
-        # Tensors of the same names and shapes, of which another function is computed.
-        rule = f"its weights are those of model.family = {of}, which computes otherwise: {models.family(of).STRUCTURE}"
+        # Settings of another function with tensors of the same names and shapes.
+        rule = f"its weights are those of model.family = {of}, which computes another function: {models.family(of).STRUCTURE}"
         problems.append(config.Problem("model.family", family, rule, f"Set model.family to {of}."))
     if source.hugging_face and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
         problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
     if source.adapters:
-        rule = f"{source.name} holds adapters alone"
-        remedy = "Name the model they stand beside, or one that they were merged into."
+        rule = f"{source.name} holds only adapters"
+        remedy = "Name their base, or a model with these adapters merged in."
         problems.append(config.Problem("init.from", run.init.from_, rule, remedy))
     if problems:
         raise ConfigError(problems)
     stored = source.stored
-    wanted = stored_form.in_stored_form(init_tensors(run, program), stored)
+    wanted = stored_form.stored_tensors(init_tensors(run, program), stored)
     wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     wrong += [f"{name}: in the source, not in this model" for name in unused]
@@ -188,7 +188,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
 
 
 def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
-    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what says so. No adapters."""
+    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what includes it. No adapters."""
     kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
     abstract = program.base(program.state) if program.adapters else program.state
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
@@ -215,12 +215,12 @@ def initial_state(
 ) -> state.TrainState:
     """Return the first state: from the checkpoint, from another run's weights, or from the seed.
 
-    Two whole states are never in memory at once.
+    Two complete states are never in memory at once.
     """
     abstract = program.state
     if start.resumed:
         wanted = state.abstract_tensors(program.saved(abstract))
-        read = stored_form.in_stored_form(wanted, checkpoints.stored(start.step)) if start.cast else wanted
+        read = stored_form.stored_tensors(wanted, checkpoints.stored(start.step)) if start.cast else wanted
         tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
         if start.base:
             tensors |= lora.restore_base(start.base, init_tensors(run, program))
@@ -236,7 +236,7 @@ def initial_state(
     source = open_origin(start.base or run.init.from_)
     fresh = fresh if program.adapters else state.without_params(fresh)
     wanted = init_tensors(run, program)
-    read = stored_form.in_stored_form(wanted, source.stored)
+    read = stored_form.stored_tensors(wanted, source.stored)
     tensors = stored_form.converted(source.read(read), wanted)
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     return state.from_tensors(abstract, tensors, fresh)
@@ -248,7 +248,7 @@ class Restored:
 
     state: state.TrainState
     start: Start
-    base: dict[str, str]  # path and digest of the weights that adapters belong to, for checkpoints; {} without adapters
+    base: dict[str, str]  # path and digest of the base of adapters, for checkpoints; {} without adapters
 
 
 def restore(
@@ -291,9 +291,9 @@ def restore(
 
 
 def _base(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
-    """Return path and digest of the weights that adapters belong to; {} of a run without adapters.
+    """Return path and digest of the base weights of adapters; {} of a run without adapters.
 
-    Raises CheckpointError if a resumed run's adapters were trained beside other weights.
+    Raises CheckpointError if a resumed run's adapters were trained with another base.
     """
     if not start.base:
         return {}
@@ -304,9 +304,9 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
 
 
 def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
-    """Set the mixture from the first step of this attempt on, and after a rollback from the step that it went back to.
+    """Set the mixture from the first step of this attempt on, or after a rollback from the step of the rollback on.
 
-    Each source of a resumed run continues where it stopped. Scheduled changes are placed by `start.position`.
+    Each source of a resumed run continues from its last position. Scheduled changes are placed by `start.position`.
     """
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
 
@@ -314,7 +314,7 @@ def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str
         return start.position.at(step) * run.train.global_batch
 
     if start_mixture and start_mixture(start.data, start.step, start.position.begin * run.train.global_batch, row_at):
-        say(f"data: mixture changed at step {start.step}: each source continues where it stopped")
+        say(f"data: mixture changed at step {start.step}: each source continues from its last position")
     if start_mixture:
         _report_mixture(run, start, data, say)
 
@@ -326,7 +326,7 @@ def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str]
         return
     for k, phase in enumerate(data.mixture.phases):
         if k + 1 < len(data.mixture.phases) and data.mixture.phases[k + 1].step <= start.step:
-            continue  # it is over
+            continue  # it is in the past
         weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
         never = f" (not reached: train.steps={run.train.steps})" if phase.step >= run.train.steps else ""
         say(f"data: mixture from step {phase.step}: {weights}{never}")

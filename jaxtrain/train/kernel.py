@@ -1,4 +1,4 @@
-"""The attention kernel of a run, and how the devices of a sequence share its attention."""
+"""The attention kernel of a run, and the sharding of attention over the devices of a sequence."""
 
 import dataclasses
 from typing import Any
@@ -14,9 +14,9 @@ from jaxtrain.sharding import Placement
 
 
 def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
-    """Return what training asks of the attention kernel, for each kind of layer (`models.attention.layer_kinds`).
+    """Return the attention specs of training, for each kind of layer (`models.attention.layer_kinds`).
 
-    The forward pass is in the compute type; `choose_kernel` says where it is in e4m3.
+    The forward pass is in the compute dtype, or in e4m3 by `choose_kernel`.
     """
     m, packed = run.model, run.data.masks_documents
     segments = run.data.most_documents if packed else 1
@@ -37,7 +37,7 @@ def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
 
 
 def context_of(run: RunConfig, placement: Placement) -> Context:
-    """How a run's sequences are divided over the seq axis."""
+    """Return the sharding of a run's sequences over the seq axis."""
     tensor = placement.size(placement.mesh_axes("heads"))
     kv_heads = max(1, run.model.num_kv_heads // tensor)
     ranks = placement.size(placement.mesh_axes("sequence"))
@@ -46,7 +46,7 @@ def context_of(run: RunConfig, placement: Placement) -> Context:
 
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
-    """Return the attention kernel for training on devices like this one, and why it was chosen."""
+    """Return the attention kernel for training on devices like this one, and the reason for the choice."""
     split, specs, hardware = Split(context), attention_specs(run), attention.Hardware.of(device)
     if run.attention.forward == "fp8":
         how = attention.KERNEL if hardware.platform == "gpu" else attention.EMULATED
@@ -56,7 +56,7 @@ def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel
     def asked(spec: attention.Spec) -> tuple[attention.Spec, int]:
         if context.ring == 1:
             return spec, run.data.seq_len
-        # A place of the ring computes a chunk at a time against a chunk.
+        # A rank of the ring computes one chunk against one chunk at a time.
         if not window.applies(spec, places, split):
             return spec, places // 2
         return window.inner_spec(spec), places // 2 + window.halo_tokens(spec, places // 2, split)

@@ -1,7 +1,7 @@
 """The loop over steps: a batch, the compiled step, the metrics of the step before, and the work that is due between steps.
 
-The metrics of a step are read once the next step is on its way. A skipped step (train/guard.py) is therefore noticed after its
-successor was dispatched. The guard skips the successor too, and the loop takes it again.
+The metrics of a step are read after the next step is dispatched. So a skipped step (train/guard.py) is noticed after its
+successor was dispatched. The guard holds the successor, and the loop takes it again.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain import position, replay
 from jaxtrain.corruption import Verifier
-from jaxtrain.divergence import Bad, Bads, Diverged, described
+from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch
 from jaxtrain.position import Positioned
 from jaxtrain.profiling import Tracer
 from jaxtrain.replay import ReplayError
@@ -29,12 +29,12 @@ from jaxtrain.train.setup import Compiled, Setup
 from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
 from jaxtrain.train.timing import GarbageCollector, SlowSteps, StartTimes
 
-ROLLBACKS = 3  # to one checkpoint: after so many the data is not the cause
-AGREE_S = 5400.0  # processes wait for each other so long: one may compile a step that others found in their caches
+ROLLBACKS = 3  # to one checkpoint: after this many the data is not the cause
+AGREE_S = 5400.0  # timeout of processes that wait for each other: one may compile a step that others found in their caches
 
 
 class Loop:
-    """Takes steps until the last one, or until asked to stop. `current` is the newest state, `done` the steps taken."""
+    """Takes steps until the last one, or until asked to stop. `current` is the newest state, `done` its number of steps."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Loop:
         self.current: Any = restored.state
         self.start, self.base = restored.start, restored.base
         self.done = self.start.step
-        self.loss: float | None = None  # of the newest step that was taken and whose metrics were read
+        self.loss: float | None = None  # of the newest step that was applied and whose metrics were read
         self.held_out = HeldOut(self.run, self.program, setup.held_out, services)
         self.samples = SampleWriter(self.run, self.program, setup.tokenizer, services)
         self.metrics = PendingMetrics()
@@ -90,7 +90,7 @@ class Loop:
         services, steps = self.services, self.run.train.steps
         try:
             with GarbageCollector() as collector, services.watchdog.phase("step"):
-                # From here on a stop request ends in a save. No process may leave at once after another has begun to step.
+                # From here on a stop request ends in a save. No process may exit alone after another has begun to step.
                 services.peers.gather("settled", "", AGREE_S)
                 services.ledger.base("step")
                 services.stop.at_once = None
@@ -104,7 +104,7 @@ class Loop:
                 if self.done > 0:
                     self.save()
         finally:
-            # The newest metrics and not the state: a step that failed has consumed the state.
+            # The newest metrics and not the state: a failed step has consumed the state.
             self._tracer.close(self.metrics.on_device)
             self.feed.close()
 
@@ -136,7 +136,7 @@ class Loop:
         self._work_between_steps()
 
     def _next_batch(self) -> tuple[HostBatch, Any] | None:
-        """Return the next batch on host and devices; None if the run is asked to stop before the data source has it."""
+        """Return the next batch on host and devices; None if the run is asked to stop before it is read."""
         services = self.services
         began = time.perf_counter()
         with self.log.rates.waiting_for_data(), services.phase("data", "data"):
@@ -150,7 +150,7 @@ class Loop:
         return rows, placed
 
     def _take(self, batch: Any) -> step.Metrics | None:
-        """Dispatch a step and return its metrics; None if the run went back to a checkpoint instead."""
+        """Dispatch a step and return its metrics; None after a rollback to a checkpoint instead."""
         every = self.run.train.sdc_check_every
         if every and (self.done + 1) % every == 0:
             self.log.rates.exclude()
@@ -175,7 +175,7 @@ class Loop:
     # ---- Between steps
 
     def _work_between_steps(self) -> None:
-        """Evaluate, sample and save where that is due."""
+        """Evaluate, sample and save if due."""
         done, rates = self.done, self.log.rates
         began = time.perf_counter()
         if evaluates := self.held_out.due(done):
@@ -192,17 +192,17 @@ class Loop:
             self._times.between_s = time.perf_counter() - began
         every = self.run.checkpoint.every_steps
         if done == self.run.train.steps or self._save_due or (every and done % every == 0):
-            rates.exclude(more=1)  # the step after the one that is only queued waits for the copies
+            rates.exclude(more=1)  # the step after the queued one waits for the copies
             if self._read_metrics():
                 return
-            # While steps are skipped the state is the one before them. It is saved once a step is taken.
+            # While steps are skipped, the state is older than its step. It is saved after the next applied step.
             self._save_due = bool(self.skips.in_a_row) and done < self.run.train.steps
             if not self._save_due:
                 self.save()
         self.saver.poll()
 
     def _do_missed_work(self) -> None:
-        """Evaluate and sample at the restored step if the attempt before was asked to stop before it did."""
+        """Evaluate and sample at the restored step if the earlier attempt was asked to stop before it did."""
         done = self.done
         missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
         missing.append(self.samples.due(done) and not self.samples.written(done))
@@ -228,12 +228,12 @@ class Loop:
     # ---- The metrics of the step before
 
     def _read_metrics(self) -> bool:
-        """Read the metrics of the newest step now. Return whether the run went back to a checkpoint because of them."""
+        """Read the metrics of the newest step now. Return whether they caused a rollback to a checkpoint."""
         found = self.metrics.read()
         return found is not None and not self._note(found) and self._skipped(found)
 
     def _note(self, found: StepMetrics) -> bool:
-        """Write the metrics of a step. Return whether the step was taken."""
+        """Write the metrics of a step. Return whether the step was applied."""
         if self._start_times is not None:
             self._end_start(self._start_times)
         self._recent = [*self._recent[-9:], (found.step, found.loss, time.time())]
@@ -244,7 +244,7 @@ class Loop:
         return found.taken
 
     def _end_start(self, times: StartTimes) -> None:
-        """Report the times of the start, and prepare the first save behind the next steps."""
+        """Report the times of the start, and prepare the first save during the next steps."""
         times.end("step")
         self.services.console.say(times.words)
         self.services.receipt.update(start_s=times.parts)
@@ -266,10 +266,10 @@ class Loop:
     # ---- Skipped steps
 
     def _skipped(self, found: StepMetrics) -> bool:
-        """Report a skipped step and continue. Return whether that is from a checkpoint. Raises Diverged."""
+        """Report a skipped step and continue. Return whether the run was rolled back to a checkpoint. Raises Diverged."""
         at = self.start.position.at(found.step - 1)
         tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
-        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, described(self.data, at))
+        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, describe_batch(self.data, at))
         self.services.console.warn(bad.words)
         if not self._kept_bundle:
             self._kept_bundle = True
@@ -282,13 +282,13 @@ class Loop:
             newest = self.saver.newest if self.saver.newest >= 0 else "none"
             raise Diverged(
                 f"{said}. Nothing is saved from here; the newest checkpoint is {newest}. Lower optimizer.lr, look at the data "
-                "of these steps, or set train.on_divergence=rollback to pass over it."
+                "of these steps, or set train.on_divergence=rollback to skip it."
             )
         self._roll_back(said)
         return True
 
     def _release_guard(self) -> None:
-        self.current = dataclasses.replace(self.current, guard=guard.released(self.current.guard))
+        self.current = dataclasses.replace(self.current, guard=guard.release(self.current.guard))
 
     def _keep_bundle(self, bad: Bad, batch: HostBatch) -> None:
         """Write the files for a replay of the first skipped step of this attempt."""
@@ -307,12 +307,12 @@ class Loop:
                 services.console.warn(str(error))
 
     def _roll_back(self, said: str) -> None:
-        """Go back to the newest good checkpoint, and continue after the data of the skipped steps."""
+        """Restore the newest good checkpoint, and continue after the data of the skipped steps."""
         services, row = self.services, self.skips.row
         self.saver.finish()
         checkpoints = self.saver.checkpoints
         if checkpoints.latest({}) is None:
-            raise Diverged(f"{said}, and there is no checkpoint to go back to. Lower optimizer.lr, or save more often.")
+            raise Diverged(f"{said}, and there is no checkpoint to roll back to. Lower optimizer.lr, or save more often.")
         self.feed.close()
         self.current = None  # its memory is needed
         self.saver.snapshots.forget()
@@ -323,7 +323,9 @@ class Loop:
         directory, tokens = checkpoints.directory, (row[0].tokens[0], row[-1].tokens[1])
         times = sum(item["back_to"] == back for item in position.read(directory))
         if times >= ROLLBACKS:
-            raise Diverged(f"{said}, after {times} rollbacks to step {back}: it is not the data alone. Lower optimizer.lr.")
+            raise Diverged(
+                f"{said}, after {times} rollbacks to step {back}: the data is not the only cause. Lower optimizer.lr."
+            )
         known: list[dict[str, Any]] = []
         if services.peers.process_index == 0:
             known = position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
@@ -333,10 +335,10 @@ class Loop:
         tokens_read = checkpoints.meta(back)["data"]["tokens"]
         place = position.position(directory, back, tokens_read, self.run.tokens_per_step, known)
         self.start = dataclasses.replace(self.start, position=place)
-        if asked:  # the step that all agreed to stop at is ahead again
+        if asked:  # the last step that all agreed on is ahead again
             services.peers.stop_here(asked)
         services.console.warn(
-            f"{said}: back to step {back}, and past {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
+            f"{said}: rolling back to step {back}, and skipping {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )
         continue_sources(self.run, self.start, self.data, services.console.say)  # by the position past the skipped data
         services.writers.rewind(back)

@@ -19,18 +19,18 @@ from jaxtrain.train.program import Program, build
 
 
 class OutOfMemory(RuntimeError):
-    """The step does not fit on the devices. Carries the whole explanation."""
+    """The step does not fit on the devices. The message has the full explanation."""
 
 
 def size(gib: float) -> str:
-    """Bytes in the unit that shows their digits."""
+    """Return a memory size in a suitable unit."""
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
 
 def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
-    """GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together.
+    """Return GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together.
 
-    Moments that rest in host memory are named as such, and no part of the peak.
+    Moments in host memory have their own entry and are not part of the peak.
     """
 
     def held(tree: Any) -> float:
@@ -43,14 +43,14 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
         "batch": held(program.batch),
         "temporaries": analysis.temp_size_in_bytes / 2**30,
     }
-    # XLA's CPU compiler reports a peak that leaves its own temporaries out; what it says there is no peak.
+    # XLA's CPU compiler reports a peak without its own temporaries; that figure is not a peak.
     if program.placement.mesh.devices.flat[0].platform != "cpu":
         classes["peak"] = analysis.peak_memory_in_bytes / 2**30
     return classes
 
 
 def taken_gib(compiled: Any) -> float:
-    """GiB that a compiled step takes on one device: the peak, and the gaps of the compiler's heap, which is taken whole."""
+    """Return the allocated GiB of a compiled step on one device: the peak, and the gaps of the compiler's heap."""
     a = compiled.memory_analysis()
     return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
 
@@ -64,10 +64,10 @@ def compile_to_fit(
     extra: dict[str, str | bool] | None = None,
     taken: Callable[[Any], float] = taken_gib,
 ) -> tuple[RunConfig, Program, Any]:
-    """(run, program, compiled train step); with remat.policy=auto, those that compute least again and fit.
+    """Return (run, program, compiled train step); with remat.policy=auto, with the least recomputation that fits.
 
-    Whether any other policy fits is for the caller to see. usable_gib: of one device, inf where it does not tell. extra:
-    further options of the compiler, such as dumps. taken: GiB that a compiled step takes, where it does not tell of all.
+    The caller checks whether another policy fits. usable_gib: of one device, inf if unknown. extra: further options of the
+    compiler, such as dumps. taken: returns the allocated GiB of a compiled step, if the step itself does not report all of it.
     """
     auto = run.remat.policy == "auto"
     while True:
@@ -75,7 +75,7 @@ def compile_to_fit(
         less = less_saved(run, program, taken(compiled), usable_gib) if auto else None
         if less is None:
             break
-        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: keeping less for its backward pass")
+        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
         run, program = less, build(less, list(program.placement.mesh.devices.flat))
     if auto:
         say(auto_remat.words(run))
@@ -83,10 +83,10 @@ def compile_to_fit(
 
 
 def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
-    """With remat.policy=auto, the run with a choice that should fit where the present one takes too much; None where it fits.
+    """Return the run with a smaller choice of remat.policy=auto, if the present one needs too much memory; None if it fits.
 
-    `run` has remat.policy=auto, or what this returned for it. Raises nothing where no choice is small enough: what then
-    computes everything again is tried, and refused like any step that is too big.
+    `run` has remat.policy=auto, or is an earlier result of this function. If no choice is small enough, the result recomputes
+    everything, and is refused later like any step that is too big.
     """
     excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
     if excess <= 0 or not kept(run.remat):
@@ -97,34 +97,36 @@ def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: f
 
 
 def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
-    """What the step holds, and the settings that would help, most effective first."""
+    """Return the memory of the step by class, and the settings that would help, most effective first."""
     hints = []
     if run.train.grad_accum < run.train.global_batch:
         hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
     if run.remat.policy != "full":
-        hints.append("remat.policy=full: keep each layer's input only")
+        hints.append("remat.policy=full: save only each layer's input")
     if run.remat.every == 1 and run.model.num_layers > 8:
-        hints.append("remat.every=2 or more: keep every second layer's input only")
+        hints.append("remat.every=2 or more: save only every second layer's input")
     if run.dtypes.m == "f32":
         both = run.optimizer.name != "muon"
         eighth = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if both else "dtypes.m=int8: a quarter"
         hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
     if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
-        hints.append("optimizer.offload=moments: none of the moments, for a slower update; it pays with accumulation")
-    hints.append("mesh.fsdp or mesh.tensor over more devices: parameters and moments are split further")
+        hints.append("optimizer.offload=moments: none of the moments, for a slower update; best with accumulation")
+    hints.append("mesh.fsdp or mesh.tensor over more devices: smaller shards of parameters and moments")
     sizes = (
         ""
         if not memory
         else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
     )
     ways = "\n".join(f"  {hint}" for hint in hints)
-    return f"out of memory: the train step needs more than {limit}.{sizes}\nWhat would help:\n{ways}"
+    return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{ways}"
 
 
 def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> None:
-    """Raises OutOfMemory where what the host is to hold does not fit into what it may pin: the copies of the state that a save
-    makes, moments that rest there, and activations that wait there, `waiting` bytes of each device."""
-    # Replicas share the work of a save's copies; what rests or waits on the host, each device has of its own.
+    """Raise OutOfMemory if the arrays in host memory exceed the memory that may be pinned.
+
+    These are the copies of the state for a save, offloaded moments, and offloaded activations, `waiting` bytes of each device.
+    """
+    # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
     held = jax.tree.leaves(program.saved(program.state))
     saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
     each = waiting + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
@@ -139,14 +141,14 @@ def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> N
 
 
 def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemoryStats]) -> None:
-    """Raises OutOfMemory where the step's temporaries do not fit into the free memory of a device that holds the first state.
+    """Raise OutOfMemory if the step's temporaries exceed the free memory of a device that holds the first state.
 
     The temporaries are one block (`temp_size_in_bytes`), so the largest free block counts (`largest_free_block_bytes` of
     `memory_stats`). The allocator of jaxlib's GPUs reports 0 for it. There all free memory counts, `bytes_limit` less
-    `bytes_in_use`, which shows memory that something else holds and does not show fragments. CPUs report nothing.
+    `bytes_in_use`, which includes memory of other users and ignores fragmentation. CPUs report nothing.
     """
     analysis = compiled.memory_analysis()
-    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # beside what is written in place
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without memory that is written in place
     need = analysis.temp_size_in_bytes + outputs
     held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
     for device in devices:
@@ -161,14 +163,14 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
                 f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {named} of {device} is "
                 f"{size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} in use, "
                 f"{size(held / 2**30)} of them by the state.\n"
-                "Start the same command again: a new process begins with unbroken memory. Where it ends here again, "
+                "Start the same command again: a new process begins without fragmentation. If it ends here again, "
                 "set train.grad_accum higher or remat.policy=full."
             )
 
 
 @contextlib.contextmanager
 def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
-    """Turns the allocator's error, once and at the top, into one that a user can act on. `memory`: by class, {} if unknown."""
+    """Replace the allocator's error by one with a remedy. `memory`: by class, {} if unknown."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

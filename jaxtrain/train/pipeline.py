@@ -1,15 +1,14 @@
-"""A step's gradients on pipeline stages: one program for all of them, which follows a schedule tick by tick (stages.py).
+"""A step's gradients on pipeline stages: one SPMD program that follows a schedule tick by tick (stages.py).
 
 A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
 runs one group of its layers forward on one microbatch and one backward on another, and sends the results to its neighbours.
-Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: the saved
-activations of each pass wait in buffers with a slot for each pass that waits, and gradients are added to the sums of the whole
-stack as they are made.
+Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: saved activations are
+in buffers with a slot for each pass in flight, and each gradient is added to the sums of the stack at once.
 
-The embedding and the head belong to no stage. Their tables are sharded by vocabulary over all, as over a tensor axis: each
-stage looks up its rows for the microbatch that enters, and computes its slice of the logits of the one that leaves. So no
-stage has more work than the others, and none a table of its own. Dense layers before a stack with experts belong to no stage
-either: all stages run them for the microbatch that enters.
+The embedding and the head are shared by all stages. Their tables are sharded by vocabulary over the stages, as over a tensor
+axis: each stage looks up its rows for the microbatch that enters, and computes its slice of the logits of the one that leaves.
+So all stages have equal work and memory. Dense layers before a stack with experts are replicated: all stages run them for the
+microbatch that enters.
 """
 
 import dataclasses
@@ -32,21 +31,21 @@ Buffers = list[jax.Array]  # of all saved activations: each (slots x checkpoints
 
 
 class Pass(NamedTuple):
-    """One microbatch through one group of layers."""
+    """The pass of one microbatch through one group of layers."""
 
-    shared: Any  # what all layers share of the microbatch
+    shared: Any  # the arrays of the microbatch that all layers share
     group: jax.Array
     slot: jax.Array
-    valid: jax.Array  # bool (); False in a stage's bubble: it computes too, and the result is discarded
+    valid: jax.Array  # bool (); False in a stage's bubble: it executes, and the result is discarded
 
 
 class StageLayers:
     """The layers of this stage: groups of `per_group` neighbouring layers of one stack.
 
     Args:
-      model: with this stage's shard of the stack, whose weights are `zero.StackWeight`, or not where nothing is differentiated.
-      kinds: of each place of the whole stack.
-      first: the place of this stage's first layer.
+      model: with this stage's shard of the stack. Its weights are `zero.StackWeight` if they are differentiated.
+      kinds: of each slot of the global stack.
+      first: the slot of this stage's first layer.
       per_group: a multiple of the layers under each checkpoint.
     """
 
@@ -89,7 +88,7 @@ class StageLayers:
         return jax.lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.asarray(list(order), jnp.int32))[0]
 
     def through[C](self, step: Callable[[C, Any, Kind, jax.Array], C], carry: C, group: jax.Array) -> C:
-        """Return step(carry, layer, kind, place in the stack) over a group's layers. Saves nothing."""
+        """Return step(carry, layer, kind, slot in the stack) over a group's layers. Saves no activations."""
 
         def one(carry: C, q: jax.Array) -> C:
             i = group * self._per_group + q
@@ -98,7 +97,7 @@ class StageLayers:
         return self._loop(one, carry, range(self._per_group))
 
     def _step(self, this: Pass, x: Any, buffers: Buffers, checkpoint: jax.Array, slot: jax.Array) -> tuple[Any, Buffers]:
-        """One checkpoint forward."""
+        """Run one checkpoint forward."""
         y, vjp = self._differentiate(x, this.shared, this.group * self._per_group + checkpoint * self._each)
         place = slot * self._checkpoints + checkpoint
         return y, [save_at(b, leaf, place) for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)]
@@ -106,12 +105,12 @@ class StageLayers:
     def _step_back(
         self, this: Pass, dy: Any, tree: Any, found: list[jax.Array], sums: list[jax.Array], checkpoint: jax.Array
     ) -> tuple[Any, list[jax.Array]]:
-        """One checkpoint backward."""
+        """Run one checkpoint backward."""
         first = this.group * self._per_group + checkpoint * self._each
         vjp = jax.tree.unflatten(tree, found)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
         for q, of_layer in enumerate(grads):
-            # Of a pass that is not valid the gradient may be anything, NaN too.
+            # The gradient of an invalid pass may be anything, including NaN.
             added = [jnp.where(this.valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
             sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
         return dx, sums
@@ -124,7 +123,7 @@ class StageLayers:
         return self._loop(lambda carry, c: self._step(this, *carry, c, this.slot), (x, buffers), range(self._checkpoints))
 
     def backward(self, this: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
-        """Return the gradient of a group's input, and the sums with its layers' gradients added, where the pass is valid."""
+        """Return the gradient of a group's input, and the sums with its layers' gradients added if the pass is valid."""
 
         def step(carry: tuple[Any, list[jax.Array]], c: jax.Array) -> tuple[Any, list[jax.Array]]:
             dy, sums = carry
@@ -135,13 +134,14 @@ class StageLayers:
     def both(
         self, out: Pass, x: Any, back: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]
     ) -> tuple[Any, Buffers, Any, list[jax.Array]]:
-        """Run one pass forward and another, in another slot, backward, side by side: collectives of one overlap with arithmetic
-        of the other. Return (output, buffers, gradient of the other's input, sums)."""
+        """Run one pass forward and another pass, in another slot, backward, so that collectives of one overlap with computation
+        of the other. Return (output, buffers, gradient of the other's input, sums).
+        """
 
         def step(carry: Any, c: jax.Array) -> Any:
             x, buffers, dy, sums = carry
             found = self._find(back, buffers, mirror := self._checkpoints - 1 - c)
-            # Nothing is written before this is read, or the compiler would keep a copy of the buffers to read it from.
+            # No write happens before this read, otherwise the compiler would keep a copy of the buffers.
             found, slot = jax.lax.optimization_barrier((found, out.slot))
             dx, sums = self._step_back(back, dy, tree, found, sums, mirror)
             return *self._step(out, x, buffers, c, slot), dx, sums
@@ -161,7 +161,7 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The last stage's number."""
+        """Return the last stage's number."""
         return self.schedule.stages - 1
 
     def layers(self, model: Transformer) -> StageLayers:
@@ -171,7 +171,7 @@ class Pipeline:
         return StageLayers(model, of_place, first, self.arrangement.per_group)
 
     def send(self, tree: Any, by: int) -> Any:
-        """Send to the next stage (by = 1) or the one before (-1); with several groups a stage, around the ends too."""
+        """Send to the next stage (by = 1) or the previous one (-1); with several groups per stage, cyclically."""
         stages = self.schedule.stages
         links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, links), tree)
@@ -188,19 +188,21 @@ class Pipeline:
         return _Step(self, objective, zero, base, copies, learnt, batch, total).run()
 
     def hidden(self, model: Transformer, micro: Batch) -> jax.Array:
-        """Return the final hidden states of one microbatch, on all stages. Stages take turns: nothing overlaps."""
+        """Return the final hidden states of one microbatch, on all stages. Stages run one after the other, without overlap."""
         shared, layers = model.share(micro["segments"], micro["positions"]), self.layers(model)
 
         def turn(x: Any, own: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
             of = shared.where(mine)
             return layers.through(lambda x, layer, kind, _: model.layer(x, layer, of, kind), x, group), own
 
-        x, _ = self.in_turn(model.enter(micro["tokens"], shared), (), turn)
+        x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), turn)
         return model.final_hidden(x)[0]
 
     def decode(self, model: Transformer, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Return the hidden states of new tokens, on all stages, and the cache with the tokens in it. A stage has the keys and
-        values of its own layers."""
+        """Return the hidden states of new tokens, on all stages, and the cache with the tokens in it.
+
+        A stage caches the keys and values of its own layers.
+        """
         shared, cache = model.append(tokens_BT, cache)
         layers = self.layers(model)
 
@@ -216,14 +218,16 @@ class Pipeline:
             return layers.through(layer, (x, kv), group)
 
         x, cache = model.enter_with_cache(tokens_BT, shared, cache)
-        x, kv = self.in_turn(x, cache.kv, turn)
+        x, kv = self.run_in_order(x, cache.kv, turn)
         return model.final_hidden(x)[0], dataclasses.replace(cache, kv=kv)
 
-    def in_turn(self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def run_in_order(
+        self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
+    ) -> tuple[Any, Any]:
         """Return the last stage's output for x, on all stages, and each stage's `own`.
 
-        Each stage runs each of its groups in its turn: `run(x, own, group, whether it is its turn)`. In the others' turns it
-        computes too, and the result is discarded: the program is one for all.
+        The groups run one after the other, each on its stage: `run(x, own, group, whether it is this stage's turn)`. The other
+        stages execute the same SPMD program, and their results are discarded.
         """
         stages, turns = self.schedule.stages, self.schedule.stages * self.schedule.groups
         stage = jax.lax.axis_index(STAGE)
@@ -239,15 +243,15 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """The arrays that go from tick to tick."""
+    """The arrays that are carried from tick to tick."""
 
     entering: Any  # embeddings of the microbatch that enters next
-    arrived: Any  # from the stage before: the output of its last pass
+    arrived: Any  # from the previous stage: the output of its last pass
     returned: Any  # from the next stage: the gradient of its last pass's input
     buffers: Buffers
-    ready: Any  # gradients of the last layer's outputs, by microbatch as far as they must wait
-    stack: list[jax.Array]  # gradients of the layers so far
-    ends: Params  # and of all other weights
+    ready: Any  # gradients of the last layer's outputs, by microbatch, if they must wait
+    stack: list[jax.Array]  # sums of the layers' gradients
+    ends: Params  # sums of the gradients of all other weights
     report: Any
 
 
@@ -255,7 +259,7 @@ jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Ca
 
 
 class _Step:
-    """One step, as one stage sees it."""
+    """One step of one stage."""
 
     def __init__(
         self,
@@ -283,7 +287,7 @@ class _Step:
         self.forward_table, self.backward_table = (jnp.asarray(t, jnp.int32) for t in (forward, backward))
         forward_slots, backward_slots, self.slots = schedule.slots
         self.forward_slots, self.backward_slots = (jnp.asarray(s, jnp.int32) for s in (forward_slots, backward_slots))
-        # Only where all are forward before any is backward does the gradient of an output wait.
+        # The gradient of an output waits only if all forward passes come before all backward passes.
         self.waiting = schedule.microbatches if schedule.wait >= schedule.forward_ticks else 1
 
     def micro(self, m: jax.Array) -> Batch:
@@ -291,11 +295,11 @@ class _Step:
         return {k: jax.lax.dynamic_index_in_dim(a, m, keepdims=False) for k, a in self.batch.items()}
 
     def shared(self, micro: Batch) -> Any:
-        """Return what all layers share of a microbatch."""
+        """Return the arrays of a microbatch that all layers share."""
         return self.model.share(micro["segments"], micro["positions"])
 
     def entry(self, u: jax.Array) -> Any:
-        """Return the input of the first stage's forward pass u, where that is of its first group."""
+        """Return the input of the first stage's forward pass u, if it is of its first group."""
         _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
         micro = self.micro(m)
         return self.model.enter(micro["tokens"], self.shared(micro))
@@ -397,7 +401,7 @@ class _Step:
             carry = jax.lax.scan(one, carry, later)[0] if count > 1 else one(carry, later[0])[0]
         grads: Params = dict(carry.ends)
         if STACK in self.zeros:
-            # By name, which is the order of a module's leaves too.
+            # By name, which is also the order of a module's leaves.
             grads[STACK] = jax.tree.unflatten(jax.tree.structure(self.zeros[STACK]), carry.stack)
         return carry.report, grads
 
@@ -407,5 +411,5 @@ def _added(sums: Params, grads: Params) -> Params:
 
 
 def _chosen(mine: jax.Array, x: Any, other: Any) -> Any:
-    """Return x where `mine`, else the other."""
+    """Return x if `mine`, else `other`."""
     return jax.tree.map(lambda a, b: jnp.where(mine, a, b), x, other)

@@ -1,6 +1,6 @@
-"""The programs of a run, built from its config: the train step, the evaluation, and the arrays that they take.
+"""The programs of a run, built from its config: the train step, the evaluation, and the abstract arrays that they take.
 
-Nothing is allocated here: all arrays are abstract, with shapes and shardings. Devices may be real or described.
+All arrays are abstract, with shapes and shardings: nothing is allocated. Devices may be real or described.
 """
 
 import dataclasses
@@ -38,47 +38,47 @@ from jaxtrain.zero import Zero, make_zero
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The programs of a run, and the arrays that they take."""
+    """The compiled functions of a run before compilation, and their abstract arguments."""
 
     run: RunConfig
     placement: Placement
     definition: Definition
     kernel: Kernel  # attention
-    kernel_reason: str  # why it was chosen
+    kernel_reason: str  # the reason for the choice
     tx: optax.GradientTransformation
-    trained: Params  # which parameters are trained
+    trained: Params  # the trained parameters
     state: TrainState  # abstract
     batch: Batch  # abstract, (A, B, T)
     eval_batch: Batch  # abstract, (1, B, T)
     train_step: Any  # jitted: (state, batch) -> (state, metrics)
-    eval_step: Any  # jitted: (params, eval_batch) -> (sum of the loss, what to divide it by, sums that the loss reports)
+    eval_step: Any  # jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums that the loss reports)
     gradients: Any  # jitted: (params, batch) -> ((loss, other sums), gradients)
     log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
 
     @property
     def context(self) -> Context:
-        """How the devices of a sequence share it, and the order in which they hold its tokens."""
+        """Return the sharding of a sequence over devices, and the order of its tokens."""
         return self.kernel.split.context
 
     @property
     def offload(self) -> bool:
-        """Whether moments are in host memory."""
+        """Return whether moments are in host memory."""
         return self.run.optimizer.offload == "moments"
 
     @property
     def adapters(self) -> bool:
-        """Whether low-rank adapters are trained, which are then saved alone."""
+        """Return whether low-rank adapters are trained. Then only they are saved."""
         return self.run.lora.rank > 0
 
     @property
     def gathers_where_used(self) -> bool:
-        """Whether weights are gathered wherever they are used, and not once a step."""
+        """Return whether weights are gathered at each use, and not once per step."""
         sharding = self.run.sharding
         return bool(self.placement.gather_axes("embed")) and sharding.zero == 3 and sharding.gather != "step"
 
     @property
     def layer_trips(self) -> int:
-        """Iterations of the loop over layers; 0 without one."""
+        """Return the iterations of the loop over layers; 0 without one."""
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def rounds(self) -> bool:
-        """Whether a layer's tokens may take several rounds to their experts: a loop within the layer."""
+        """Return whether the dispatch of a layer's tokens may take several rounds: a loop within the layer."""
         split = self.placement.size(self.placement.compute_axes("experts")) > 1
         return bool(self.run.model.num_experts) and not self.run.moe.capacity_factor and split
 
@@ -101,7 +101,7 @@ class Program:
 
 
 def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
-    """Return how a step keeps experts evenly loaded. Biases of frozen layers do not move, nor do any beside adapters."""
+    """Return the load balancing of a step. Biases of frozen layers do not move, nor do any with adapters."""
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
@@ -119,7 +119,7 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
     if run.train.accumulate == "layer" and not definition.uses_plan_run:
         rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
         raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
-    # Inside a loop, adding in place prevents that XLA overlaps a layer's reduce-scatters with the next iteration.
+    # In a loop, adding in place prevents XLA from overlapping a layer's reduce-scatters with the next iteration.
     asked = not run.parallel.scan_layers if run.train.accumulate == "auto" else run.train.accumulate == "layer"
     return definition.uses_plan_run and asked
 
@@ -127,7 +127,7 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
 def make_pipeline(run: RunConfig, placement: Placement, definition: Definition, stage_layout: Arrangement) -> Pipeline:
     """Return a config's pipeline. Raise ConfigError for a model from outside the package that has no stages."""
     if not definition.staged:
-        rule = f"the {run.model.family} model does not say that its layers can be run separately from embedding and head"
+        rule = f"the {run.model.family} model does not declare that its layers can run separately from embedding and head"
         remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
         raise ConfigError([Problem("mesh.stage", stage_layout.stages, rule, remedy)])
     schedule = Schedule(run.pipeline.schedule, stage_layout.stages, stage_layout.groups, run.train.grad_accum)
@@ -145,7 +145,7 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:
-    """Raise ConfigError where moments shall be streamed layer by layer and there is no stack of trained layers."""
+    """Raise ConfigError if moments shall be streamed layer by layer and there is no stack of trained layers."""
     if run.optimizer.offload == "moments" and STACK not in trained:
         has = "trains" if run.train.freeze else "has"
         rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
@@ -156,7 +156,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Return the programs of a run on these devices, real or described.
 
     Raises:
-      LayoutError, Unsupported: the config asks for a layout or a kernel that cannot be.
+      LayoutError, Unsupported: the config asks for an impossible layout or kernel.
       ConfigError: a model from outside the package lacks a part that the config asks for.
     """
     # The mesh, the attention kernel, the model.

@@ -1,15 +1,15 @@
-"""The reference model's log-probabilities of pairs, for loss.name=dpo: computed once by the run's own program, and kept.
+"""The reference model's log-probabilities of pairs, for loss.name=dpo: computed once by the run's own program, and stored.
 
-The reference is the model that training begins with: with full weights the initial ones, with adapters their base. Its
-log-probability of each document's completion is all that the loss needs of it, so no second set of weights is ever in memory.
+The reference is the model that training begins with: the initial weights, or the base of adapters. The loss needs only its
+log-probability of each document's completion, so no second set of weights is ever in memory.
 
     WORKDIR/reference/0123456789abcdef.npz    of one token file, by the hash of its contents
-      log_probs    float32 (documents,), NaN for a document that is not done or in no row
+      log_probs    float32 (documents,), NaN for a document that is not computed yet or in no row
       about        JSON: format, version, the hash in full; digest of weights, model and precision of the reference
 
-The file is written while the pass goes on, so that a run that is killed meanwhile continues there. If weights, model or
-precision differ from the file, it is made anew while the reference is at hand. Once training has changed the weights, `check`
-refuses a run without its files before anything is compiled, and the precision of the files stays.
+The file is written during the pass, so a killed run continues from it. If weights, model or precision differ from the file, it
+is computed again, as long as the weights are those of the reference. Once training has changed the weights, `check` refuses a
+run without its files before anything is compiled, and the precision of the files stays.
 """
 
 import collections
@@ -43,7 +43,7 @@ from jaxtrain.train.services import Services
 FORMAT, VERSION = "jaxtrain reference log-probabilities", 1
 FOLDER = "reference"
 META = "reference"  # the digest of the reference's weights, in a checkpoint's meta.json
-SAVE_S = 30.0  # between two writes of a file that is being made, and two lines about it
+SAVE_S = 30.0  # between two writes of an unfinished file, and two lines about it
 AGREE_S = 600.0
 ANEW = "Start a new run in another --workdir (--config.init.from starts it from the model that is to be the reference)."
 
@@ -63,12 +63,12 @@ class NumberedRows:
 
 
 class References:
-    """Makes the references of a run's data known: from their files, or by a pass over the pairs."""
+    """Gives the reference log-probabilities to a run's data: from their files, or by a pass over the pairs."""
 
     def __init__(self, run: RunConfig, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
         """Args: saved: meta.json of the checkpoint that the run resumes from; {} without."""
         self._run, self._program, self._services = run, program, services
-        self._params: Params | None = None  # the reference's; None where training has changed them
+        self._params: Params | None = None  # the reference's; None if training has changed them
         weights = state.weights(restored.state)
         if program.adapters:
             self._params = without_adapters(weights)
@@ -81,7 +81,7 @@ class References:
         self._compiled: Any = None
 
     def learn(self, workdir: Path, data: Iterable[Any]) -> bool:
-        """Make the references of all batches known to them. Return False if the run was asked to stop meanwhile."""
+        """Give all batches their reference log-probabilities. Return False if the run was asked to stop meanwhile."""
         for batches in data:
             for source in batches.sources:
                 if isinstance(source, PairRows) and source.name not in batches.references:
@@ -99,8 +99,8 @@ class References:
         if peers.process_index == 0:
             log_probs, fault = read(path, about, header["documents"], self._params is None)
             if fault:
-                self._services.console.warn(f"{path}: {fault}. It is made anew.")
-        if peers.count > 1:  # others need not see the files of process 0
+                self._services.console.warn(f"{path}: {fault}. It is computed again.")
+        if peers.count > 1:  # other processes may not see the files of process 0
             log_probs = np.array(multihost_utils.broadcast_one_to_all(log_probs))
         row_R = rows_without(source, log_probs)
         return self._compute(path, about, batches, source, row_R, log_probs) if len(row_R) else log_probs
@@ -178,7 +178,7 @@ class References:
 
 
 def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the references of a token file, and the facts that it has to state.
+    """Return the file with the references of a token file, and the facts that it must have.
 
     Args:
       digest: of the reference's weights.
@@ -198,7 +198,7 @@ def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any
 
 
 def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) -> tuple[np.ndarray, str]:
-    """Return the reference log-probability of each document, NaN where the file has none, and why the file cannot be used.
+    """Return the reference log-probability of each document, NaN for missing ones, and the reason why the file cannot be used.
 
     Args:
       trained: the weights have been trained since, so the precision of the reference stays as it was.
@@ -218,12 +218,12 @@ def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) ->
 
 
 def rows_without(source: PairRows, log_probs: np.ndarray) -> np.ndarray:
-    """Return the numbers of the rows with a document whose reference log-probability is not known."""
+    """Return the numbers of the rows with a document whose reference log-probability is unknown."""
     return np.asarray([row for row in range(source.windows) if np.isnan(log_probs[source.documents_of(row)]).any()])
 
 
 def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], data: Iterable[Any]) -> list[Problem]:
-    """Return the problems of a run that has trained all weights: nothing can compute its references again. Reads files.
+    """Return the problems of the references of a run that has trained all weights and cannot compute them again. Reads files.
 
     Args:
       step: of the checkpoint that the run resumes from.

@@ -1,8 +1,8 @@
-"""A training run, from its config to its exit code. The chapters are in `train_attempt`, from top to bottom.
+"""A training run, from its config to its exit code. `train_attempt` has the steps from top to bottom.
 
 `run` is for Python programs and notebooks. The command line (main.py) answers before jax is imported, and calls `attempt`.
 Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is allocated after
-them, and nothing is written before the checks have passed that may refuse a run.
+them. Files are written only after all checks that may refuse a run.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from jaxtrain.receipt.machine import device_facts, rank_map
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.signals import Stop
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax
-from jaxtrain.timelimit import TimeLimit, limit_s, tell_launcher
+from jaxtrain.timelimit import TimeLimit, forbid_restart, limit_s
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.train import references, state
 from jaxtrain.train.evaluate import SampleWriter
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from etils import epath
 
 DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
-AGREE_S = 600.0  # processes wait for each other so long at the start
+AGREE_S = 600.0  # timeout of processes that wait for each other at the start
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The end of a run, or of an attempt at it."""
+    """The end of a run, or of an attempt."""
 
-    exit_code: int  # as that of the command: 0 done; 75 or 130 asked to leave by a signal, and saved
+    exit_code: int  # as that of the command: 0 done; 75 or 130 stopped by a signal, and saved
     reason: str  # in words, as in receipt.json
     step: int  # optimizer steps done
     metrics: dict[str, Any]  # the newest train line of metrics.jsonl; empty if there is none
@@ -77,14 +77,14 @@ class Result:
 
 
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
-    """Train in this process, as the command line does: check everything, then resume from `workdir`, or begin.
+    """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    Signals (Ctrl-C, an interrupted notebook) end the run in good order if this is the main thread. XLA's compile cache stays at
-    `paths.cache`.
+    Signals (Ctrl-C, an interrupted notebook) end the run with a save if this is the main thread. XLA's compile cache is then
+    at `paths.cache` for the whole process.
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
-        before. On GPUs nothing may have been computed: JAX takes their memory, as `train.memory_fraction` says, when it starts.
+        before. On GPUs nothing may have been computed: JAX allocates their memory (`train.memory_fraction`) when it starts.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
@@ -110,8 +110,8 @@ def attempt(
 
     Args:
       overlay: the environment that was set for the run, for log and receipt.
-      own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the death of
-        another process of the run may end it at once.
+      own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the loss of another
+          process of the run may end it at once.
     """
     with contextlib.ExitStack() as stack:
         ending = Ending()
@@ -140,14 +140,14 @@ def attempt(
 
 
 class Ending:
-    """The end of an attempt: how it came, as far as it is known, and the ways in which other threads bring it about."""
+    """The end of an attempt: its exit code and reason, as far as known, and the ways in which other threads can end it."""
 
     def __init__(self):
         self.step = 0  # optimizer steps done
         self.code, self.reason = FAILED, "ended by an exception"
         self.error: Exception | None = None  # an expected failure of training
         self.over = False  # the attempt has ended by itself
-        self._once = threading.Lock()  # around the end that another thread brings about
+        self._once = threading.Lock()  # held while another thread ends the run
         self.watch: Watch | None = None  # planned and measured step times; None without a plan
         self.receipt: Receipt | None = None
         self.ledger: Ledger | None = None
@@ -165,7 +165,7 @@ class Ending:
     def asked_early(self, name: str, code: int) -> None:
         """Complete the files of a run that is asked to stop before its first step, in this process or another one."""
         self.peers.ask_to_stop(name)
-        tell_launcher(name)
+        forbid_restart(name)
         with self._once:
             if not self.over:
                 self._finish(code, f"{name} before the first step")
@@ -173,12 +173,12 @@ class Ending:
         self.peers.close()
 
     def lost_process(self, words: str) -> None:
-        """End this process: another process of the run has died, and this one would wait for it."""
+        """End this process: another process of the run is lost, and this one would wait for it."""
         with self._once:
             if self.over:
                 os._exit(self.code)
             try:
-                os.write(2, f"\n{words}: leaving, to be started again from the newest checkpoint.\n".encode())
+                os.write(2, f"\n{words}: stopping, to be restarted from the newest checkpoint.\n".encode())
                 self._finish(AGAIN, words)
             finally:
                 os._exit(AGAIN)
@@ -200,7 +200,7 @@ def train_attempt(
     peers: Peers,
     ending: Ending,
 ) -> Result:
-    """Check the run, take its folder, open log and receipt, train, and close all of it."""
+    """Check the run, lock its folder, open log and receipt, train, and close everything."""
     start_times = StartTimes()
     set_compile_cache(run)
     checkpoints = open_checkpoints(run, workdir, peers)
@@ -228,7 +228,7 @@ class SharedRefusal(ConfigError):
 
 @contextlib.contextmanager
 def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
-    """Lock the run's folder, and check that all processes of the run see the same run.
+    """Lock the run's folder, and check that all its processes have the same facts (ALIKE).
 
     Two runs in one folder would overwrite each other's metrics and checkpoints. Raises ConfigError.
     """
@@ -297,7 +297,7 @@ ALIKE = {
 
 
 def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return the facts of ALIKE as this process has them."""
+    """Return the facts of ALIKE for this process."""
     return {
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,
@@ -389,7 +389,7 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 
 
 def train(setup: Setup, services: Services, start_times: StartTimes, ending: Ending, own_process: bool) -> None:
-    """Train within `train.max_minutes`, with all saves ended afterwards. `ending` has exit code and reason then.
+    """Train within `train.max_minutes`, with all saves ended afterwards. Set the exit code and the reason in `ending`.
 
     Raises Diverged, OutOfMemory, CheckpointError, MetricsError, Corrupted, and the exceptions of data and devices.
     """
@@ -405,7 +405,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
         try:
             ending.code, ending.reason = train_steps(setup, services, saver, start_times, ending)
         except BaseException:
-            saver.finish()  # the save before a step that failed may be under way, and its end belongs in the log
+            saver.finish()  # the save before a failed step may be running, and its end must be in the log
             raise
 
 
@@ -428,11 +428,11 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         if restored.start.step == steps:
             services.receipt.took_no_step = True
             return DONE, nothing_left(setup, restored, services)
-        # The last checkpoint was damaged, and the one before is not the end.
+        # The last checkpoint was damaged, and the one before is not the last step.
     metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
     start_times.end("open")
     if run.checkpoint.every_steps:
-        saver.snapshots.reserve()  # takes minutes for a large state, beside compiling
+        saver.snapshots.reserve()  # takes minutes for a large state, so it runs during compilation
     with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
         setup, compiled = compile_steps(setup, services)
         watch = ending.watch = expected_times(setup, compiled, services)
@@ -449,7 +449,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             return stopped(restored.start.step, saver, services)
 
         def restore_newest() -> Restored:
-            """For a rollback: the newest good checkpoint, also if the command named an older one."""
+            """Restore the newest good checkpoint for a rollback, also if the command named an older one."""
             asked = without_step(setup.asked)
             start = choose_start(asked, setup.checkpoints, setup.program)
             return first_state(asked, dataclasses.replace(setup, run=without_step(setup.run), start=start))
@@ -458,7 +458,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         with Monitor(pools, setup.run.log.gpu_every_s, process=services.peers.process_index) as monitor:
             log = StepLog(setup.run, setup.data, services, monitor, watch)
             loop = Loop(setup, compiled, restored, services, saver, log, start_times, restore_newest)
-            del restored  # its state is given to the first step
+            del restored  # its state is donated to the first step
             ending.facts = loop.facts
             try:
                 loop.train()
@@ -470,14 +470,14 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             return stopped(loop.done, saver, services)
         if saver.failures:
             raise CheckpointError(
-                "the last step could not be saved, as the log says. The newest checkpoint stands: start again."
+                "the last step could not be saved (see the log). The newest checkpoint is intact: start again."
             )
         loop.samples.write(state.weights(loop.current), loop.done)
     return DONE, f"{loop.done} steps done"
 
 
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
-    """Make the reference model's log-probabilities known to the data. Return False if the run was asked to stop meanwhile."""
+    """Give the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
     saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
     references = References(setup.run, setup.program, restored, saved, services)
     saver.remember(**{META: references.digest})
@@ -492,7 +492,7 @@ def without_step(run: RunConfig) -> RunConfig:
 def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
     """Report the end of a run that was asked to stop. Return (exit code, reason)."""
     why = services.peers.stop_reason or ""
-    tell_launcher(why)
+    forbid_restart(why)
     if saver.newest == done and not saver.failures:
         saved = f"state saved at step {done}"
     elif saver.newest >= 0:
@@ -507,7 +507,7 @@ def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
 def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
     """Report that all steps were done before, and write the last samples if an earlier attempt did not. Return the reason."""
     steps = setup.run.train.steps
-    services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps goes on from here.")
+    services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps continues from here.")
     rewind_metrics(setup, restored, services)
     samples = SampleWriter(setup.run, setup.program, setup.tokenizer, services)
     if not samples.written(steps):
@@ -516,7 +516,7 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
 
 
 def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None:
-    """Remove metrics and samples of steps that this attempt takes again.
+    """Remove metrics and samples of steps that this attempt repeats.
 
     If the folder has metrics and no checkpoint, they are moved aside.
     """

@@ -18,8 +18,8 @@ from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
 from jaxtrain.train.state import TrainState
 
-MOST_FAILURES = 3  # in a row end a run: it would go on without a checkpoint
-RETRY_S = 5.0  # before the save of a last step is tried again
+MOST_FAILURES = 3  # in a row end a run: it would continue without a checkpoint
+RETRY_S = 5.0  # before the save of a last step is repeated
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")  # their versions decide the contents of a checkpoint
 
 
@@ -36,14 +36,14 @@ class Saver:
             "receipt": services.receipt.id,
             "versions": installed.versions(PACKAGES),
         }
-        self.newest = -1  # the newest step that is saved, or that the run began from
+        self.newest = -1  # the newest step that is saved, or from which the run began
         self.failures = 0  # in a row
         self._host_memory = HostMemory()
-        self.blocked_s = 0.0  # the loop waited for saves, since the loop set it to 0
+        self.blocked_s = 0.0  # seconds the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
 
     def remember(self, **facts: Any) -> None:
-        """Add facts to meta.json of every checkpoint from here on."""
+        """Add facts to meta.json of every later checkpoint."""
         self._meta |= facts
 
     def prepare(self) -> None:
@@ -55,14 +55,14 @@ class Saver:
         """Begin to save the state after `done` steps. The loop waits for an earlier save and for copies, not for files.
 
         Args:
-          meta: facts for the checkpoint beside those that are the same for all steps.
+          meta: facts for this checkpoint, in addition to those of `remember`.
 
         Raises CheckpointError after MOST_FAILURES failures in a row.
         """
         services, began = self._services, time.perf_counter()
         with services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
-            # All processes come here at the same step, so they all end here.
+            # All processes are here at the same step, so they all end here.
             if self.failures >= MOST_FAILURES:
                 newest = self.newest if self.newest >= 0 else "none"
                 raise CheckpointError(
@@ -80,11 +80,11 @@ class Saver:
         self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
-        """Report saves that have ended. It costs nothing."""
+        """Report saves that have ended. Costs nothing."""
         self._report(self.checkpoints.poll())
 
     def finish(self, save_again: Callable[[], None] | None = None) -> None:
-        """Wait until the save under way is on disk or has failed. With `save_again`, try a failed save anew."""
+        """Wait until the running save is on disk or has failed. With `save_again`, repeat a failed save."""
         with self._services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
             while save_again and 0 < self.failures < MOST_FAILURES:
@@ -99,7 +99,7 @@ class Saver:
             if isinstance(one, Failed):
                 self.failures += 1
                 self.snapshots.forget()
-                again = "the next save tries again" if self.failures < MOST_FAILURES else "it is the last that is tried"
+                again = "the next save tries again" if self.failures < MOST_FAILURES else "this was the last attempt"
                 services.console.warn(f"{one.error} ({self.failures} in a row; {again})")
                 continue
             self.failures, self.newest = 0, one.step
@@ -120,7 +120,7 @@ class HostMemory:
 
     SAVES = 6  # in a row, each above the one before
     LEAST_GIB = 1.0
-    SHARE = 0.1  # of the memory after the first of them
+    SHARE = 0.1  # fraction of the memory after the first of them
 
     def __init__(self):
         self._after: collections.deque[tuple[int, float]] = collections.deque(maxlen=self.SAVES)
@@ -136,7 +136,7 @@ class HostMemory:
         self._reported = True
         return (
             f"host memory grows with every save: {least:.1f} GiB after step {first}, {resident_gib:.1f} GiB after step {step}. "
-            "If it goes on, the kernel will end this process. Fix: save less often by checkpoint.every_steps, and report the "
+            "If it continues, the kernel will end this process. Fix: save less often by checkpoint.every_steps, and report the "
             "versions in receipt.json."
         )
 

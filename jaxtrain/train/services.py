@@ -1,4 +1,4 @@
-"""The parts of an attempt at a run that report and guard it: log, metrics, receipt, goodput, watchdog, processes, signals."""
+"""The parts of an attempt that report and guard it: log, metrics, receipt, goodput, watchdog, processes, signals."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from jaxtrain.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """One of each, for loop, saves and evaluation to call. None of them calls back."""
+    """One object of each kind, for loop, saves and evaluation to call. None of them calls back."""
 
     console: Console
     writers: Writers
@@ -33,9 +33,9 @@ class Services:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this run has been asked to stop."""
+        """Return whether this run has been asked to stop."""
         return self.peers.stop_reason is not None
 
     def may_start(self, step: int) -> bool:
-        """Return whether the step of this number may start. Several processes agree on the last one; one alone just ends."""
+        """Return whether the step of this number may start. Several processes agree on the last one; a single one just ends."""
         return not self.stop_requested if self.peers.count == 1 else self.peers.may_start(step)

@@ -1,4 +1,4 @@
-"""All that an attempt at a run trains with: checked before anything is written, then compiled before memory is allocated."""
+"""Everything that an attempt trains with: checked before anything is written, compiled before memory is allocated."""
 
 import dataclasses
 import math
@@ -41,8 +41,8 @@ from jaxtrain.watchdog import parse_budgets
 class Setup:
     """Config, program, data and start of an attempt."""
 
-    asked: RunConfig  # as the user gave it
-    run: RunConfig  # with the settings that follow from the data, and from compiling (remat.policy=auto)
+    asked: RunConfig  # the config as the user gave it
+    run: RunConfig  # with settings from the data, and from compiling (remat.policy=auto)
     workdir: Path
     launch: Launch
     program: Program
@@ -88,7 +88,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
-        # Samples come late. A tokenizer that is missing, or of another model, must not end the run then.
+        # Samples come late. A missing tokenizer, or one of another model, must not end the run then.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
@@ -110,10 +110,10 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     device = jax.local_devices()[0]
     if setup.run.train.deterministic:
         console.say(
-            "deterministic: kernels that add in a fixed order, no sums in switches, XLA's choices kept with the run. "
+            "deterministic: kernels with a fixed order of sums, no sums in switches, XLA's autotuning stored with the run. "
             "Its cost on this GPU is not measured: compare two runs"
             if device.platform == "gpu"
-            else "deterministic: nothing to do, programs on CPUs repeat themselves"
+            else "deterministic: no settings needed, programs on CPUs are deterministic"
         )
     console.say("compiling the train step ...")
     began = time.perf_counter()
@@ -128,12 +128,12 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
     console.say(f"compiled in {seconds:.1f} s; per device: {by_class}")
-    options = compiler.of_no_run(setup.options.options)  # options that name a file of this run explain no difference
+    options = compiler.remove_run_options(setup.options.options)  # options that name a file of this run explain no difference
     receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
     if run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, console.say)
     if limit and (taken := taken_gib(train)) > usable:
-        memory |= {"peak and gaps": taken}
+        memory |= {"allocated memory": taken}
         raise OutOfMemory(explain_memory(run, memory, f"the budget of {usable:.1f} GiB a device"))
     if device.platform == "gpu":
         on_host = train.memory_analysis().host_temp_size_in_bytes

@@ -1,7 +1,7 @@
 """The train state: its storage on devices, and the names of its tensors in checkpoints.
 
-Only this file knows how the master weights are stored, that layers are stacked, and which layer lies where in a stack.
-Checkpoints see `to_tensors`: one named array per layer and tensor, the same names whatever the layout in memory was.
+Only this file depends on the storage of master weights, the stacking of layers, and their order in a stack. Checkpoints use
+`to_tensors`: one named array per layer and tensor, with the same names for every layout in memory.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes: arrays, or their shapes while nothing is allocated."""
+    """All arrays that a step changes, or their shapes while nothing is allocated."""
 
     step: Any  # int32 (): steps done, skipped ones too
     params: Params  # master weights
-    optimizer: Any  # optax state: moments split like their parameters
-    guard: Any = ()  # which steps are taken (jaxtrain/train/guard.py); on every device
-    # Where layers lie in their stacks, whose empty places hold zeros. None: layer i at place i, and nothing is empty.
+    optimizer: Any  # optax state: moments sharded like their parameters
+    guard: Any = ()  # the statistics for skipping steps (jaxtrain/train/guard.py); on every device
+    # The order of layers in their stacks, whose empty slots hold zeros. None: layer i in slot i, and no empty slots.
     layers: Arrangement | None = None
 
 
@@ -42,7 +42,7 @@ jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer", "gu
 
 
 def weights(state: TrainState) -> Params:
-    """The parameters that the forward pass reads and the gradient is taken of."""
+    """Return the parameters that the forward pass reads and that are differentiated."""
     return state.params
 
 
@@ -54,12 +54,12 @@ def abstract_state(
     trained: Params | None = None,
     layers: Arrangement | None = None,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of a state that nobody has allocated yet. Moments are split like their parameters.
+    """Return shapes, dtypes and shardings of a state before its allocation. Moments are sharded like their parameters.
 
-    trained: which parameters are learnt and so have moments; None: all.
-    offload: moments rest in pinned host memory. Devices that are only described have none, and jax then drops the memory's
-    kind from a sharding without a word: `compiler.compile_train` puts it back.
-    layers: how layers lie on pipeline stages; None without them.
+    trained: the parameters that have moments; None: all.
+    offload: moments are in pinned host memory. Described devices have none, and jax then silently drops the memory kind from a
+    sharding; `compiler.compile_train` restores it.
+    layers: the arrangement of layers on pipeline stages; None without stages.
     """
     abstract = jax.eval_shape(lambda params: _placed(params, layers), definition.abstract)
 
@@ -97,11 +97,11 @@ def abstract_state(
 
 
 def _placed(params: Params, layers: Arrangement | None) -> Params:
-    """Parameters as a model has them, with each layer at its place."""
+    """Return parameters as a model has them, with each layer in its slot."""
     if layers is None:
         return params
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: stacks.in_places(x, layers.order) if is_stacked(path) else x, params
+        lambda path, x: stacks.place_layers(x, layers.order) if is_stacked(path) else x, params
     )
 
 
@@ -110,7 +110,7 @@ def _like(a: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def shardings(abstract: Any) -> Any:
-    """The sharding of every leaf."""
+    """Return the sharding of every leaf."""
     return jax.tree.map(lambda a: a.sharding, abstract)
 
 
@@ -122,9 +122,9 @@ def create_state(
     trained: Params | None = None,
     only: Params | None = None,
 ) -> TrainState:
-    """A fresh state, each device making only its own part. The numbers depend on the seed and not on the mesh.
+    """Return a fresh state; each device creates only its own shards. The numbers depend on the seed and not on the mesh.
 
-    trained: which parameters are learnt; None: all. only: which parameters to make, those among them; None: all.
+    trained: the parameters that have moments; None: all. only: the parameters to create; None: all.
     """
 
     def chosen(tree: Params, choice: Params | None) -> Params:
@@ -139,7 +139,7 @@ def create_state(
     learnt = chosen(params, trained)
     leaves, tree = jax.tree.flatten(shardings(abstract.optimizer))
     if any(sharding.memory_kind == ON_HOST for sharding in leaves):
-        # One at a time: on its way to the host each is on the device, where there may be no room for all.
+        # One at a time: on its way to the host each is on the device, which may have no memory for all.
         made = [
             jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(learnt)
             for i, sharding in enumerate(leaves)
@@ -153,23 +153,23 @@ def create_state(
 
 
 def _name(path: Any) -> str:
-    """Dotted names of attributes and dict keys. Positions in tuples say nothing to a reader and are left out."""
+    """Return a dotted name of attributes and dict keys, without positions in tuples."""
     parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
     return ".".join(p for p in parts if p)
 
 
 def is_moment(path: Any) -> bool:
-    """Whether a leaf of a TrainState, by its path, is one of the optimizer's for a parameter: a moment, and no counter."""
+    """Return whether a leaf of a TrainState, by its path, is a moment of a parameter, not a counter."""
     return getattr(path[0], "name", "") == "optimizer" and any(isinstance(k, jax.tree_util.DictKey) for k in path)
 
 
 def is_stacked(path: Any) -> bool:
-    """Whether layers are stacked on axis 0 of a leaf, by its path."""
+    """Return whether layers are stacked on axis 0 of a leaf, by its path."""
     return any(getattr(k, "key", None) == "layers" for k in path)
 
 
 def layer_name(name: str, layer: int) -> str:
-    """What one layer of a stacked array is called."""
+    """Return the name of one layer of a stacked array."""
     return name.replace(".layers.", f".layers.{layer}.", 1)
 
 
@@ -177,27 +177,27 @@ class NamedLeaf(NamedTuple):
     """An array of a state, or its shape."""
 
     name: str
-    order: tuple[int | None, ...]  # for each place on its axis 0 the layer there, None where it is empty; () without layers
+    order: tuple[int | None, ...]  # for each slot on its axis 0 the layer, None for an empty one; () without layers
     array: Any
 
     @property
     def stacked(self) -> bool:
-        """Whether layers are stacked on axis 0."""
+        """Return whether layers are stacked on axis 0."""
         return bool(self.order)
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """Place and name of each layer of a stack."""
+        """Return slot and name of each layer of a stack."""
         return [(place, layer_name(self.name, layer)) for place, layer in enumerate(self.order) if layer is not None]
 
     @property
     def rows(self) -> list[str | None]:
-        """Name of the tensor at each place of a stack, None where it is empty; of what is no stack, its own."""
+        """Return the name of the tensor in each slot of a stack, None for an empty slot; for another array, its own name."""
         return [None if layer is None else layer_name(self.name, layer) for layer in self.order] or [self.name]
 
 
 def named_leaves(state: TrainState) -> list[NamedLeaf]:
-    """The arrays of a state, or their shapes."""
+    """Return the arrays of a state, or their shapes."""
     return [_leaf(state, path, a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
 
 
@@ -207,12 +207,12 @@ def _leaf(state: TrainState, path: Any, a: Any) -> NamedLeaf:
 
 
 def abstract_tensors(abstract: TrainState) -> Tensors:
-    """Name -> shape, dtype and sharding of every tensor of a state, layers apart."""
+    """Return name -> shape, dtype and sharding of every tensor of a state, layers apart."""
     out: Tensors = {}
     for leaf in named_leaves(abstract):
         a = leaf.array
         if leaf.stacked:
-            home = stacks.home_of_layer(a.shape, a.sharding)
+            home = stacks.layer_sharding(a.shape, a.sharding)
             one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=home)
             named = {name: one for _, name in leaf.places}
         else:
@@ -227,7 +227,7 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
 
 
 def to_tensors(state: TrainState) -> Tensors:
-    """Copies of a state's tensors by name. They stay good when the state is donated to the next step."""
+    """Return copies of a state's tensors by name. They stay valid when the state is donated to the next step."""
     out: Tensors = {}
     for leaf in named_leaves(state):
         a = leaf.array
@@ -240,32 +240,32 @@ def to_tensors(state: TrainState) -> Tensors:
 
 
 def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str | None], Any]]:
-    """The digests of what `to_tensors` makes, taken of the state itself and on their way: names, and uint32 (names, 3),
-    or (3,) of one. An empty place of a stack has a digest, and None for a name.
+    """Begin to compute digests of the tensors of `to_tensors` from the state: names, and uint32 (names, 3), or (3,) for one.
 
-    `digests_by_name` waits for them. compiled: digests.program of the arrays in device memory.
+    An empty slot of a stack has a digest, and the name None. `digests_by_name` waits for them. compiled: digests.program of the
+    arrays in device memory.
     """
     found = named_leaves(state)
     out: list[tuple[list[str | None], Any]] = []
     here = [leaf for leaf in found if leaf.array.sharding.memory_kind != ON_HOST]
     arrays = [leaf.array for leaf in here]
-    made = compiled(*arrays) if compiled else digests.of_layers(arrays, [leaf.stacked for leaf in here])
+    made = compiled(*arrays) if compiled else digests.digest_layers(arrays, [leaf.stacked for leaf in here])
     out += [(leaf.rows, digest) for leaf, digest in zip(here, made, strict=True)]
     for leaf in (leaf for leaf in found if leaf.array.sharding.memory_kind == ON_HOST):
-        for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no room for all
+        for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
             part = stacks.copy_to_device(leaf.array, place) if leaf.stacked else leaf.array
-            out.append(([name], digests.of_many({name: part})[name]))
+            out.append(([name], digests.digest_arrays({name: part})[name]))
     return out
 
 
 def digests_by_name(made: list[tuple[list[str | None], Any]]) -> dict[str, np.ndarray]:
-    """uint32 (3,) of each tensor, from what `to_digests` gave."""
+    """Return the digest of each tensor, uint32 (3,), from the result of `to_digests`."""
     rows = ((names, np.asarray(found).reshape(-1, 3)) for names, found in made)
     return {name: digest for names, found in rows for name, digest in zip(names, found, strict=True) if name is not None}
 
 
 def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
-    """Host copies of the tensors whose names begin with `prefix`, by the rest of their names. Compiles nothing."""
+    """Return host copies of the tensors whose names begin with `prefix`, by their names without it. Compiles nothing."""
     out: dict[str, np.ndarray] = {}
     for leaf in named_leaves(state):
         if not leaf.name.startswith(prefix):
@@ -279,9 +279,9 @@ def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
 
 
 def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | None = None) -> TrainState:
-    """The state made of these tensors, in the layout of `abstract`; what they do not name is taken from `fresh`.
+    """Return the state of these tensors, in the layout of `abstract`; missing ones are from `fresh`.
 
-    Empties `tensors` as it goes, to hold memory once.
+    Removes tensors from `tensors` as they are used, so each is in memory once.
     """
     others = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
 
@@ -297,7 +297,7 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
 
 def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Split like `sharding` where that is even, whole elsewhere."""
+    """Return the sharding, without mesh axes that do not divide a dimension evenly."""
     parts = [
         axes
         if axes and size % math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))) == 0
@@ -308,5 +308,5 @@ def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def without_params(state: TrainState) -> TrainState:
-    """The rest of a state, for one whose parameters are to come from elsewhere; frees theirs."""
+    """Return a state without parameters, which come from elsewhere; frees their memory."""
     return dataclasses.replace(state, params={})

@@ -1,6 +1,6 @@
 """The train step: gradients of a batch, their norm, the guard, the update. A pure function.
 
-The gradients come reduced and sharded like the weights (gradients.py). What is built from a config around it is in program.py.
+The gradients come reduced and sharded like the weights (gradients.py). program.py builds the functions around it from a config.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ def make_train_step(
     """Return a pure function `(state, batch) -> (state, metrics)`, to be jitted with explicit shardings.
 
     A step is skipped if its loss or gradient norm is not finite, or exceeds the recent ones by `spike` (guard.judge). A skipped
-    step changes neither weights nor optimizer state. It counts, and the next step is held: it changes nothing, so that the loop
-    can react first.
+    step changes neither weights nor optimizer state. It counts as a step. The next step is held: it changes nothing, so that
+    the loop can react first.
 
     Metrics, f32 (): `loss` (nats per token before the update, with z-loss, without the experts' auxiliary losses), `grad_norm`
     (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts add shapes.EXPERT_METRICS, and a
-    loss what it reports (loss.Loss.reports).
+    loss adds its own metrics (loss.Loss.reports).
 
     Args:
       gradients: of all trained parameters (`make_gradients`), sharded like them.
       update: the optimizer's.
       schedule: learning rate by step.
-      trained: which parameters are trained. The others leave the step unchanged, but for biases of routers.
+      trained: the parameters that are trained. Others are unchanged, except biases of routers.
       clip_norm: 0: no clipping. spike: 0: only values that are not finite.
       balance: keeps experts evenly loaded.
     """

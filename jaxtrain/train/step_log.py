@@ -23,17 +23,17 @@ from jaxtrain.train.services import Services
 class StepMetrics:
     """The metrics of one step, on the host."""
 
-    step: int  # its number: so many steps are done after it
+    step: int  # its number: the steps done after it
     loss: float
     grad_norm: float
     lr: float
     verdict: int  # guard.TAKEN, or the reason why the step was skipped
-    more: dict[str, float]  # of a model with experts EXPERT_METRICS, of a loss of pairs REWARD_METRICS
+    more: dict[str, float]  # EXPERT_METRICS of a model with experts, REWARD_METRICS of a loss of pairs
     batch: HostBatch  # the rows of this process
 
     @property
     def taken(self) -> bool:
-        """Whether the step changed the state."""
+        """Return whether the step was applied."""
         return self.verdict == guard.TAKEN
 
 
@@ -53,7 +53,7 @@ class PendingMetrics:
         self._pending = done, metrics, batch
 
     def drop(self) -> None:
-        """Forget metrics of a step that a rollback undid."""
+        """Drop the metrics of a step that a rollback undid."""
         self._pending = None
 
     def read(self) -> StepMetrics | None:
@@ -71,7 +71,7 @@ class StepLog:
     """Writes the lines of a run's steps, and warnings about its speed and its GPUs."""
 
     def __init__(self, run: RunConfig, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
-        """Args: watch: compares the run with its plan; None where there is no plan."""
+        """Args: watch: compares the run with its plan; None without a plan."""
         self._run, self._data, self._services, self._monitor, self._watch = run, data, services, monitor, watch
         self._tokens_per_step = run.train.global_batch * run.data.seq_len
         self.rates = measure_rates(run, services.console)
@@ -83,7 +83,7 @@ class StepLog:
         """Show that a step is done, and write its line if one is due.
 
         Args:
-          batches: of the data, up to this step.
+          batches: read from the data up to this step.
           skipped: steps skipped so far.
         """
         console, writers = self._services.console, self._services.writers

@@ -1,4 +1,4 @@
-"""A run in plain numbers, for the log, before anything is allocated."""
+"""The summary of a run for the log, before anything is allocated."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from jaxtrain.train.initial_state import Start
 from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE, Schedule
 
-LOST = 0.05  # of the tokens of conversations: more of them lost is worth a warning
+LOST = 0.05  # of the tokens of conversations: a larger lost fraction gets a warning
 
 
 def print_summary(
@@ -47,7 +47,7 @@ def print_summary(
     met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:
-        parameters = f"{parameters} parameters{met}, and adapters of {count(learnt)}, which alone are trained"
+        parameters = f"{parameters} parameters{met}, and adapters of {count(learnt)}, the only trained parameters"
     else:
         everything = all(jax.tree.leaves(program.trained))
         parameters += f" parameters{met}" + ("" if everything else f", of which {count(learnt)} are trained")
@@ -61,14 +61,14 @@ def print_summary(
         held = len(layers.order) // layers.stages
         stages = [sum(i is not None for i in layers.order[s * held : (s + 1) * held]) for s in range(layers.stages)]
         say(
-            f"pipeline: {run.pipeline.schedule}, {' | '.join(map(str, stages))} layers; stages have nothing to do for "
-            f"{at.bubble:.0%} of a step" + (": more of train.grad_accum makes it less" if at.bubble > IDLE else "")
+            f"pipeline: {run.pipeline.schedule}, {' | '.join(map(str, stages))} layers; stages are idle for "
+            f"{at.bubble:.0%} of a step" + (": a higher train.grad_accum reduces it" if at.bubble > IDLE else "")
         )
     if data.synthetic:
-        say("data: synthetic. Its loss says nothing about language.")
+        say("data: synthetic. Its loss is not that of language.")
     if data.masked_fraction:
         say(
-            f"data: {data.masked_fraction:.2%} of tokens stand behind more than data.max_segments="
+            f"data: {data.masked_fraction:.2%} of tokens come after more than data.max_segments="
             f"{run.data.max_segments} documents in their sequence and are masked"
         )
     conversations, lost, held = getattr(data, "truncated", (0, 0, 0))  # a user's own source may leave it out
@@ -83,7 +83,7 @@ def print_summary(
         if left_out := getattr(batches, "left_out", 0):
             say(
                 f"{name}: {counted(left_out, 'pair')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
-                f"{'is' if left_out == 1 else 'are'} left out. A higher data.seq_len takes them in."
+                f"{'is' if left_out == 1 else 'are'} left out. A higher data.seq_len includes them."
             )
     for name, filled in getattr(data, "sparse", {}).items():
         say(

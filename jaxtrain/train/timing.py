@@ -1,7 +1,7 @@
-"""Times of a run: its start, part by part, and steps that took far longer than others. No jax here.
+"""Times of a run: its start, part by part, and steps that took far longer than others. Imports no jax.
 
-Python collects garbage when it likes: on each process at another step, and in a collective the other processes wait for it. So
-the collector is off while a run trains. The loop calls it, on every process after the same step.
+Python collects garbage at any time, on each process at another step, and the other processes then wait in a collective. So
+the collector is off during training. The loop calls it on every process after the same step.
 """
 
 import collections
@@ -22,7 +22,10 @@ def process_age_s() -> float:
 
 
 class StartTimes:
-    """Seconds from the start of the process to the first step, by part. Made once JAX has its devices: the part `launch`."""
+    """Seconds from the start of the process to the first step, by part.
+
+    Constructed when JAX has its devices: the part `launch` ends there.
+    """
 
     def __init__(self):
         self.parts: dict[str, float] = {"launch": process_age_s()}
@@ -36,7 +39,7 @@ class StartTimes:
 
     @property
     def words(self) -> str:
-        """A line for the log with all parts, in order."""
+        """Return a line for the log with all parts, in order."""
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.parts.items())
         return f"first step {sum(self.parts.values()):.1f} s after the process began: {parts}"
 
@@ -45,7 +48,7 @@ class GarbageCollector:
     """Python's garbage collector under the loop's control. A context manager around the loop.
 
     On entry all objects (modules, compiled programs, the model's tree) are frozen, or each collection would traverse them. On
-    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot tell them apart.
+    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot distinguish them.
     """
 
     EVERY = 50  # steps between two collections
@@ -78,22 +81,22 @@ class SlowSteps:
     """Finds steps that took far longer than others, and a run that became slower than it was at its start.
 
     A slow step takes above TIMES the median of the last steps, and LEAST_S more than it. A step's time is from its start to the
-    next one's start. Time that the loop cannot account for is the device's.
+    next one's start. Time that the loop does not account for is attributed to the device.
     """
 
     WINDOW = 64  # steps whose times are known
     ENOUGH = 16  # times that make a median
     TIMES = 2.0
-    LEAST_S = 0.25  # a shorter pause is no matter, however short the steps
-    SHARE = 0.01  # of the excess; a smaller part is left out of the line
+    LEAST_S = 0.25  # a shorter pause is ignored, even for short steps
+    SHARE = 0.01  # of the excess; a smaller share is left out of the line
     APART = 20  # steps between two lines, at least
     SLOWER = 3.0  # times the median at the run's start
-    SLOWER_S = 0.1  # and so much more
+    SLOWER_S = 0.1  # and at least this many seconds more
 
     def __init__(self):
         self._times: collections.deque[float] = collections.deque(maxlen=self.WINDOW)
         self._at_start: float | None = None  # the first median, s
-        self._slower = False  # it was reported that all steps are slower
+        self._slower = False  # it was reported that all steps have become slower
         self._reported: int | None = None  # the step of the last line
         self._left_out = 0
 
@@ -122,7 +125,7 @@ class SlowSteps:
             self._left_out += 1
             return None
         rest = max(0.0, wall_s - data_s - save_s - gc_s)
-        parts = {"data": data_s, "save": save_s, "Python's collector": gc_s, "device and the rest": rest}
+        parts = {"data": data_s, "save": save_s, "Python's collector": gc_s, "device and other causes": rest}
         worth = {name: seconds for name, seconds in parts.items() if seconds >= self.SHARE * (wall_s - usual)}
         said = ", ".join(f"{name} {worth[name]:.2f} s" for name in sorted(worth, key=worth.__getitem__, reverse=True))
         more = f" ({self._left_out} more slow since step {self._reported})" if self._left_out else ""

@@ -1,7 +1,7 @@
-"""Everything that can be wrong with a config, found at once, before a device is touched or a file is written. No jax.
+"""All problems of a config, found at once, before a device is touched or a file is written. Imports no jax.
 
-Each rule appends a `Problem`: key, value, rule, remedy. A rule that rests on a key that is itself wrong stays silent, so
-that one mistake gives one line.
+Each rule appends a `Problem`: key, value, rule, remedy. A rule about a key that is itself wrong reports nothing, so one mistake
+gives one line.
 """
 
 import importlib.util
@@ -28,26 +28,26 @@ from jaxtrain.validate.layout import check_layout, mesh_sizes
 from jaxtrain.validate.places import check_places
 from jaxtrain.watchdog import parse_budgets
 
-# Precisions that people ask for, and why they are not there.
+# Precisions that people ask for, and why they are not supported.
 REFUSED = {
     "fp16": "float16 overflows without loss scaling, which jaxtrain does not have",
     "int8": "training in 8-bit integers is not supported",
     "mxfp8": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
     "nvfp4": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
 }
-# A plan gives the reason: 4 x 32.9 GiB over PCIe at 53 GB/s, beside 6.4 s, for configs/llama3_70b.py on h200:8.
+# The reason, from a plan: 4 x 32.9 GiB over PCIe at 53 GB/s take longer than 6.4 s, for configs/llama3_70b.py on h200:8.
 NO_PARAMS = (
     "weights are read twice in each microbatch, and read and written by the update: of llama3_70b on h200:8 each GPU would "
-    "move 131 GiB a step over PCIe, 2.7 s beside 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
+    "move 131 GiB a step over PCIe, 2.7 s more than 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
     "written once a step, however many microbatches it has, and free twice the memory"
 )
 ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
 
-SLOWEST = 0.98  # decay of a second moment in bfloat16, with which updates are still right to 1%
+SLOWEST = 0.98  # decay of a second moment in bfloat16, up to which updates are accurate to 1%
 
 
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
-    """All problems of a resolved config on these devices. Reads the file system, writes nothing."""
+    """Return all problems of a resolved config on these devices. Reads the file system, writes nothing."""
     values = dict(flatten(to_dict(run)))
     bad = {p.key for p in check_keys(values)}
     problems = validate_step(run, devices)
@@ -56,7 +56,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += check_places(run, workdir)
     problems += _shown(run)
     problems += _host_memory(run, devices, bad)
-    # Imported here: the data pipeline sits on a higher floor, and what it reads depends on the source.
+    # Imported here: the data pipeline is in a higher layer, and the imports depend on the source.
     from jaxtrain.data import pipeline
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
@@ -67,7 +67,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 
 
 def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
-    """The problems that any machine with such devices would have, whatever its files and environment. Reads nothing."""
+    """Return the problems on any machine with such devices, for any files and environment. Reads nothing."""
     values = dict(flatten(to_dict(run)))
     problems = list(check_keys(values))
     bad = {p.key for p in problems}
@@ -143,13 +143,13 @@ def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
     letters = set(m.attention_pattern)
     if letters - {windows.LOCAL, windows.GLOBAL}:
-        rule = "is made of l (the layer sees model.sliding_window) and g (it sees everything)"
+        rule = "must consist of l (a layer with model.sliding_window) and g (full attention)"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
     elif letters and not m.sliding_window:
-        rule = "says which layers see model.sliding_window, which is 0"
+        rule = "needs model.sliding_window, which is 0"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
     elif m.local_rope_base and not m.sliding_window:
-        rule = "is that of layers that see model.sliding_window, which is 0"
+        rule = "is for layers with model.sliding_window, which is 0"
         yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
     if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
         rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
@@ -173,10 +173,10 @@ def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         rule = f"is read only with remat.policy = custom, which is {run.remat.policy}"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Set remat.policy to custom, or remat.tensors to ''.")
     if run.remat.policy == "auto" and run.model.family not in FAMILIES and "model.family" not in bad:
-        rule = f"what it chooses among are the activations of jaxtrain's own models, and model.family is {run.model.family}"
+        rule = f"it chooses from the activations of jaxtrain's own models, and model.family is {run.model.family}"
         yield Problem("remat.policy", "auto", rule, "Set another policy.")
     if run.remat.policy == "auto" and run.remat.every > 1:
-        rule = "layers share checkpoints, and remat.policy = auto decides for each layer"
+        rule = "layers share checkpoints, and remat.policy = auto decides for single layers"
         yield Problem("remat.every", run.remat.every, rule, "Set it to 1, or another remat.policy.")
     if not bad & {"remat.every", "model.num_layers"} and run.remat.every > run.model.num_layers:
         rule = f"there are only model.num_layers = {run.model.num_layers} layers"
@@ -187,7 +187,7 @@ def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     if "precision" in bad:
         return
     yield from unsupported(run, devices)
-    if run.model.family in FAMILIES:  # of others the names are known once they are made
+    if run.model.family in FAMILIES:  # names of other models are known after they are built
         yield from eight_bit(run, matmuls(run.model))[1]
 
 
@@ -259,7 +259,7 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"Set {steps} or less.")
     elif o.schedule != "constant":
         decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-        if max(1, o.warmup_steps) + decay > steps:  # the first step is taken at the peak where there is no warm-up
+        if max(1, o.warmup_steps) + decay > steps:  # the first step has the peak without a warm-up
             named = "optimizer.decay_steps" if o.decay_steps else "optimizer.warmup_steps"
             value = o.decay_steps or o.warmup_steps
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
@@ -271,15 +271,15 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yields a problem where Adam's second moment is stored in too few bits for how slowly it falls.
+    """Yield a problem if Adam's second moment has too few bits for its slow decay.
 
-    A step multiplies it by beta2 where gradients have become small. bfloat16 has 8 bits and rounds to nearest, so that it loses
-    falls of less than 2**-9 to 2**-8 of the value. Updates are off by 0.2% (root mean square over parameters) at 0.98, by 1.4%
-    at 0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never falls (test_optimizer_steps.py).
+    A step multiplies it by beta2 when gradients become small. bfloat16 has 8 bits and rounds to nearest, so it loses decreases
+    of less than 2**-9 to 2**-8 of the value. Updates are off by 0.2% (root mean square over parameters) at 0.98, by 1.4% at
+    0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never decreases (test_optimizer_steps.py).
     """
     o = run.optimizer
     if run.dtypes.v == "bf16" and o.name in groups.METHODS and o.beta2 > SLOWEST and not bad & {"dtypes.v", "optimizer.beta2"}:
-        rule = f"rounds away the decay of optimizer.beta2 = {o.beta2:g}, so that the second moment hardly falls, or never does"
+        rule = f"rounds away the decay of optimizer.beta2 = {o.beta2:g}, so the second moment hardly decays"
         yield Problem("dtypes.v", "bf16", rule, "Set f32.")
 
 
@@ -309,15 +309,15 @@ def _environment(run: RunConfig, devices: Devices, bad: set[str]) -> list[Proble
 
 
 WIDTH = {"f32": 4.0, "bf16": 2.0, INT8: 1.0}  # bytes of a number; the scales of int8's blocks are left out
-# Logical axes of the weights. A mesh axis that splits none of them holds replicas.
+# Logical axes of the weights. A mesh axis that shards none of them holds replicas.
 OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts", "expert_embed")
 
 
 def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """Parameters, moments and gradients against the memory that CPU devices of one process share.
+    """Yield a problem if parameters, moments and gradients exceed the memory that CPU devices of one process share.
 
-    The formula counts less than a step takes: no activations, no temporaries. Frozen weights have no moments and no gradients
-    here, so such runs count their parameters alone.
+    The formula is a lower bound, without activations and temporaries. Frozen weights have no moments and no gradients, so such
+    runs count only their parameters.
     """
     keys = ("model.", "dtypes.", "mesh", "sharding.", "optimizer.name", "lora.", "train.freeze")
     if devices.kind != "cpu" or any(key.startswith(keys) for key in bad) or run.model.family not in FAMILIES:
@@ -328,7 +328,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     trained = not (run.lora.rank or run.train.freeze.strip())
     moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ())
     held = ("params", *moments, "grads") if trained else ("params",)
-    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # as adapters' base is kept
+    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # the base of adapters
     each = sum(WIDTH.get(name, 0.0) for name in types)
     split = {axis for name, onto in config.rules_in_use(run, sizes).items() if name in OF_WEIGHTS for axis in onto}
     copies = math.prod(size for axis, size in sizes.items() if axis not in split)
@@ -347,7 +347,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """What takes from train.deterministic what it promises, or needs it."""
+    """Yield settings that break train.deterministic, or that need it."""
     if run.train.sdc_check_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
         rule = "compares the bits of two runs of a step, which differ on GPUs without train.deterministic"
         yield Problem("train.sdc_check_every", run.train.sdc_check_every, rule, "Set train.deterministic=true, or this to 0.")
@@ -361,7 +361,7 @@ def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """What adapters cannot be combined with, and weights that have none."""
+    """Yield settings that adapters exclude, and weights that have none."""
     if not run.lora.rank or "lora.rank" in bad:
         return
     targets, key = parts_of(run.lora.targets), "lora.targets"
@@ -370,12 +370,12 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in matmuls(run.model)))
     for target in targets if run.model.family in FAMILIES else ():
         if target not in known:
-            yield Problem(key, run.lora.targets, f"no weight that can be adapted is called {target!r}", nearest(target, known))
+            yield Problem(key, run.lora.targets, f"no weight for adapters has the name {target!r}", nearest(target, known))
     if run.train.freeze.strip():
-        rule = "is without meaning: with lora.rank above 0 all weights but the adapters stay as they are"
+        rule = "has no effect: with lora.rank above 0 only adapters are trained"
         yield Problem("train.freeze", run.train.freeze, rule, "Set it to '', or lora.rank to 0.")
     if run.init.what != "weights":
-        rule = "moments of the base's own weights, which are not trained with lora.rank above 0, have no place here"
+        rule = "moments of the base's own weights, which are not trained with lora.rank above 0, do not exist"
         yield Problem("init.what", run.init.what, rule, "Set weights.")
     for name in ("m", "v"):
         if getattr(run.dtypes, name) == INT8:
@@ -384,21 +384,21 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Return the settings that a loss of pairs excludes."""
+    """Yield settings that a loss of pairs excludes."""
     if not run.loss.of_pairs:
         return
     if not run.data.masks_documents:
-        rule = "loss.name=dpo compares documents of a sequence, each of which must see itself alone"
+        rule = "loss.name=dpo compares documents of a sequence, each of which must attend only to itself"
         yield Problem("data.packing", run.data.packing, rule, "Set documents.")
     if run.data.max_segments == 1:
         yield Problem("data.max_segments", 1, "the two members of a pair are in one sequence", "Set 0, or 2 or more.")
     if run.loss.z_loss > 0 and "loss.z_loss" not in bad:
-        rule = "is no part of loss.name=dpo, whose logits are held near those of the reference model by loss.beta"
+        rule = "is not for loss.name=dpo, whose logits loss.beta keeps near those of the reference model"
         yield Problem("loss.z_loss", run.loss.z_loss, rule, "Set 0.")
 
 
 def _shown(run: RunConfig) -> Iterable[Problem]:
-    """Samples that would never be written, and a tracker that is not there."""
+    """Yield a problem for samples that would never be written, and for a tracker that is not installed."""
     if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
         rule = "sample.max_tokens = 0 writes no samples"
         yield Problem("sample.every_steps", run.sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")

@@ -9,7 +9,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.precision import EXPERTS, eight_bit, matmuls
 
-# Keys that are read only where there are experts, with what they are elsewhere.
+# Keys that are read only with experts, with their values otherwise.
 OF_MODEL = (
     *("experts_per_token", "router", "renormalize", "router_bias", "router_logit_bias", "expert_bias", "shared_d_ff"),
     *("routed_scaling", "router_groups", "groups_per_token"),
@@ -21,7 +21,10 @@ PALLAS_SM = 90  # compute capability (times ten) of the GPUs that the Pallas ker
 def check_experts(
     run: RunConfig, devices: Devices, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """sizes: of the mesh axes. table: by logical axis those above 1 that split it. bad: keys wrong in themselves."""
+    """Yield the problems of experts.
+
+    sizes: of the mesh axes. table: logical axis -> mesh axes above 1 that shard it. bad: invalid keys.
+    """
     m = run.model
     if "model.num_experts" in bad:
         return
@@ -35,25 +38,27 @@ def check_experts(
     yield from _groups(m, bad)
     frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
-        rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the loss teaches the router nothing"
+        rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the router gets no gradient from the loss"
         yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
     ranks, rules = sizes[EXPERT_AXIS], dict(run.sharding.rules)
     if m.num_experts % ranks:
         rule = f"does not divide over mesh.expert = {ranks}"
         yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {ranks}, or mesh.expert a divisor.")
     if ranks > 1 and EXPERT_AXIS not in table["experts"]:
-        rule = f"does not name it, and mesh.expert = {ranks} splits nothing but experts and the batch"
+        rule = f"does not name it, and mesh.expert = {ranks} shards only experts and the batch"
         yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
     if ranks > 1 and EXPERT_AXIS in rules["expert_embed"].split("+"):
-        rule = "names mesh axis 'expert', along which each device has experts of its own and whole ones"
+        rule = "names mesh axis 'expert', which shards the experts themselves"
         yield Problem("sharding.rules.expert_embed", rules["expert_embed"], rule, "Leave expert to sharding.rules.experts.")
     if ranks > 1 and EXPERT_AXIS not in table["batch"]:
-        rule = "leaves out mesh axis 'expert': each device along it sends tokens of its own to the experts"
+        rule = "leaves out mesh axis 'expert': its devices must have different tokens"
         yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")
     for axis in ("experts", "expert_embed"):
         alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
         if alone:
-            rule = f"mesh axis {alone[0]!r} does not split the batch, and every device needs whole rows of its experts' weights"
+            rule = (
+                f"mesh axis {alone[0]!r} does not shard the batch, and every device needs complete rows of its experts' weights"
+            )
             remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
             yield Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy)
     if not m.router_bias and run.moe.bias_rate != Moe().bias_rate:
@@ -69,7 +74,7 @@ def check_experts(
 
 
 def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
-    """Yield what is wrong with the groups of experts that a token chooses among."""
+    """Yield the problems of the groups of experts that a token chooses from."""
     if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
         return
     if m.num_experts % m.router_groups:
@@ -85,7 +90,7 @@ def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """Yield what the Pallas kernels cannot do (kernels/experts/grouped.py)."""
+    """Yield settings that the Pallas kernels do not support (kernels/experts/grouped.py)."""
     if devices.kind != "gpu":
         rule = f"the Pallas kernels need a GPU, and the run would be on {devices.name} ({devices.source})"
         yield Problem("moe.impl", "pallas", rule, "Set auto.")
@@ -97,15 +102,15 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
-    """Yield where there are no products in 8 bits of uneven numbers of rows (kernels/experts/eight.py)."""
+    """Yield a problem if 8-bit matmuls of uneven numbers of rows are not supported (kernels/experts/eight.py)."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
-    # Another family's weights have names that are known once it is made.
+    # The names of another family's weights are known after it is built.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:
         return
     names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))
     remedy = f"or moe.capacity_factor, or leave them in bfloat16: fp8.exclude={names}."
     if run.moe.impl == "ragged":
-        rule = "moe.impl = ragged has no product in 8 bits"
+        rule = "moe.impl = ragged has no matmul in 8 bits"
         yield Problem("precision", run.precision, rule, f"Set moe.impl=auto, {remedy}")
     elif not alone and devices.kind == "gpu" and devices.sm not in (0, PALLAS_SM):
         rule = (
@@ -116,7 +121,7 @@ def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
 
 def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
     if sizes["expert"] > 1:
-        rule = "splits experts, and model.num_experts = 0"
+        rule = "shards experts, and model.num_experts = 0"
         yield Problem("mesh.expert", run.mesh.expert, rule, "Set it to 1, or model.num_experts.")
     usual = [("model", run.model, Model(), OF_MODEL)]
     usual += [("moe", run.moe, Moe(), tuple(f.name for f in dataclasses.fields(Moe)))]

@@ -7,12 +7,12 @@ from jaxtrain.config import Model, Problem, RunConfig
 # Keys that are read only with another one.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Keys of other attention, that latent attention is built without.
+# Keys of other attention, which latent attention does not support.
 WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
 
 
 def check_latent(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield what is wrong with the keys of both. bad: keys wrong in themselves."""
+    """Yield the problems of the keys of both. bad: invalid keys."""
     m = run.model
     if not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
         yield from _latent(m) if m.kv_lora_rank else _unread(m, OF_LATENT, "kv_lora_rank")
@@ -59,5 +59,5 @@ def _dense(m: Model) -> Iterable[Problem]:
     elif not m.dense_d_ff:
         yield Problem("model.dense_d_ff", 0, "is needed with model.dense_layers", "DeepSeek-V3 has 18432.")
     if m.attention_pattern:
-        rule = "dense layers are built for models whose layers all see the same"
+        rule = "dense layers need a model whose layers all have the same attention"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.dense_layers to 0.")

@@ -13,8 +13,8 @@ from jaxtrain.optim.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axi
 from jaxtrain.validate.experts import check_experts
 from jaxtrain.validate.pipeline import check_kinds, check_pipeline
 
-SHARED = "mlp.gate"  # of a model with experts, that of the expert that all tokens share
-# Arrays of the model by their logical axes: no mesh axis may split two of one array.
+SHARED = "mlp.gate"  # in a model with experts, that of the shared expert
+# Arrays of the model by their logical axes: no mesh axis may shard two of one array.
 ARRAYS = {
     "embed.embedding": ("vocab", "embed"),  # and the head
     "attention.wq": ("layers", "embed", "heads", "head_dim"),
@@ -27,14 +27,14 @@ ARRAYS = {
     "feed-forward activations": ("batch", "sequence", "mlp"),
     "logits": ("batch", "sequence", "vocab"),
 }
-# Those that a model with experts has instead of SHARED, or beside it.
+# Arrays of a model with experts, instead of SHARED or in addition to it.
 EXPERTS = {
     "mlp.router": ("layers", "embed"),
     "an expert's mlp.gate": ("layers", "experts", "expert_embed", "mlp"),
 }
 
 
-# Those of latent attention, instead of ATTENTION. Their latents are sharded as the model dimension is.
+# Arrays of latent attention, instead of ATTENTION. Their latents are sharded like the model dimension.
 ATTENTION = ("attention.wq", "attention.wk")
 LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layers", "embed", "heads", "head_dim")}
 
@@ -50,14 +50,14 @@ def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """All of it. `bad`: keys that are wrong in themselves."""
+    """Yield all problems of the layout. `bad`: invalid keys."""
     sizes, wrong = mesh_sizes(run, devices)
     yield from wrong
     yield from _rules(run)
     yield from _stages(run, bad)
     if sizes is None:  # dimensions that do not divide over a wrong mesh are its consequences
         return
-    # Mesh axes of size above 1 that split each logical axis; unknown ones are reported by _rules.
+    # Mesh axes of size above 1 that shard each logical axis; unknown ones are reported by _rules.
     table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}
     split = list(_context(run, devices, sizes, table, bad))
     for problem in _divisions(run, sizes, table, bad):
@@ -71,7 +71,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
-    """Size of each mesh axis with every -1 filled in; None, with the reasons, where the mesh cannot be."""
+    """Return the size of each mesh axis with every -1 filled in; None, with the reasons, for an impossible mesh."""
     if devices.problem:
         return None, [devices.problem]
     if devices.count < 1:
@@ -108,7 +108,7 @@ def _stages(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 def _context(
     run: RunConfig, devices: Devices, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """What a sequence over several devices asks of heads, lengths and kernels."""
+    """Yield the problems of heads, lengths and kernels with a sequence over several devices."""
     a, m = run.attention, run.model
     tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
     if bad & {"parallel.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
@@ -126,7 +126,7 @@ def _context(
             return
     context = make_context(run.parallel.context, a.ulysses if run.parallel.context == "ulysses" else 0, ranks, heads, kv_heads)
     if "data.seq_len" not in bad and run.data.seq_len % context.divides:
-        rule = f"does not divide into two chunks for each of {context.ring} places of a ring"
+        rule = f"does not divide into two chunks for each of {context.ring} ranks of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
         remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
@@ -140,7 +140,7 @@ def _context(
 
 
 def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Every dimension divides over the mesh axes that its rule names."""
+    """Yield a problem for every dimension that its mesh axes do not divide."""
     dimensions = [
         ("model.num_heads", "heads"),
         ("model.num_kv_heads", "kv_heads"),
@@ -160,11 +160,11 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         section, _, name = key.partition(".")
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
         if axis == "kv_heads" and parts % value == 0:
-            continue  # each is held by several ranks
+            continue  # each is replicated over several ranks
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
-            remedy = f"Make it a multiple of {parts}, or those sizes ones that divide it"
+            remedy = f"Make it a multiple of {parts}, or set mesh sizes that divide it"
             less = "+".join(a for a in table[axis] if a != "stage")
             remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in table[axis] else "."
             yield Problem(key, value, rule, remedy)
@@ -187,22 +187,22 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 
 
 def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Blocks of 8-bit moments that cannot be cut, or would lie on two devices; and what cannot be streamed."""
+    """Yield the problems of 8-bit blocks that cannot be cut or would be on two devices, and of streaming of moments."""
     m, name = run.model, run.optimizer.name
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
-        rule = f"updates layer by layer, and {name} may look at all of them at once"
+        rule = f"updates layer by layer, and {name} may need all of them at once"
         yield Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {' or '.join(groups.METHODS)}.")
     if (
         name == "muon"
         and run.dtypes.v == INT8
         and not any(optimizer == "adamw" for _, optimizer in groups.moved(run.optimizer.groups))
     ):
-        rule = "blocks are cut of the matrices of layers, and with Muon those have no second moment"
+        rule = "blocks are for matrices of layers, which have no second moment with Muon"
         yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
         return
     key = next((f"dtypes.{x}" for x in ("m", "v") if getattr(run.dtypes, x) == INT8), None)
     if key and m.kv_lora_rank and not run.lora.rank:
-        rule = "blocks are not cut of the weights of latent attention"
+        rule = "blocks are not supported for the weights of latent attention"
         yield Problem(key, INT8, rule, "Set bf16.")
         return
     own = {"model.num_heads", "model.num_kv_heads", "model.head_dim", "model.d_ff", "model.d_model", "model.num_layers"}
@@ -235,7 +235,7 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
 
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
-    """No mesh axis (of size above 1) splits two dimensions of one array, and the kernels can follow the rules."""
+    """Yield the problems of a mesh axis (of size above 1) that shards two dimensions of one array, and of unsupported rules."""
     wrong: dict[str, tuple[str, str]] = {}
     for axis, rule, remedy in wrong_rules(table):
         wrong.setdefault(axis, (rule, remedy))  # each wrong rule is one problem
@@ -249,7 +249,7 @@ def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
                 both = set(table[first]) & set(table[second])
                 if both and (first, second) not in seen:
                     seen.add((first, second))
-                    rule = f"mesh axis {min(both)!r} also splits sharding.rules.{second}, and {array} has both"
+                    rule = f"mesh axis {min(both)!r} also shards sharding.rules.{second}, and {array} has both"
                     yield Problem(
                         f"sharding.rules.{first}", dict(run.sharding.rules)[first], rule, "Name it in one of them only."
                     )

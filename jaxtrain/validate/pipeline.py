@@ -10,14 +10,17 @@ from jaxtrain.train.stages import arrangement
 
 
 def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """stages: mesh.stage. table: mesh axes above 1 by the logical axis that they split. bad: keys wrong in themselves."""
+    """Yield the problems of a pipeline.
+
+    stages: mesh.stage. table: logical axis -> mesh axes above 1 that shard it. bad: invalid keys.
+    """
     p = run.pipeline
     if not bad & {"pipeline.schedule", "pipeline.groups"}:
         yield from _schedule(run)
     if stages == 1:
         return
     if not table["layers"]:
-        rule = f"leaves layers whole, and mesh.stage = {stages} splits nothing but layers"
+        rule = f"does not shard layers, and mesh.stage = {stages} shards only layers"
         yield Problem("sharding.rules.layers", dict(run.sharding.rules)["layers"], rule, "Set stage, or mesh.stage to 1.")
     several = p.groups > 1 and p.schedule == "interleaved"
     if several and "train.grad_accum" not in bad and run.train.grad_accum % stages:
@@ -26,27 +29,27 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
             "train.grad_accum", run.train.grad_accum, rule, f"Set a multiple of {stages}, or pipeline.schedule to 1f1b."
         )
     if run.train.accumulate == "layer":
-        rule = f"a pipeline (mesh.stage = {stages}) adds gradients up in a way of its own"
+        rule = f"a pipeline (mesh.stage = {stages}) has its own accumulation of gradients"
         yield Problem("train.accumulate", "layer", rule, "Set auto.")
     if run.optimizer.offload == "moments":
-        rule = f"streams moments layer by layer, and with mesh.stage = {stages} each stage has another layer at a time"
+        rule = f"streams moments layer by layer, which mesh.stage = {stages} does not support"
         yield Problem("optimizer.offload", "moments", rule, "Set none; dtypes.m and dtypes.v make moments smaller.")
     if "offload" in parse_tensors(run.remat.tensors)[0].values():
-        rule = f"what waits for its backward pass in a pipeline (mesh.stage = {stages}) waits on the device"
+        rule = f"saved activations of a pipeline (mesh.stage = {stages}) stay on the device"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
         yield from _layers(run, stages, table, bad)
 
 
 def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
-    """Yields a problem where stages would run layers of different kinds at once around a ring, or gathered keys.
+    """Yield a problem if stages would run layers of different kinds at once around a ring, or with gathered keys.
 
-    All stages run one program, in which a layer's kind chooses one branch of several. The branches send different messages
-    along the seq axis, and a message waits for all devices: stages in different branches would wait for each other forever.
-    An all-to-all waits for its own group alone, which has one stage: Ulysses without a ring may differ.
+    All stages run one program, in which a layer's kind chooses one of several branches. The branches have different collectives
+    along the seq axis, and a collective waits for all devices: stages in different branches would deadlock. An all-to-all waits
+    only for its own group, which is within one stage: Ulysses without a ring may differ.
 
-    stages: mesh.stage. context: how the seq axis shares a sequence. whole: Ulysses groups could be as large as the seq axis.
-    bad: keys wrong in themselves.
+    stages: mesh.stage. context: sharding over the seq axis. whole: Ulysses groups could be as large as the seq axis. bad:
+    invalid keys.
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}
@@ -54,14 +57,14 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     if lying is None or run.model.stacked_layers < lying.stages * lying.groups:
         return
     kinds, first = windows.kinds(run.model), windows.kinds(run.model)[0]
-    # An empty place runs as a layer of the first kind does.
+    # An empty slot runs as a layer of the first kind.
     places = "".join(first if layer is None else kinds[layer] for layer in lying.order)
     groups = [places[i : i + lying.per_group] for i in range(0, len(places), lying.per_group)]
     other = next((group for group in groups if group != groups[0]), None)
     if other is None:
         return
-    rule = f"stages would wait for each other forever: some run layers {groups[0]} while others run {other}"
-    rule += f" (l: sliding window, g: all tokens), which send different messages over mesh.seq = {context.size}"
+    rule = f"stages would deadlock: some run layers {groups[0]} while others run {other}"
+    rule += f" (l: sliding window, g: all tokens), which have different collectives over mesh.seq = {context.size}"
     ulysses = "parallel.context=ulysses" if run.parallel.context != "ulysses" else "attention.ulysses=0"
     remedy = f"Set {ulysses}." if whole else f"Set mesh.stage=1 and mesh.seq={stages * context.size}."
     yield Problem("mesh.stage", stages, rule, remedy)
@@ -70,7 +73,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
 def _schedule(run: RunConfig) -> Iterable[Problem]:
     p = run.pipeline
     if p.schedule == "interleaved" and p.groups < 2:
-        rule = "takes turns among several groups of layers on each stage, and pipeline.groups = 1"
+        rule = "needs several groups of layers on each stage, and pipeline.groups = 1"
         yield Problem("pipeline.schedule", p.schedule, rule, "Set pipeline.groups to 2 or more, or 1f1b.")
     if p.schedule != "interleaved" and p.groups > 1:
         rule = f"is read only with pipeline.schedule = interleaved, which is {p.schedule}"
@@ -101,7 +104,7 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
         over = f"mesh.{EXPERT_AXIS}"
         more = f" after {run.model.dense_layers} dense ones" * bool(run.model.dense_layers)
         rule = f"does not divide into {count} groups ({of}){more}; "
-        rule += f"an empty place would send all tokens to the same experts over {over}"
+        rule += f"an empty slot would send all tokens to the same experts over {over}"
         remedy = f"Set a multiple of {count}{more}, another mesh.stage, {over} to 1, or moe.capacity_factor."
         yield Problem("model.num_layers", run.model.num_layers, rule, remedy)
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:

@@ -18,7 +18,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         written["checkpoint.dir"] = run.checkpoint.dir
     if run.paths.cache:
         written["paths.cache"] = run.paths.cache
-    # Imported here: the data pipeline sits on a higher floor.
+    # Imported here: the data pipeline is in a higher layer.
     from jaxtrain.data.pipeline import parse_sets
 
     if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
@@ -41,9 +41,9 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     """Return the problems of a resume that files alone show, before JAX starts.
 
-    A step that is not there, a newest checkpoint past train.steps, and changes that a resumed run may not make, by its
-    meta.json. The start of the run compares again, with the mesh and the state of the checkpoints. A bucket, a meta.json that
-    cannot be read, and rules that need the mesh (experts with a capacity) are left to it.
+    They are a missing step, a newest checkpoint past train.steps, and forbidden changes by its meta.json. The start of the run
+    compares again, with the mesh and the state of the checkpoints. A bucket, a meta.json that cannot be read, and rules that
+    need the mesh (experts with a capacity) are left to it.
     """
     folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
     if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
@@ -51,7 +51,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
     asked = run.checkpoint.step
     if asked >= 0:
-        # A restarted run may have deleted the step that it went back to.
+        # A restarted run may have deleted the step that it rolled back to.
         if asked in steps or RESTART in os.environ:
             return []
         known = ", ".join(map(str, steps)) or "none"
@@ -70,7 +70,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
 
 
 def check_lock(workdir: Path) -> list[Problem]:
-    """Return a problem where another run is at work in a folder. The lock is given back at once; the run takes its own."""
+    """Return a problem if another run uses a folder. The lock is released at once; the run takes its own."""
     if is_bucket(str(workdir)) or not workdir.is_dir():
         return []
     handle = os.open(workdir, os.O_RDONLY)
@@ -87,16 +87,19 @@ def check_lock(workdir: Path) -> list[Problem]:
 
 
 def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
-    """Return a problem for an address of an object store: Path would take it for a local folder. Checkpoints may be in some."""
+    """Return a problem for an address of an object store: Path would read it as a local folder.
+
+    Checkpoints may be in some stores.
+    """
     why = refused(place, checkpoints)
     return [Problem(key, place, *why)] if why else []
 
 
 def writable(key: str, place: Path) -> list[Problem]:
-    """Whether a folder can be made at, or written in, `place`; found out without writing.
+    """Return a problem if a folder cannot be created at `place` or written in; checked without writing.
 
-    The nearest existing parent must be a folder that this user may write to. Root may write anywhere by its permission
-    bits, so read-only mounts and the kernel's own file systems are looked at besides.
+    The nearest existing parent must be a folder that this user may write to. Root may write anywhere by its permission bits, so
+    read-only mounts and the kernel's own file systems are checked as well.
     """
     place = Path(os.path.abspath(place))
     nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))

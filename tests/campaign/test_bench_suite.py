@@ -79,7 +79,7 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
     )
     assert tree["parts"]["parity"]["data"]["f32"]["agrees"] and tree["parts"]["kernels"]["found"] == "1 tests passed"
     assert tree["parts"]["configs"]["data"]["tiny"]["devices"]["count"] == 8
-    assert "came back bit for bit" in tree["parts"]["checkpoint"]["found"] and not (out / "checkpoint").exists()
+    assert "restored bit for bit" in tree["parts"]["checkpoint"]["found"] and not (out / "checkpoint").exists()
     assert tree["parts"]["run"]["found"].startswith("trained, evaluated (loss 2.500)")
     assert {"results.md", "results.json", "receipt.json", "run"} <= {p.name for p in out.iterdir()}
     assert out.with_suffix(".tar.gz").exists()
@@ -133,7 +133,7 @@ def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs)
     monkeypatch.setattr(node_suite, "run_case", run_here)
     node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
     found = node_suite.check_checkpoint(node, 60.0)
-    assert found.verdict == "FAILED" and "1 tensors came back different: params.final_norm.scale" in found.found
+    assert found.verdict == "FAILED" and "1 tensors restored with differences: params.final_norm.scale" in found.found
 
 
 # ---- A process of its own

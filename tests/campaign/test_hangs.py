@@ -94,7 +94,7 @@ watchdog._folder = lambda place: stuck if place == workdir else usual(place)
     code, _, err = finish(start(tmp_path, "with dog.phase('step'):\n    time.sleep(1000)", before, step=0.3))
     assert code == 124, err
     assert f"{tmp_path / 'run' / 'stuck'} could not be written: not done within 3 s" in err
-    assert "could not be closed in good order: not done within 0.3 s" in err
+    assert "the run's files could not be completed: not done within 0.3 s" in err
     cause, _, report = evidence(tmp_path)
     assert "no step finished" in cause and report["facts"] == {"error": "not done within 0.3 s"}
 

@@ -59,7 +59,7 @@ def test_killed_and_started_again_gives_the_same_file(tmp_path):
     again = start(tmp_path, *args)
     error = again.communicate(timeout=300)[1]
     assert again.returncode == 0, error
-    assert "parts are finished; going on" in error
+    assert "parts are finished; continuing" in error
     assert int(error.split("partial: ")[1].split(" of")[0]) >= len(done)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok", "a.val.tok"]
     prepare.prepare([f"{tmp_path}/a.jsonl"], tmp_path / "b.tok", validation=0.1)

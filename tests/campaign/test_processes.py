@@ -180,4 +180,4 @@ def test_signals_are_heard_wherever_the_main_thread_is(body, number, code, name)
             continue
     out, err = child.communicate(timeout=300)
     assert (child.returncode, out) == (code, "" if body == STUCK else f"{number.name} {code}\n")
-    assert (f"{number.name} again: leaving at once" in err) == (body == STUCK)
+    assert (f"{number.name} again: stopping at once" in err) == (body == STUCK)

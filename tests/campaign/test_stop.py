@@ -160,7 +160,7 @@ def test_one_of_two_processes_is_killed(
     code, said = both[1 - victim].end()
     took = time.monotonic() - began
     assert code == 75, said
-    assert f"process {victim} (host " in said and "to be started again" in said
+    assert f"process {victim} (host " in said and "to be restarted" in said
     assert runs.receipt(workdir)["exit_code"] == (75 if victim else None)
     figures.add(f"process {victim} of 2 killed", seconds_until_the_other_left=round(took, 1))
     assert steps_written(workdir) < TWO

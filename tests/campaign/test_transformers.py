@@ -121,7 +121,7 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
     assert main.main([*args, "--config.model.d_ff=64"]) == 2
     assert "does not fit this model" in capsys.readouterr().err
     assert main.main([*args, "--config.model.family=gemma2"]) == 2
-    assert "which computes otherwise" in capsys.readouterr().err
+    assert "which computes another function" in capsys.readouterr().err
     assert main.main([*args, "--config.init.what=weights+optimizer"]) == 2
     assert "holds no optimizer's state" in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
     changed = {k for k in base if not np.array_equal(base[k], merged[k])}
     assert changed == {k for k in base if "_proj.weight" in k}
     other = hugging_face.write(tmp_path / "other", name, scale=0.31, vocab=264)
-    with pytest.raises(CheckpointError, match="are not those that the adapters of step 4 were trained beside"):
+    with pytest.raises(CheckpointError, match="are not the base of the adapters of step 4 were trained beside"):
         exported(tmp_path / "run", tmp_path / "none", base=str(other))
 
     hugging_face.reference()

@@ -108,7 +108,7 @@ def test_kernels_run(kind, monkeypatch):
     found = kernels.measure({"kind": kind, "limit_s": None})["rows"]
     timed = [r for r in found if r["verdict"] == "ok"]
     assert timed and not [r for r in found if r["verdict"] not in ("ok", "not timed")]
-    assert all(r["seconds_a_call"] > 0 and r["gb_s"] > 0 and r["floor_s"] is None for r in timed)
+    assert all(r["seconds_a_call"] > 0 and r["gb_s"] > 0 and r["bound_s"] is None for r in timed)
     if kind == "attention":
         forward, both = (next(r for r in timed if r["kind"] == f"attention {k}") for k in ("forward", "forward+backward"))
         assert forward["flop"] == 4 * 64 * 64 * 4 * 16 / 2 and both["flop"] == 3.5 * forward["flop"]
@@ -145,6 +145,6 @@ def test_floors_are_those_of_the_data_sheet():
 
     assert H200
     row = kernels.time_one(work(989.4e12, 1.0), kernel_workloads.TINY, H200)
-    assert row["floor_s"] == pytest.approx(1.0) and row["of_floor"] == pytest.approx(1 / row["seconds_a_call"])
-    assert kernels.time_one(work(1978.9e12, 1.0, "fp8"), kernel_workloads.TINY, H200)["floor_s"] == pytest.approx(1.0)
-    assert kernels.time_one(work(1.0, 9.6e12), kernel_workloads.TINY, H200)["floor_s"] == pytest.approx(2.0)
+    assert row["bound_s"] == pytest.approx(1.0) and row["of_bound"] == pytest.approx(1 / row["seconds_a_call"])
+    assert kernels.time_one(work(1978.9e12, 1.0, "fp8"), kernel_workloads.TINY, H200)["bound_s"] == pytest.approx(1.0)
+    assert kernels.time_one(work(1.0, 9.6e12), kernel_workloads.TINY, H200)["bound_s"] == pytest.approx(2.0)

@@ -83,7 +83,7 @@ def test_damage_is_detected(bucket: Bucket, capsys: pytest.CaptureFixture[str]):
         check_restore(found, 3)
     assert main(["verify", f"{bucket.url}/{RUN}"]) == 1
     out = capsys.readouterr().out
-    assert "step 1: good" in out and "step 2: DAMAGED" in out and "its contents were changed" in out and "is gone" in out
+    assert "step 1: good" in out and "step 2: DAMAGED" in out and "its contents were changed" in out and "is missing" in out
     bucket.put(f"{RUN}/3/meta.json", b"{}")
     assert found.latest({2: "its arrays"}) == 1
     bucket.remove(f"{RUN}/2/meta.json")
@@ -143,7 +143,7 @@ def test_deletions_that_are_refused_are_errors(bucket: Bucket, caplog: pytest.Lo
     assert [type(end).__name__ for end in found.wait()] == ["Saved"]
     assert found.steps() == [2, 3] and "checkpoint 2 could not be deleted" in caplog.text
     bucket.fail("delete", rf"{RUN}/2/arrays/state/d/|{RUN}/2/arrays/state/ocdbt.*/d/", each=True)
-    with pytest.raises(Unreachable, match=r"Some files may be written, copied or deleted already; complete steps are whole\."):
+    with pytest.raises(Unreachable, match=r"files may be written, copied or deleted already; complete steps are unchanged\."):
         found.storage.delete(2)
     left = bucket.names(f"{RUN}/2/")
     assert left and all("/d/" in name for name in left) and found.states() == {2: "unfinished", 3: "complete"}
@@ -172,7 +172,7 @@ def test_skipped_data(bucket: Bucket):
     assert position.skip(directory, (30, 40), (3, 4), "why", 0) == position.read(directory)
     assert [item["tokens"] for item in position.read(directory)] == [[10, 20], [30, 40]]
     bucket.put(f"run/{position.NAME}", b"{}")
-    with pytest.raises(CheckpointError, match="names data that this run passes over"):
+    with pytest.raises(CheckpointError, match="lists the data that this run skips"):
         position.read(directory)
 
 

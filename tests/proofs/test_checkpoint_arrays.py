@@ -231,7 +231,7 @@ def test_a_save_that_cannot_end_leaves_what_was_there(tmp_path: Path, monkeypatc
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
     wrong = placed({**values(1), "params.norm": np.array([1, np.nan, np.inf], np.float32)}, mesh(8, 1))
     found = Checkpoints(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"infinite or no number are not saved: params\.norm \(2 values\)"):
+    with pytest.raises(CheckpointError, match=r"infinite or NaN are not saved: params\.norm \(2 values\)"):
         found.save_now(1, wrong, {})
     kept = Checkpoints(tmp_path / "b", finite=False)
     kept.save_now(1, wrong, {})

@@ -80,4 +80,4 @@ def test_bad_lines_of_parts_have_their_numbers_and_stop_alike(tmp_path):
         [f"{tmp_path}/*.txt", f"{tmp_path}/*.jsonl"], tmp_path / "o.tok", skip_bad_lines=True, shard_mb=0.01, say=said.append
     )
     assert headers[0]["documents"] == 2998
-    assert "parts are finished; going on" in said[0] and said[-1] == "4 bad lines left out"
+    assert "parts are finished; continuing" in said[0] and said[-1] == "4 bad lines left out"

@@ -61,7 +61,7 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
     assert "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]" in said
 
     # Of another step, as it were.
-    other = files.unsealed((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
+    other = files.unseal((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
     (bundle / "bundle.json").write_text(files.sealed(other))
     assert replayed(bundle) == 1
     said = capsys.readouterr().out
@@ -159,6 +159,6 @@ def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
 def test_rollbacks_that_do_not_help_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "run", "poisoned_for_good", **ROLLBACK) == 76
     said = capsys.readouterr().out
-    assert said.count("back to step 5, and past") == 3 and "after 3 rollbacks to step 5: it is not the data alone" in said
+    assert said.count("back to step 5, and past") == 3 and "after 3 rollbacks to step 5: the data is not the only cause" in said
     assert train(tmp_path / "nothing", "poisoned_for_good", **ROLLBACK, checkpoint__every_steps=0) == 76
-    assert "there is no checkpoint to go back to" in capsys.readouterr().out
+    assert "there is no checkpoint to roll back to" in capsys.readouterr().out

@@ -369,7 +369,7 @@ def test_before_training_another_reference_is_made_anew(whole, capsys):
     other = whole / "stale" / references.FOLDER / path.name
     other.write_bytes(references.encoded(found + 1, {**about, "weights": "0" * 32}))
     assert dpo_run(whole, "stale", train__steps=2, optimizer__warmup_steps=2) == 0
-    assert "It is made anew" in capsys.readouterr().out
+    assert "It is computed again" in capsys.readouterr().out
     assert np.array_equal(stored(whole, "stale")[1], found)
 
 
@@ -381,11 +381,11 @@ def test_a_pass_in_another_precision_is_made_anew_until_training_begins(whole, t
         (name / references.FOLDER).mkdir(parents=True, exist_ok=True)
         (name / references.FOLDER / path.name).write_bytes(references.encoded(found + 1, other))
     assert dpo_run(whole, "begun", train__steps=2, optimizer__warmup_steps=2) == 0
-    assert "it differs in precision. It is made anew" in capsys.readouterr().out
+    assert "it differs in precision. It is computed again" in capsys.readouterr().out
     assert np.array_equal(stored(whole, "begun")[1], found)
     over = {"data__source": whole / "train.tok", "data__eval_source": whole / "held_out.tok", "init__from": whole / "base"}
     assert dpo_run(whole, tmp_path / "trained", **over, train__steps=13) == 0
-    assert "made anew" not in capsys.readouterr().out
+    assert "computed again" not in capsys.readouterr().out
 
 
 def test_a_full_disk_ends_the_pass_with_the_name_of_the_file(whole, monkeypatch, capsys):

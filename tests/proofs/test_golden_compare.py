@@ -124,7 +124,7 @@ def test_a_head_that_is_gathered_for_every_chunk_is_found(healthy, monkeypatch):
     gathered = named(differences, "all-gather bf16 over fsdp")
     assert "+7 launches" in gathered
     assert "jaxtrain/train/loss.py:" in gathered and "(8 launches, 7.35 GB" in gathered
-    assert any("of an array that the loop around it does not change" in w and "loss.py" in w for w in warned(differences))
+    assert any("of an array that does not change in the loop around it" in w and "loss.py" in w for w in warned(differences))
 
 
 def test_replicated_moments_are_found(healthy, monkeypatch):

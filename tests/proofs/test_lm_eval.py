@@ -108,7 +108,7 @@ def test_long_inputs_lose_their_left(model: Any) -> None:
     assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
     assert score != pytest.approx(expected(tokens[-32:], 4)[0], abs=2e-4)
     assert model.scorer.score([Scored(tokens, 0)]) == [(0.0, True)]
-    with pytest.raises(ValueError, match="33 tokens are to be scored at once, and the model sees max_length = 32"):
+    with pytest.raises(ValueError, match="33 tokens are to be scored at once, above max_length = 32"):
         model.scorer.score([Scored(tokens, 33)])
 
 

@@ -175,7 +175,7 @@ def test_checkpoints_hold_adapters_alone_and_name_the_base(trained):
     base = Checkpoints(trained / "adapters" / "checkpoints").meta(16)["base"]
     assert base["path"] == str(trained / "base" / "checkpoints" / "4")
     said = (trained / "adapters" / "log.txt").read_text()
-    assert "and adapters of 4.1 k, which alone are trained" in said
+    assert "and adapters of 4.1 k, the only trained parameters" in said
 
 
 @pytest.mark.more
@@ -250,7 +250,7 @@ def test_another_base_is_refused(trained, tmp_path, capsys):
     capsys.readouterr()
     before = runs.steps(folder)
     assert runs.train(config, folder, **moved, train__steps=18) == 1
-    assert "are not those that the adapters of step 17 were trained beside" in capsys.readouterr().out
+    assert "are not the base of the adapters of step 17 were trained beside" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="are not those"):
         generation.load(str(folder), jax.devices()[:1])
     assert runs.steps(folder) == before
@@ -267,9 +267,9 @@ def test_another_base_is_refused(trained, tmp_path, capsys):
 def test_runs_that_are_refused(trained, tmp_path, capsys):
     config, parts = trained / "small.py", over(trained)
     assert runs.train(config, tmp_path / "x", **{**parts, "init__from": ""}) == 2
-    assert "adapters stand beside the weights of a model" in capsys.readouterr().err
+    assert "adapters need the weights of a trained model" in capsys.readouterr().err
     assert runs.train(config, tmp_path / "x", **{**parts, "init__from": str(trained / "adapters")}) == 2
-    assert "holds adapters alone" in capsys.readouterr().err
+    assert "holds only adapters" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     changed = {**parts, "lora__rank": 2, "train__steps": 17}
     assert runs.train(config, trained / "adapters", **changed) == 2

@@ -182,6 +182,6 @@ class LouderFamily:
 @pytest.mark.parametrize("family", ["test_pipeline:LouderFamily", "helpers:OwnLoopFamily"])
 def test_a_model_that_a_pipeline_cannot_divide_is_refused(family: str):
     run = helpers.tiny(SMALL | TWO | {"model.family": family})
-    with pytest.raises(ConfigError, match="does not say that its layers can be run separately") as found:
+    with pytest.raises(ConfigError, match="does not declare that its layers can run separately") as found:
         build(run, helpers.devices_of(run))
     assert [p.key for p in found.value.problems] == ["mesh.stage"]

@@ -246,7 +246,7 @@ def test_a_slow_disk_is_given_up_in_time(disk, tmp_path, monkeypatch):
 
 def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(Unmeasured, match="holds no file to read"):
+    with pytest.raises(Unmeasured, match="has no file to read"):
         disk_rates.disk(tmp_path, 10.0)
     (tmp_path / "small").write_bytes(b"1")
     (tmp_path / "large.tok").write_bytes(bytes(3 * MIB))
@@ -265,7 +265,7 @@ def disks_of(paths: dict[str, Path], seconds: float = 10.0) -> dict[str, dict]:
 
 def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * MIB))
-    words = f"{tmp_path} has 0.00 GiB free; a file is written only where there are 0.00"
+    words = f"{tmp_path} has 0.00 GiB free; the test needs 0.00"
     assert disks_of({"data": tmp_path}) == {"disk": {}, "left_out": {"disk.data": words}, "failed": {}}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
 

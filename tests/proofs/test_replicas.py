@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.corruption import Corrupted, Verifier, probe
+from jaxtrain.corruption import Corrupted, Verifier, compare_matmuls
 from jaxtrain.train.state import TrainState
 
 
@@ -27,7 +27,7 @@ def test_a_replica_that_differs_is_named() -> None:
         verifier._replicas(verifier.by_device(bad), 7)
     with pytest.raises(Corrupted, match=r"on device 5 \(.*\) alone"):
         verifier._compare(before, verifier.by_device(bad), 7)
-    assert probe() == "all agree about a test product"
+    assert compare_matmuls() == "all agree on a test matmul"
 
 
 def state_of(w: np.ndarray, sharding: NamedSharding, parts: list[np.ndarray]) -> TrainState:

@@ -197,7 +197,7 @@ def test_a_changed_mixture_goes_on_in_each_source(tmp_path: Path, capsys: pytest
         assert train(workdir, data__source=source, train__steps=steps, **how) == 0
         said.append(capsys.readouterr().out)
     changed = [[line for line in out.splitlines() if "mixture changed" in line] for out in said]
-    words = "data: mixture changed at step {}: each source continues where it stopped"
+    words = "data: mixture changed at step {}: each source continues from its last position"
     assert [len(lines) for lines in changed] == [0, 1, 0, 1]
     assert words.format(4) in changed[1][0] and words.format(10) in changed[3][0]
     assert "data is not what" not in "".join(said)
@@ -344,7 +344,7 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsy
 
     # The same weights, the first batch again: the source resumed with its data position set back to the start.
     path = copy / "checkpoints/10/meta.json"
-    meta = files.unsealed(path.read_text())
+    meta = files.unseal(path.read_text())
     meta["data"]["tokens"] = 0
     path.write_text(files.sealed(meta))
     assert go_on(copy, train__steps=11) == 0

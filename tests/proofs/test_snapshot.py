@@ -64,7 +64,7 @@ def test_copies_outlive_the_state(layout: str) -> None:
         current = step(current)
         assert leaf.is_deleted()
         assert equal(tensors, expected)
-        found, wanted = sums(), digests.of_many(tensors)
+        found, wanted = sums(), digests.digest_arrays(tensors)
         assert found.keys() == wanted.keys()
         assert all(np.array_equal(found[name], wanted[name]) for name in found)
 
@@ -109,7 +109,7 @@ def test_what_somebody_still_reads_is_not_written_over() -> None:
 def test_what_was_in_the_way_while_it_got_ready_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = helpers.tiny(SMALL)
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
-    together = snapshot.together
+    together = snapshot.compile_together
     monkeypatch.setattr(snapshot, "together", lambda leaves: 1 / 0)
     assert isinstance(snapshots.prepare().exception(), ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):

@@ -99,7 +99,7 @@ def test_every_way_out_has_the_same_names_and_bits(name: str):
     expected = to_tensors(numbered("one device"))
     assert bits(to_tensors(state)) == bits(expected)
     assert bits(to_host(state, "")) == bits(expected)
-    sums = digests.of_many(expected)
+    sums = digests.digest_arrays(expected)
     found = digests_by_name(to_digests(state))
     assert found.keys() == sums.keys()
     assert all((found[name] == sums[name]).all() for name in sums)
@@ -162,7 +162,7 @@ def test_no_device_holds_more_of_a_stack_than_its_own_part():
     mesh = jax.make_mesh((4, 2), ("stage", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     order, home = Arrangement(6, 4).order, NamedSharding(mesh, P("stage", "fsdp"))
     a = jax.ShapeDtypeStruct((8, 24, 40), jnp.float32, sharding=home)
-    layer = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=stacks.home_of_layer(a.shape, home))
+    layer = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=stacks.layer_sharding(a.shape, home))
     assert layer.sharding.spec == P(("fsdp", "stage"), None)
     part = 8 * 24 * 40 // 8
     copied = stacks.copy_layer(a.shape, home).lower(a, jax.ShapeDtypeStruct((), jnp.int32)).compile().as_text()
@@ -176,8 +176,8 @@ def test_a_layer_that_does_not_divide_is_whole_on_every_stage():
     order, home = Arrangement(6, 4).order, NamedSharding(mesh, P("stage"))
     layers = [np.random.default_rng(i).standard_normal((3, 5)).astype(np.float32) for i in range(6)]
     a = jax.ShapeDtypeStruct((8, 3, 5), jnp.float32, sharding=home)
-    assert stacks.home_of_layer(a.shape, home).spec == P(None, None)
-    w = stacks.stack([jax.device_put(x, stacks.home_of_layer(a.shape, home)) for x in layers], order, a)
+    assert stacks.layer_sharding(a.shape, home).spec == P(None, None)
+    w = stacks.stack([jax.device_put(x, stacks.layer_sharding(a.shape, home)) for x in layers], order, a)
     assert (np.asarray(w)[[order.index(layer) for layer in range(6)]] == np.stack(layers)).all()
     for place, layer in enumerate(order):
         assert (np.asarray(stacks.copy_layer(a.shape, home)(w, place)) == (0 if layer is None else layers[layer])).all()

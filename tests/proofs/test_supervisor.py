@@ -50,9 +50,9 @@ class Case(NamedTuple):
 
 
 NO_RESET = {"JAXTRAIN_RESTARTS": "1", "JAXTRAIN_RESTART_RESET": "0"}
-PEER = "exit 75 (start me again: a peer died, its time limit, or a signal): "
+PEER = "exit 75 (restart requested: a process was lost, the time limit, or a signal): "
 HANG = "exit 124 (the watchdog ended a hang): "
-ABORT = "exit 134 (killed by signal 6, ABRT, as jax ends a run whose peer died): "
+ABORT = "exit 134 (killed by signal 6, ABRT, as jax ends a run with a lost process): "
 CASES = {
     "again until done": Case(
         ["exit 75", "exit 124", "exit 0"],
@@ -79,7 +79,7 @@ CASES = {
     "restarts off": Case(["exit 75"], 75, "T", (), {"JAXTRAIN_RESTARTS": "0"}),
     "a dry run": Case([], 0, "", ("would run: ",), {"JAXTRAIN_DRY_RUN": "1"}, gpus=True),
     # Preflight
-    "a fault": Case(["exit 3"], 3, "P", ("give --no-preflight to train all the same",), gpus=True),
+    "a fault": Case(["exit 3"], 3, "P", ("give --no-preflight to train anyway",), gpus=True),
     "a wrong config": Case(["exit 2"], 2, "P", gpus=True),
     "a broken preflight": Case(["exit 1"], 1, "P", ("preflight ended with 1",), gpus=True),
     "fit, and looked at again": Case(["exit 0", "exit 75", "exit 0", "exit 0"], 0, "PTpT", gpus=True),

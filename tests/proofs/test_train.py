@@ -39,7 +39,7 @@ def test_a_run_says_what_it_is(plain: Path) -> None:
     log = (plain / "log.txt").read_text()
     assert "global batch 8 = 8 devices x 1 x 1 microbatch; 512 tokens a step" in log
     assert "mesh: fsdp 8; attention: reference (" in log
-    assert "synthetic. Its loss says nothing about language" in log
+    assert "synthetic. Its loss is not that of language" in log
     assert "not split over any device" not in log
     assert "compiled in" in log
     assert "held-out loss" in log

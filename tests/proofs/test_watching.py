@@ -368,7 +368,7 @@ def test_a_tracker_that_fails_stops_no_run(tmp_path: Path, caplog: pytest.LogCap
         writers.close(0)
     finish()
     said = [record.getMessage() for record in caplog.records if record.name == "jaxtrain"]
-    assert said == ["W&B failed (the service is gone): nothing more is sent there. The run goes on; metrics.jsonl has it all."]
+    assert said == ["W&B failed (the service is gone): logging to it ends. The run continues; metrics.jsonl is complete."]
     assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 

@@ -35,7 +35,7 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")  # the suite's fake devices, which a GPU's environment has no place for
     argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"]]
     r = train_step.measure(ask(argv=argv, devices=1))
-    assert r["verdict"] == "out of memory" and "alone take 525.7 GiB a device, which has 140.0" in r["why"]
+    assert r["verdict"] == "out of memory" and "alone take 525.7 GiB per device, which has 140.0" in r["why"]
     run = launch.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
     assert train_step.state_gib(run, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
 

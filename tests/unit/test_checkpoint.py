@@ -131,7 +131,7 @@ def flip(path: Path) -> None:
 DAMAGE = {  # what is done to a file -> what is said of it
     "flipped": (flip, "contents were changed"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, was written with"),
-    "deleted": (Path.unlink, "is gone"),
+    "deleted": (Path.unlink, "is missing"),
 }
 
 
@@ -148,13 +148,13 @@ def test_verify_names_the_file_that_is_damaged(tmp_path: Path, capsys: pytest.Ca
     assert "step 1: good" in out and "step 2: DAMAGED" in out and f"{name}: " in out and said in out
     assert all(out.splitlines()), "no line is blank"
     with pytest.raises(ValueError, match="seal"):
-        files.unsealed(files.sealed({"a": 1}).replace("1", "2", 1))
+        files.unseal(files.sealed({"a": 1}).replace("1", "2", 1))
 
 
 def test_verify_without_digests_proves_nothing(steps: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "2" / files.NAME).unlink()
     flip(tmp_path / "3" / files.NAME)
-    assert main(["verify", str(tmp_path), "--step=2"]) == 0 and "prove nothing" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path), "--step=2"]) == 0 and "cannot be checked" in capsys.readouterr().out
     assert main(["verify", str(tmp_path)]) == 1 and f"{files.NAME}: cannot be read" in capsys.readouterr().out
     assert main(["verify", str(tmp_path), "--step=9"]) == 2
 

@@ -108,7 +108,7 @@ def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
     def options(chosen: compiler.Chosen, gpu: bool = True, traced: bool = True) -> dict[str, str | bool]:
         return dict(compiler.for_run(chosen, gpu, 0.0, False, tmp_path, traced).options)
 
-    assert options(plain) == {compiler.GRAPHS: ""} == compiler.of_no_run(options(plain)), "the receipt names it"
+    assert options(plain) == {compiler.GRAPHS: ""} == compiler.remove_run_options(options(plain)), "the receipt names it"
     assert options(plain, traced=False) == options(plain, gpu=False) == {}
     own = dataclasses.replace(plain, options={compiler.GRAPHS: "FUSION"})
     assert options(own) == own.options

@@ -101,7 +101,7 @@ RULES = [
         "does not divide over mesh.tensor = 4",
         "mesh.tensor=4 model.num_heads=12 model.num_kv_heads=2 model.head_dim=32",
     ),
-    ("mesh.seq=2 data.seq_len=254", "data.seq_len", "two chunks for each of 2 places of a ring", "mesh.seq=2 data.seq_len=252"),
+    ("mesh.seq=2 data.seq_len=254", "data.seq_len", "two chunks for each of 2 ranks of a ring", "mesh.seq=2 data.seq_len=252"),
     ("model.d_model=204 model.head_dim=48", "model.d_model", "does not divide over mesh.fsdp = 8", ""),
     (
         "data.seq_len=255 mesh.tensor=2",
@@ -124,10 +124,10 @@ RULES = [
     ("sharding.rules.embed=fsdp+tensr", "sharding.rules.embed", "Did you mean tensor?", ""),
     ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed", "names a mesh axis twice", "sharding.rules.embed=fsdp"),
     ("sharding.rules.embed=tensor mesh.tensor=2", "sharding.rules.embed", "cannot be sharded over mesh axis 'tensor'", ""),
-    ("mesh.tensor=2 sharding.rules.kv_heads=", "sharding.rules.kv_heads", "must be where its key/value head is", ""),
+    ("mesh.tensor=2 sharding.rules.kv_heads=", "sharding.rules.kv_heads", "must be on the device of its key/value head", ""),
     ("mesh.tensor=2 sharding.rules.sequence=tensor", "sharding.rules.sequence", "sharded over mesh axis 'tensor'", ""),
     ("mesh.tensor=2 sharding.rules.head_dim=tensor", "sharding.rules.head_dim", "sharded over mesh axis 'tensor'", ""),
-    ("sharding.rules.batch=data", "sharding.rules.embed", "would add up the same gradients", ""),
+    ("sharding.rules.batch=data", "sharding.rules.embed", "would sum the same gradients", ""),
     ("sharding.rules.vocab=fsdp sharding.rules.embed=", "sharding.rules.vocab", "cannot be sharded over mesh axis 'fsdp'", ""),
     # Steps
     ("optimizer.warmup_steps=701", "optimizer.warmup_steps", "Set 700 or less", "optimizer.warmup_steps=700"),
@@ -158,7 +158,7 @@ RULES = [
     ("checkpoint.dir=az://bucket/run", "checkpoint.dir", "with the store's own tool", "checkpoint.dir=gs://bucket/run"),
     ("checkpoint.dir=s3:/a/run", "checkpoint.dir", "names a local folder, not a bucket. Write s3://BUCKET/PATH.", ""),
     ("checkpoint.dir=gs:///run", "checkpoint.dir", "names no bucket", ""),
-    ("checkpoint.dir=gs://bucket/run#2", "checkpoint.dir", "'#' has a meaning of its own", ""),
+    ("checkpoint.dir=gs://bucket/run#2", "checkpoint.dir", "'#' has a special meaning", ""),
     ("paths.cache=/proc/cache", "paths.cache", "/proc is not writable", ""),
     ("--workdir=/proc/jaxtrain", "--workdir", "Name another place", ""),
     # What a resumed run may change
@@ -180,7 +180,7 @@ SEVERAL = (
 def a_plain_shell():
     """The suite's own fake devices would be refused on a described node of GPUs; and what a command exports is taken back."""
     before = dict(os.environ)
-    for name in environment.changing(os.environ):
+    for name in environment.select_variables(os.environ):
         del os.environ[name]
     yield
     os.environ.clear()
@@ -294,7 +294,7 @@ def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
     found = problems_of(*argv)
     assert len(found) == bool(remedy), found
     for line in found:
-        assert line.startswith("mesh.stage = 2: stages would wait for each other forever"), line
+        assert line.startswith("mesh.stage = 2: stages would deadlock"), line
         assert line.endswith(f"Set {remedy}."), line
         assert problems_of(*argv, *arguments(remedy.replace(" and ", " "))) == []
 

@@ -199,7 +199,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch)
         for each in (windows, unused):
             with pytest.raises(TokenFileError) as e:
                 rows_of(each)
-            assert "a.tok: is not what it was: " in str(e.value)
+            assert "a.tok: has changed: " in str(e.value)
             assert f"was cut off ({size:,} bytes, now {length:,}) while it was being read" in str(e.value)
             assert "resumes from its last checkpoint" in str(e.value)
         with pytest.raises(TokenFileError, match=r"bytes [\d,]+ to [\d,]+ are missing"):
@@ -246,7 +246,7 @@ def test_a_file_that_is_written_to_is_named(tmp_path, change):
     for _ in range(2):
         with pytest.raises(TokenFileError) as e:
             windows.rows(np.asarray([0]))
-        assert str(e.value).startswith(f"{path}: is not what it was: the file {CHANGES[change]}")
+        assert str(e.value).startswith(f"{path}: has changed: the file {CHANGES[change]}")
         assert "Put that file back, and start the run again" in str(e.value)
 
 
@@ -343,7 +343,7 @@ def test_a_file_of_a_mixture_is_named(tmp_path, monkeypatch):
     batches = open_batches(f"{tmp_path}/a.tok=0.5,{tmp_path}/b.tok=0.5")
     batches.batch(0)
     append(tmp_path / "b.tok")
-    with pytest.raises(TokenFileError, match="b.tok: is not what it was"):
+    with pytest.raises(TokenFileError, match="b.tok: has changed"):
         batches.batch(1)
 
 
@@ -436,7 +436,7 @@ def test_a_damaged_part_is_not_joined_into_the_output_with_new_checksums(tmp_pat
     assert not (tmp_path / "a.tok").exists()
     monkeypatch.setattr(prepare, "make_all", make)
     (said,) = run()
-    assert "parts are finished; going on" in said
+    assert "parts are finished; continuing" in said
     assert verify(tmp_path / "a.tok") == []
     file = TokenFile.open(tmp_path / "a.tok")
     text = text_tokenizers.ByteTokenizer().decode(file.tokens[:])

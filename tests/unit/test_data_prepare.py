@@ -269,7 +269,7 @@ def test_what_differs_starts_afresh_and_says_so(tmp_path, monkeypatch):
     os.utime(tmp_path / "a.jsonl", (1, 1))
     assert "other inputs or options; starting again" in run()[0]
     assert texts(tmp_path / "a.tok") == want
-    # a part that is not what it was is made again
+    # a part that has changed is made again
     for damage in (lambda p: p.with_suffix(".json").unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink, swap):
         (tmp_path / "a.tok").unlink()
         cut_off(tmp_path, monkeypatch)

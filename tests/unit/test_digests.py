@@ -55,7 +55,7 @@ def test_digests_of_many_arrays_do_not_depend_on_the_mesh():
         name: jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
         for name, spec in specs.items()
     }
-    found = digests.of_many({**placed, "one": jnp.asarray(array)})
+    found = digests.digest_arrays({**placed, "one": jnp.asarray(array)})
     assert list(found) == [*specs, "one"]
     assert {digests.text(x) for x in found.values()} == {digests.text(digest(array))}
     assert {digests.not_finite(x) for x in found.values()} == {1}

@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
     "Open MPI, no coordinator": (
         {},
         MPI,
-        ["--coordinator: is not known from Open MPI: where process 0 is. Set JAXTRAIN_COORD"],
+        ["--coordinator: is not known from Open MPI: the address of process 0. Set JAXTRAIN_COORD"],
     ),
     "Open MPI, no port": ({}, MPI | {"MASTER_ADDR": "node1"}, ["MASTER_PORT: is not set"]),
     "Open MPI, no rank": ({}, HEAD | {"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_RANK: is not set"]),

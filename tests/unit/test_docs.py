@@ -169,7 +169,7 @@ def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]
 def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Those of ```bash blocks are for this machine, where a campaign runs them; all others for a described node."""
     monkeypatch.chdir(REPO)
-    for variable in environment.changing(os.environ):  # the suite's own fake devices, on a described node
+    for variable in environment.select_variables(os.environ):  # the suite's own fake devices, on a described node
         monkeypatch.delenv(variable)
     for kind, command in [(kind, command) for name, kind, command in all_commands() if name == page]:
         words = first_of_a_line(command)

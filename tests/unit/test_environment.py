@@ -81,9 +81,9 @@ def test_all_that_slipped_in_is_told_at_once():
 
 def test_secrets_and_where_libraries_lie_are_no_part_of_it():
     places = ("CUDA_DIR", "CUDA_INSTALL_PATH", "CUDNN_HOME", "NCCL_HOME", "NCCL_INCLUDE_DIR")
-    assert environment.changing(dict.fromkeys(places, "/x")) == {}
+    assert environment.select_variables(dict.fromkeys(places, "/x")) == {}
     shell = {"TF_TOKEN_app": "s3cret", "XLA_AUTH_HEADER": "s3cret", "JAX_X_API_KEY": "s3cret", "NCCL_ALGO": "Ring"}
-    assert environment.changing(shell) == {"NCCL_ALGO": "Ring"}
+    assert environment.select_variables(shell) == {"NCCL_ALGO": "Ring"}
     overlay, problems = environment.overlay(run(inherit="*"), H200, shell)
     assert not problems and "s3cret" not in "".join(overlay.lines())
 
@@ -118,7 +118,7 @@ def test_without_the_table_only_memory_is_set():
         ({"set": "LD_LIBRARY_PATH=/x"}, "env.set", "read before", "in the shell"),
         ({"set": "JAX_PLATFORMS=cpu"}, "env.set", "read before", "in the shell"),
         ({"set": "JAXTRAIN_COORDINATOR=a:1"}, "env.set", "read before", "in the shell"),
-        ({"set": "HF_TOKEN=hf_x"}, "env.set", "speaks of a secret", "in the shell"),
+        ({"set": "HF_TOKEN=hf_x"}, "env.set", "suggests a secret", "in the shell"),
         ({"set": "XLA_CLIENT_MEM_FRACTION=0.5"}, "XLA_CLIENT_MEM_FRACTION", "train.memory_fraction", ""),
         ({"set": "XLA_PYTHON_CLIENT_PREALLOCATE=false"}, "XLA_PYTHON_CLIENT_PREALLOCATE", "", ""),
         ({"set": "XLA_PYTHON_CLIENT_MEM_FRACTION=0.5"}, "XLA_PYTHON_CLIENT_MEM_FRACTION", "", ""),
@@ -163,7 +163,7 @@ def test_each_generation_has_its_table():
 
 
 def test_validate_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for name in environment.changing(os.environ):
+    for name in environment.select_variables(os.environ):
         monkeypatch.delenv(name)
     config = default_config()
     config.data.source = "synthetic"

@@ -140,8 +140,8 @@ def test_losses_that_differ_are_wrong(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "verdict", "said"),
     [
-        ({"verdict": "ok", "rows": [{"verdict": "ok", "of_floor": 0.5}]}, "ok", "1 timed, 50% to 50% of their floors"),
-        ({"verdict": "out of time", "why": "late", "rows": [{"verdict": "ok", "of_floor": None}]}, "off", "1 timed; late"),
+        ({"verdict": "ok", "rows": [{"verdict": "ok", "of_bound": 0.5}]}, "ok", "1 timed, 50% to 50% of their bounds"),
+        ({"verdict": "out of time", "why": "late", "rows": [{"verdict": "ok", "of_bound": None}]}, "off", "1 timed; late"),
         ({"verdict": "failed", "why": "no luck"}, "FAILED", "0 timed; no luck"),
         ({"verdict": "ok", "rows": [{"verdict": "failed", "kind": "k", "what": "w", "why": "x"}]}, "FAILED", "0 timed; k w: x"),
     ],

@@ -56,10 +56,10 @@ def test_counts_through_a_spike_a_held_step_and_a_nan():
     verdict, held = judge(spiked, jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
     assert int(verdict) == guard.HELD and counts(held) == counts(spiked)
     for loss, norm in ((np.nan, 1.0), (1.0, np.inf)):
-        verdict, bad = judge(guard.released(held), jnp.float32(loss), jnp.float32(norm), SIGMAS)
+        verdict, bad = judge(guard.release(held), jnp.float32(loss), jnp.float32(norm), SIGMAS)
         assert int(verdict) == guard.NOT_FINITE
         assert counts(bad) == {"taken": 40, "skipped": 2, "in_a_row": 2, "held": 1}
-    verdict, fine = judge(guard.released(bad), jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
+    verdict, fine = judge(guard.release(bad), jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
     assert int(verdict) == guard.TAKEN
     assert counts(fine) == {"taken": 41, "skipped": 2, "in_a_row": 0, "held": 0}
 

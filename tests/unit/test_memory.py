@@ -34,7 +34,7 @@ def test_out_of_memory_is_explained() -> None:
     assert "out of memory" in said
     for name, gib in MEMORY.items():
         assert re.search(rf"^  {name} +{memory.size(gib)}$", said, re.MULTILINE)
-    hints = said.partition("What would help:\n")[2].splitlines()
+    hints = said.partition("Settings that help:\n")[2].splitlines()
     assert [hint.split()[0] for hint in hints] == [
         "train.grad_accum",
         "remat.policy=full:",

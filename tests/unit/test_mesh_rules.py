@@ -86,7 +86,7 @@ WRONG = [
     ],
     (("mesh.fsdp=8", "model.d_model=60", "model.num_heads=6", "model.num_kv_heads=6"), "model.d_model", "does not divide"),
     # ---- sequences
-    (("mesh.seq=4", "mesh.data=2", "data.seq_len=60"), "data.seq_len", "4 places of a ring"),
+    (("mesh.seq=4", "mesh.data=2", "data.seq_len=60"), "data.seq_len", "4 ranks of a ring"),
     ((*SEQ, "data.seq_len=60", "model.num_heads=8", "model.num_kv_heads=8"), "data.seq_len", "not divide over 8 ranks"),
     (("mesh.seq=4", "mesh.data=2", "attention.ulysses=2"), "attention.ulysses", "only with parallel.context = ulysses"),
     ((*SEQ, "attention.ulysses=3"), "attention.ulysses", "Set one of"),

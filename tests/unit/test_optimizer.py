@@ -185,9 +185,9 @@ def test_groups_change_rates_and_decay_exactly():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("layers.wx:lr=1", "'layers.wx' fits no parameter. There are embed.w, layers.scale"),
+        ("layers.wx:lr=1", "'layers.wx' matches no parameter. There are embed.w, layers.scale"),
         ("layers.0.w:lr=1", "names a layer by number"),
-        ("layers.*:lr=1;layers.w:lr=2", "belongs to groups before it: layers.w"),
+        ("layers.*:lr=1;layers.w:lr=2", "belong to earlier groups: layers.w"),
         ("layers.s*:optimizer=muon", "layers.scale is no matrix"),
     ],
 )
@@ -199,7 +199,7 @@ def test_groups_that_fit_nothing_are_refused(text, word):
 
 
 def test_a_program_is_not_built_with_groups_that_fit_nothing():
-    with pytest.raises(ConfigError, match=r"'haed' fits no parameter"):
+    with pytest.raises(ConfigError, match=r"'haed' matches no parameter"):
         helpers.program(helpers.tiny({"optimizer.groups": "haed:lr=1"}))
 
 

@@ -53,7 +53,7 @@ def test_shardings_are_printed_without_compiling(capsys):
         (["--topology=h200:8", "--experts-load=1.5"], "--experts-load = '1.5': the model has no experts. Leave it out."),
         (
             ["--topology=h200:8", "--config.model.num_experts=8", "--experts-load=4.1"],
-            "has 4 even shares, and none can have more",
+            "has 4 times an even load, the maximum",
         ),
         (["--topology=h200:8", "--search="], "--search = '': takes no value"),
         (["--topology=h200:8", "--shardings=nosuch"], "--shardings=nosuch: no array is like that"),

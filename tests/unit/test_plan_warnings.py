@@ -122,7 +122,7 @@ def test_float32_reductions_are_named_unless_asked_for():
 def test_a_gather_that_could_be_outside_its_loop():
     for operand in ("%same", "%tied"):  # tied to the counter by a barrier, which leaves a tuple behind
         (warning,) = looped(operand)
-        assert "of an array that the loop around it does not change (4 a step" in warning
+        assert "of an array that does not change in the loop around it (4 a step" in warning
         assert "gather it once, before the loop" in warning
     assert looped("%other") == ()
     assert looped("%sliced") == ()

@@ -61,7 +61,7 @@ FAULTS = {
     "recovery_action": ("recovery action", "GPU4: Drain and Reset", "--gpu-reset"),
     "hot_under_load": ("under load", "GPU2: sw_thermal in 80% of the samples", "fans"),
     "gpu_work_crashes": ("GPU work", "ended with code -6 in all-reduce over the node's 8 GPUs", "NCCL_DEBUG=INFO"),
-    "mount_hangs": ("disk checkpoints", "/scratch/run/checkpoints did not answer", "Mount it anew"),
+    "mount_hangs": ("disk checkpoints", "/scratch/run/checkpoints did not answer", "Mount it again"),
     "driver_broken": ("nvidia-smi", "couldn't communicate with the NVIDIA driver", "dkms status"),
 }
 
@@ -80,7 +80,7 @@ SOUND = {
     "governor_follows_load": ("CPU governor", NOTE, "powersave (intel_pstate)"),
     "locked_memory_without_limit": ("locked memory", OK, "CAP_IPC_LOCK"),
     "wheels_come_first": ("library path", NOTE, "/opt/cuda/lib64/libcudnn.so.9"),
-    "one_port_of_two_down": ("InfiniBand", NOTE, "mlx5_8 DOWN; each GPU beside one has another"),
+    "one_port_of_two_down": ("InfiniBand", NOTE, "mlx5_8 DOWN; each GPU near one has another"),
 }
 
 
@@ -420,7 +420,9 @@ def test_a_fault_that_is_allowed_is_noted(monkeypatch, capsys):
     assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # what is given counts, and not the variable
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "foo")
     assert command.main([f"--recorded={node}"]) == 2
-    assert "JAXTRAIN_PREFLIGHT_ALLOW = 'foo': no check whose fault could be allowed is called that" in capsys.readouterr().err
+    assert (
+        "JAXTRAIN_PREFLIGHT_ALLOW = 'foo': no check with a fault that can be allowed has this name" in capsys.readouterr().err
+    )
 
 
 def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
@@ -635,7 +637,7 @@ def test_the_figures_of_processes_are_those_of_their_node():
         (["--recorded="], "--recorded = '': has no value"),
         (["--record="], "--record = '': has no value"),
         (["--json="], "--json = '': has no value"),
-        (["--allow=topology,foo"], "--allow = 'foo': no check whose fault could be allowed is called that. Known: "),
+        (["--allow=topology,foo"], "--allow = 'foo': no check with a fault that can be allowed has this name. Known: "),
         (["--allow=TOPOLOGY"], "Did you mean topology?"),
         (["--allow=GPU cuont"], "Did you mean GPU count?"),
         (["--no-measure=3"], "takes no value"),

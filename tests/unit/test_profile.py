@@ -84,7 +84,7 @@ def test_without_a_known_gpu_or_the_program_the_report_gives_the_reason(tmp_path
     step_ms = found.step_ms
     whole.with_name(HLO_TEXT).unlink()
     found = measure.profile(whole, measure.run_around(folder))
-    assert found.named == 0 and f"there is no file {HLO_TEXT} beside the trace" in found.notes[0]
+    assert found.named == 0 and f"there is no file {HLO_TEXT} in the folder of the trace" in found.notes[0]
     assert found.step_ms == pytest.approx(step_ms) and found.overlapped["communication"] > 0
 
 

@@ -47,8 +47,8 @@ def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: f
         (0, 0, "exit 0"),
         (76, 76, "exit 76"),
         (130, 130, "exit 130"),
-        (75, 75, "exit 75 (start me again: a peer died, its time limit, or a signal)"),
-        (134, 75, "exit 134 (killed by signal 6, ABRT, as jax ends a run whose peer died)"),
+        (75, 75, "exit 75 (restart requested: a process was lost, the time limit, or a signal)"),
+        (134, 75, "exit 134 (killed by signal 6, ABRT, as jax ends a run with a lost process)"),
         (138, 75, "exit 138 (killed by signal 10, USR1, before or after the run)"),
         (129, 129, "exit 129 (killed by signal 1, HUP)"),
         (137, 137, "exit 137 (killed by signal 9, KILL: out of memory (dmesg tells), or a kill -9)"),
@@ -183,7 +183,7 @@ def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_the_first_process_speaks_for_all(environ: dict[str, str], expected: bool):
-    assert provenance.speaks(environ) == expected
+    assert provenance.prints_common_messages(environ) == expected
 
 
 def test_the_class_of_a_host():

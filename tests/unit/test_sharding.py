@@ -64,7 +64,7 @@ def test_axes_of_a_weight():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(
-        LayoutError, match=r"x: logical axes embed and experts are both split over mesh axis 'expert'.*sharding.rules"
+        LayoutError, match=r"x: logical axes embed and experts are both sharded over mesh axis 'expert'.*sharding.rules"
     ):
         PLACED.spec(("embed", "experts"), "x")
     with pytest.raises(LayoutError, match=r"x: axis 'embed' of size 6 does not divide over fsdp\+expert = 4"):

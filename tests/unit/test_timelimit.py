@@ -10,7 +10,7 @@ from fakes import Clock, Turns
 from jaxtrain import timelimit
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.runtime.variables import LAUNCHED, NOTE
-from jaxtrain.timelimit import TimeLimit, launched, limit_s, tell_launcher
+from jaxtrain.timelimit import TimeLimit, forbid_restart, launch_time, limit_s
 
 
 def test_minutes_count_from_the_launch() -> None:
@@ -18,7 +18,7 @@ def test_minutes_count_from_the_launch() -> None:
     assert limit_s("10", {}, age=30.0) == (570.0, [])
     assert limit_s("10", {LAUNCHED: "1000"}, now=1090.0, age=30.0) == (510.0, []), "attempts before this one count"
     assert limit_s("auto", {"SLURM_JOB_END_TIME": "5000"}, now=4000.0) == (1000.0, [])
-    assert launched({}) is None and launched({LAUNCHED: "1000"}) == 1000.0
+    assert launch_time({}) is None and launch_time({LAUNCHED: "1000"}) == 1000.0
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "inf", "nan", "auto"])
@@ -56,10 +56,10 @@ def test_no_limit_asks_nobody() -> None:
 
 def test_the_launcher_hears_of_it(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    tell_launcher("SIGTERM", {NOTE: str(note)})
+    forbid_restart("SIGTERM", {NOTE: str(note)})
     assert not note.exists()
-    tell_launcher("time limit, 60 s before it", {})
-    tell_launcher("time limit, 60 s before it", {NOTE: str(note)})
+    forbid_restart("time limit, 60 s before it", {})
+    forbid_restart("time limit, 60 s before it", {NOTE: str(note)})
     assert "train.max_minutes" in note.read_text()
 
 

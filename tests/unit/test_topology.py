@@ -129,7 +129,7 @@ def test_the_machine_itself(monkeypatch):
     with pytest.raises(TopologyError, match="NVIDIA L4.*rates are not known"):
         _ = here().gpu
     monkeypatch.setattr(jax, "devices", lambda: [FakeGpu("NVIDIA L4"), FakeGpu("NVIDIA H200")])
-    with pytest.raises(TopologyError, match="must be alike"):
+    with pytest.raises(TopologyError, match="must be equal"):
         here()
 
 

@@ -36,7 +36,7 @@ REFUSED = [
     (group("head:lr=1;head:weight_decay=0"), "optimizer.groups", "has a group already"),
     (MUON | group("head:optimizer=sgd"), "optimizer.groups", "no such choice"),
     (group("head:optimizer=muon"), "optimizer.groups", "needs optimizer.name = muon"),
-    (OWN | group("head:lr=1"), "optimizer.groups", "would not see them"),
+    (OWN | group("head:lr=1"), "optimizer.groups", "would ignore them"),
     ({"optimizer.offload": "params"}, "optimizer.offload", "read twice in each microbatch"),
     ({"optimizer.offload": "all"}, "optimizer.offload", ""),
     (OWN | OFFLOAD, "optimizer.offload", "helpers:slower_adamw"),
@@ -75,7 +75,7 @@ def test_what_stands_beside_a_refusal_is_allowed(settings):
 REFUSED_WHEN_BUILT = [
     ({"train.freeze": "embed.*,layers.7.mlp.*"}, "train.freeze", "no parameter is called layers.7.mlp.*"),
     ({"train.freeze": "wq"}, "train.freeze", "no parameter is called wq"),
-    ({"train.freeze": "*"}, "train.freeze", "leaves nothing to train"),
+    ({"train.freeze": "*"}, "train.freeze", "freezes all parameters"),
     (OFFLOAD | {"train.freeze": "layers.*"}, "optimizer.offload", "trains no parameters under 'layers'"),
     (LORA | {"lora.targets": "experts"}, "lora.targets", "gives no adapter to experts"),
 ]

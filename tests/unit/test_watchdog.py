@@ -129,7 +129,7 @@ def test_a_watchdog_that_fails_ends_no_run(
     monkeypatch.setattr(dog, "_overdue", lambda now: 1 / 0)
     caplog.set_level(logging.ERROR, "jaxtrain")
     assert watch(dog, clock, monkeypatch, lambda: None) == []
-    assert "the watchdog has failed; the run goes on without it" in caplog.text
+    assert "the watchdog has failed; the run continues without it" in caplog.text
 
 
 def leave(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_it_ends_the_process_whatever_fails(
     (folder,) = (tmp_path / "tmp").glob("hang-*")
     assert json.loads((folder / "report.json").read_text())["facts"] == {"error": "SystemExit(3)"}
     assert f"Evidence: {folder}; {tmp_path / 'run'}" in caplog.text and "could not be written: NotADirectory" in caplog.text
-    assert "could not be closed in good order: ZeroDivisionError()" in caplog.text
+    assert "files could not be completed: ZeroDivisionError()" in caplog.text
 
 
 def test_budgets_come_from_the_config():

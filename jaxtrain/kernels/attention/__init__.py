@@ -1,27 +1,27 @@
-"""Attention kernels: one signature, one table of what each can do, no silent fallback.
+"""Attention kernels: one signature, one table of abilities, no silent fallback.
 
 Each implementation is a file with these functions:
 
     unsupported(spec, hardware) -> str | None       why it cannot do this, or None
-    prepare(rows, spec) -> pytree                   what it needs to know of the batch, made once and shared by all layers
+    prepare(rows, spec) -> pytree                   its description of the batch, made once and shared by all layers
     attention(q_BTNH, k_BSKH, v_BSKH, prepared, spec) -> o_BTNH
 
-and with three more, from which kernels/context puts attention together where keys are on several devices:
+and three more, from which kernels/context builds attention over keys on several devices:
 
-    describe_block(rows, spec, diagonal) -> pytree  what it needs to know of a block, made once
+    describe_block(rows, spec, diagonal) -> pytree  its description of a block, made once
     block_forward(q, k, v, described, spec, diagonal) -> (o_BTNH, lse_BNT)
     block_backward(q, k, v, o, lse, do, described, spec, diagonal) -> (dq, dk, dv)
 
-A block is queries against some of the keys they see: on the diagonal, against themselves; else against keys that all stand
-before them. Its output is normalised by its own log-sum-exp, f32. The backward pass is given the output and log-sum-exp of all
-blocks together, and returns this block's part of the gradients, to be added up in f32. A query that sees nothing in a block
-has output 0 and a log-sum-exp of -1e30. A window counts on the diagonal alone (kernels/context/window.py has it over several
-devices). Learnt sinks change the output and the log-sum-exp of a block, so no kernel knows them (sinks.py).
+A block is a set of queries and some of their keys: on the diagonal the keys of the same tokens, otherwise only earlier keys.
+Its output is normalised by its own log-sum-exp, f32. The backward pass takes the output and log-sum-exp of all blocks together,
+and returns this block's term of the gradients, to be summed in f32. A query without visible keys in a block has output 0 and a
+log-sum-exp of -1e30. A window applies on the diagonal only (kernels/context/window.py has it over several devices). Learnt
+sinks change the output and the log-sum-exp of a block outside the kernels (sinks.py).
 
-A token sees the tokens of its own document at or before its own position: what is masked depends on `segments` and
-`positions` alone, never on where a token stands in the array (except for `cudnn`, which needs rows in order).
-Scores are scaled by 1/sqrt(H). Values may be narrower than queries and keys (`Spec.value_dim`), but for `pallas` and blocks.
-Rows of padding (segment 0) come out finite and mean nothing: no other token sees them, and their loss has no weight.
+A token attends to the tokens of its own document at or before its own position. The mask depends on `segments` and `positions`
+alone, not on a token's index in the array (except for `cudnn`, which needs rows in order). Scores are scaled by 1/sqrt(H).
+Values may be narrower than queries and keys (`Spec.value_dim`), except with `pallas` and in blocks. The outputs of padding
+(segment 0) are finite and unused: no other token attends to padding, and its loss has weight 0.
 """
 
 import dataclasses
@@ -31,48 +31,48 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-NOTHING = -1e30  # log-sum-exp of a query that sees no key; finite, so that the difference of two of them is not NaN
+NOTHING = -1e30  # log-sum-exp of a query without visible keys; finite, so that the difference of two of them is not NaN
 
 
-EMULATED, KERNEL = "emulated", "kernel"  # how the forward pass is in e4m3: in XLA on CPU, or by the kernel for Hopper
+EMULATED, KERNEL = "emulated", "kernel"  # the forward pass in e4m3: in XLA on CPU, or by the kernel for Hopper
 
 
 class Unsupported(ValueError):
-    """No kernel, or not the one asked for, can do this."""
+    """No kernel, or not the chosen one, supports a request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is asked of a kernel; static."""
+    """A request to a kernel; static."""
 
     head_dim: int
     dtype: str  # "f32" or "bf16"
-    packed: bool  # several documents in a row; otherwise one, and no padding
+    packed: bool  # several documents in a row; otherwise one, without padding
     max_segments: int  # documents in a row, at most
-    window: int = 0  # a token sees this many positions, itself included; 0: all before it
+    window: int = 0  # a token attends to this many positions, itself included; 0: all before it
     softcap: float = 0.0  # scores become c tanh(s / c); 0: off
     cached: bool = False  # queries are the newest tokens only, keys come from a cache
-    deterministic: bool = False  # the same bits each time are asked for
+    deterministic: bool = False  # the same bits each time are required
     sinks: bool = False  # each head has a learnt logit in the sum of softmax (sinks.py)
-    value_dim: int = 0  # width of values, where they are narrower than keys; 0: head_dim
+    value_dim: int = 0  # width of values, if narrower than keys; 0: head_dim
     fp8: str = ""  # EMULATED or KERNEL: the forward pass multiplies in e4m3 (fp8.py)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What the kernel would run on."""
+    """The hardware that a kernel would run on."""
 
     platform: str  # "cpu" or "gpu"
     compute_capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper
 
     @property
     def hopper(self) -> bool:
-        """Return whether it has WGMMA, which is on no other GPU."""
+        """Return whether the GPU has WGMMA, which only Hopper has."""
         return self.compute_capability == (9, 0)
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """Return what kernels need to know of a device, present or only described."""
+        """Return the properties of a device, present or only described, that kernels depend on."""
         if device.platform == "cpu":
             return cls("cpu")
         major, _, minor = str(device.compute_capability).partition(".")
@@ -80,7 +80,7 @@ class Hardware:
 
 
 class Rows(NamedTuple):
-    """Where queries and keys belong; int32, of shape (B, T) and (B, S)."""
+    """Segments and positions of queries and keys; int32, of shape (B, T) and (B, S)."""
 
     q_segments: jax.Array
     q_positions: jax.Array
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     kv_positions: jax.Array
 
 
-# A new kernel is one file and one entry. The order is `auto`'s: the first that can do what is asked.
+# A new kernel is one file and one entry. The order is that of `auto`: the first that supports the request.
 IMPLEMENTATIONS = {
     "cudnn": "jaxtrain.kernels.attention.cudnn",
     "pallas": "jaxtrain.kernels.attention.pallas",
@@ -98,7 +98,7 @@ IMPLEMENTATIONS = {
 
 
 def implementation(name: str, spec: Spec) -> Any:
-    """Return the module behind a name, with the forward pass that the spec asks for."""
+    """Return the module of an implementation, with the forward pass that the spec asks for."""
     if name not in IMPLEMENTATIONS:
         raise Unsupported(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
     base = importlib.import_module(IMPLEMENTATIONS[name])
@@ -106,9 +106,9 @@ def implementation(name: str, spec: Spec) -> Any:
 
 
 def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
-    """(kernel, why). A named kernel that cannot do what is asked raises Unsupported; `auto` takes the first that can.
+    """Return (kernel, reason). Raises Unsupported if a named kernel cannot do it; `auto` takes the first that can.
 
-    Some can, and are slow; those `auto` passes over. asked: for each kind of layer the spec and the length of its rows.
+    `auto` skips slow kernels. asked: the spec and the sequence length for each kind of layer.
     """
 
     def unable(name: str) -> str | None:
@@ -133,5 +133,5 @@ def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> 
 
 
 def _slow(name: str, seq_len: int) -> str | None:
-    """Why `auto` does not take a kernel that could do what is asked, or None."""
+    """Return why `auto` skips a kernel that supports the request, or None."""
     return f"holds all {seq_len} x {seq_len} scores" if name == "reference" and seq_len > 1024 else None

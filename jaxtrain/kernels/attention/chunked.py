@@ -1,4 +1,4 @@
-"""Attention in blocks of queries, in XLA: at no time more than a block's scores, forward or backward.
+"""Attention in blocks of queries, in XLA: it holds the scores of one block at a time, forward and backward.
 
 For GPUs that cuDNN's packed kernels do not serve, and for long sequences on CPU. Each block's scores are recomputed in the
 backward pass, so memory is O(block x S) and not O(T x S).
@@ -15,19 +15,19 @@ BLOCK = 256  # queries at a time
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """None: it can do everything the reference can."""
+    """Return None: it can do everything that the reference can."""
     return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:
-    """The mask follows from the rows themselves."""
+    """Return the rows: the mask follows from them."""
     return rows
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
-    """See the package's docstring. T is padded to a multiple of the block with queries that see nothing."""
+    """Implement `attention` of the package. T is padded to a multiple of the block with queries without visible keys."""
     T, dtype = q_BTNH.shape[1], k_BSKH.dtype
-    # So that the blocks' parts of their gradients are added up in float32.
+    # So that the blocks' gradients are summed in float32.
     k_f32, v_f32 = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
 
     @jax.checkpoint
@@ -44,7 +44,7 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """(B, T, ...) as (blocks, B, queries of a block, ...), padded with zeros."""
+    """Return (B, T, ...) as (blocks, B, queries of a block, ...), padded with zeros."""
     B, T = x.shape[:2]
     block = min(BLOCK, T)
     count = -(-T // block)
@@ -53,20 +53,20 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 
 def _joined(x: jax.Array, T: int) -> jax.Array:
-    """The inverse of `_blocks`."""
+    """Invert `_blocks`."""
     count, B, block = x.shape[:3]
     return jnp.moveaxis(x, 0, 1).reshape(B, count * block, *x.shape[3:])[:, :T]
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Rows:
-    """The mask follows from the rows themselves."""
+    """Return the rows: the mask follows from them."""
     return rows
 
 
 def block_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Rows, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """See the package's docstring."""
+    """Implement `block_forward` of the package."""
 
     def one(q, segments, positions):
         rows = Rows(segments, positions, described.kv_segments, described.kv_positions)
@@ -93,7 +93,7 @@ def block_backward(
     spec: Spec,
     diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the package's docstring."""
+    """Implement `block_backward` of the package."""
 
     def one(carry, item):
         q, out, lse, do, segments, positions = item

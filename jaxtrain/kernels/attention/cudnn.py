@@ -1,15 +1,15 @@
 """cuDNN's flash attention, for causal, packed and sliding-window rows with grouped queries.
 
-jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp, so this binds the primitives beneath it, in a
-private module of jax; tests/unit/test_attention.py fails with a plain message when a jax release changes them. They
-must run inside a shard_map that is manual over the whole mesh (models/attention.py sees to it): there the
-primitive's partitioning callback, whose pointer would defeat the persistent compile cache, is not used.
+jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp, so this binds the underlying primitives, in a
+private module of jax. tests/unit/test_attention.py fails with a plain message when a jax release changes them. They must run
+inside a shard_map that is manual over the whole mesh, as models/attention.py does: there jax does not use the primitive's
+partitioning callback, whose pointer would defeat the persistent compile cache.
 
 The custom_vjp here names both residuals, "attention_out" and "attention_lse", so that a remat policy can save them and the
 kernel need not run forward twice.
 
-Going backward, the kernel takes a workspace that grows with heads, tokens and documents (`workspace_bytes`). So the backward
-pass runs in parts, one after another, by heads and by rows; their workspaces share one place in memory.
+The backward kernel needs a workspace that grows with heads, tokens and documents (`workspace_bytes`). So the backward pass runs
+in parts, one after another, by heads and by rows; their workspaces share the same memory.
 """
 
 import functools
@@ -29,9 +29,9 @@ from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec, Unsupporte
 _takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
 NO_SCORE_MOD = {"score_mod": None} if _takes_score_mod else {}
 
-WORKSPACE = 5 << 29  # bytes, 2.5 GiB: parts of a backward pass are made until one takes no more
-TILE = 128  # queries that a thread block of the kernel has
-TILES = 256  # in a part at least, so that it fills the 132 multiprocessors of an H100 or H200 about twice
+WORKSPACE = 5 << 29  # bytes, 2.5 GiB: a backward pass is cut into parts with at most this workspace
+TILE = 128  # queries of a thread block of the kernel
+TILES = 256  # least number in a part, so that it fills the 132 multiprocessors of an H100 or H200 about twice
 
 
 class Packed(NamedTuple):
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Why cuDNN cannot do this, or None. Limits: cuDNN 9's flash attention on Ampere and Hopper."""
+    """Return why cuDNN cannot do this, or None. Limits: cuDNN 9's flash attention on Ampere and Hopper."""
     if hardware.platform != "gpu":
         return "needs an NVIDIA GPU"
     if spec.cached:
@@ -66,40 +66,40 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
 
 
 def prepare(rows: Rows, spec: Spec) -> Packed | None:
-    """Lengths and offsets of the documents in each row. A document must be contiguous, and so must padding.
+    """Return lengths and offsets of the documents in each row. A document must be contiguous, and so must padding.
 
-    Padding counts as one more document. cuDNN leaves what belongs to none undefined, and to put zeros there would be one more
-    pass over queries, keys, values and output, forward and backward, in every layer.
+    Padding counts as one more document. cuDNN leaves outputs of tokens without a document undefined. Writing zeros there would
+    be one more pass over queries, keys, values and output, forward and backward, in every layer.
     """
     if not spec.packed:
         return None
     lengths_BM, starts_BM = _documents(rows.q_segments, spec)
     exists_BM = lengths_BM > 0
-    # The primitive moves all rows' entries that are not -1 to the front and reads lengths and offsets pairwise, so there must
-    # be as many of one as of the other: a closing offset after the last document would shift those of the next row.
+    # The primitive moves the entries of all rows that are not -1 to the front and reads lengths and offsets in pairs. So there
+    # must be equally many of both: a closing offset after the last document would shift those of the next row.
     offsets_BM = _closed(jnp.where(exists_BM, starts_BM, -1))
     return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM)
 
 
 def _documents(segments_BT: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Lengths and starts of documents 1 to max_segments and of padding in each row, int32 (B, M); 0 where there is none."""
+    """Return lengths and starts of documents 1 to max_segments and of padding in each row, int32 (B, M); 0 for none."""
     number_M = jnp.append(jnp.arange(1, spec.max_segments + 1, dtype=segments_BT.dtype), 0)
     is_in_BTM = segments_BT[:, :, None] == number_M[None, None, :]
     return jnp.sum(is_in_BTM, axis=1, dtype=jnp.int32), jnp.argmax(is_in_BTM, axis=1).astype(jnp.int32)
 
 
 def _closed(offsets_BM: jax.Array) -> jax.Array:
-    """With the one entry more that the primitive wants of offsets, unused."""
+    """Return the offsets with the one unused entry more that the primitive needs."""
     return jnp.pad(offsets_BM, ((0, 0), (0, 1)), constant_values=-1)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Packed | None, spec: Spec) -> jax.Array:
-    """See the package's docstring; bf16 in and out, softmax in f32."""
+    """Implement `attention` of the package; bf16 in and out, softmax in f32."""
     return _flash(q_BTNH, k_BSKH, v_BSKH, prepared, spec)
 
 
 def _operands(q: jax.Array, queries: Packed | None, keys: Packed | None) -> tuple[jax.Array, ...]:
-    """The primitive's further operands: bias, lengths and offsets of queries and keys, page tables; empty where unused."""
+    """Return the primitive's further operands: bias, lengths and offsets of queries and keys, page tables; empty if unused."""
     none = jnp.zeros(0, q.dtype)
     if queries is None or keys is None:
         return (none,) * 7
@@ -150,7 +150,7 @@ def _flash_bwd(spec, residuals, do):
     def part(stats: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
         if packed is None or own is None:
             return stats[rows, heads]
-        # The primitive has moved what exists to the front: entries of these rows are behind those of all rows before.
+        # The primitive has moved existing entries to the front: entries of these rows come after those of all earlier rows.
         before = jnp.sum(packed.lengths_BM[: rows.start] != -1, dtype=jnp.int32) if rows.start else 0
         return jax.lax.dynamic_slice_in_dim(stats[:, heads], before, own.lengths_BM.size)
 
@@ -164,19 +164,19 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, deterministic: bool = False) -> int:
-    """Return the bytes of workspace of one backward call in bfloat16. A forward call takes next to none.
+    """Return the bytes of workspace of one backward call in bfloat16. A forward call needs almost none.
 
         E N T 4      for each query, the sum of output times gradient, in float32: softmax's gradient needs it
         E N T 4H     the gradient of queries, in float32: blocks of keys add to it in any order
-        E N T 2S     instead of these, where the result must be deterministic: the gradient of all scores, in bfloat16
-        E N S 4H     where keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
+        E N T 2S     instead of these, if the result must be deterministic: the gradient of all scores, in bfloat16
+        E N S 4H     if keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
 
-    The formula is that of cuDNN 9.23 on Hopper, read off their answers (tests/unit/test_assignment.py). A few KiB for
-    alignment are left out.
+    The formula is that of cuDNN 9.23 on Hopper, derived from the sizes it reports (tests/unit/test_assignment.py). A few KiB
+    for alignment are left out.
 
     Args:
-      E: sequences that XLA describes to cuDNN. Packed rows are as many as their documents, with one for padding: XLA multiplies
-        the batch by these (FixDimsForRaggedOffset in its cuda_dnn.cc) and leaves each the tokens of a whole row.
+      E: sequences that XLA passes to cuDNN. A packed row counts once per document, and once for padding: XLA multiplies the
+          batch by these (FixDimsForRaggedOffset in its cuda_dnn.cc), each with the tokens of a whole row.
       T, S: queries and keys of a row.
       N, K, H: query heads, key/value heads, head_dim.
     """
@@ -190,11 +190,12 @@ def part_of(
 ) -> tuple[int, int]:
     """Return (rows, query heads) of each part of a backward pass.
 
-    B rows of T queries and S keys, heads as of `workspace_bytes`. documents: entries of a row's description, padding among
-    them; 1 for rows that are not packed.
+    B rows of T queries and S keys, heads as of `workspace_bytes`. documents: of a row, padding included; 1 for rows that are
+    not packed.
 
-    The fewest parts that take at most WORKSPACE each; where there are none, those that take least. No part has fewer than
-    TILES tiles of queries. A part has the queries of whole groups of key/value heads, or some of the queries of one.
+    These are the fewest parts with a workspace of at most WORKSPACE each, or else the parts with the least workspace. No part
+    has fewer than TILES tiles of queries. A part has the queries of whole groups of key/value heads, or some of the queries of
+    one.
     """
     group = N // K
     heads = [N // parts for parts in range(1, K + 1) if K % parts == 0]
@@ -223,9 +224,10 @@ def _backward(
     spec: Spec,
     causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq, dk, dv), part after part (`part_of`).
+    """Return (dq, dk, dv), computed part after part (`part_of`).
 
-    stats_of: the primitive's operand for a part: from `stats`, the part's rows and query heads, and the queries of those rows.
+    stats_of: returns the primitive's operand for a part, from `stats`, the part's rows and query heads, and the queries of
+    those rows.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     documents = queries.lengths_BM.shape[1] if queries else 1
@@ -234,8 +236,8 @@ def _backward(
     held, parts = (q, k, v, out, stats, do), []
     for row, head in itertools.product(range(0, B, rows), range(0, N, heads)):
         if parts:
-            # Not even the slices of a part are made before the part before is done: one workspace exists at a time. What the
-            # kernel is told of documents is small, and made once for all parts with the same rows.
+            # Even the slices of a part wait until the previous part is done, so one workspace exists at a time. The description
+            # of documents is small, and computed once for all parts with the same rows.
             held, parts[-1] = jax.lax.optimization_barrier((held, parts[-1]))
         q, k, v, out, stats, do = held
         its, n = slice(row, row + rows), slice(head, head + heads)
@@ -256,7 +258,7 @@ def _backward(
         )
 
     def joined(xs: list[jax.Array], share: int) -> jax.Array:
-        """Join gradients that come in the order of parts. Each `share` in a row have the same heads and are added up in f32."""
+        """Join gradients in the order of parts. Each `share` of consecutive parts have the same heads and are summed in f32."""
         if share > 1:
             xs = [
                 functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)
@@ -272,20 +274,24 @@ def _backward(
     return joined(dq, 1), joined(dk, shared), joined(dv, shared)
 
 
-# ---- Blocks: see the package's docstring. The private primitives give a float32 log-sum-exp, and take that of all blocks back.
+# ---- Blocks: see the package's docstring. The private primitives return a float32 log-sum-exp, and accept that of all blocks.
 
 
 class Block(NamedTuple):
-    """cuDNN's description of a block of packed rows. Every entry exists, if only with no tokens, so that entry i of what the
-    kernel makes of the documents of all rows is entry i here."""
+    """cuDNN's description of a block of packed rows.
+
+    Every entry exists, if only with no tokens. So entry i of the kernel's per-document results is entry i here.
+    """
 
     queries: Packed
     keys: Packed
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
-    """Of keys that stand before the queries, only the last document can reach into the first document of the queries: those
-    ends of the two are one rectangle, in which all see all."""
+    """Return the description of a block.
+
+    Of keys before the queries, only the last document can extend into the first document of the queries. The two ends form one
+    rectangle without a mask."""
     if not spec.packed:
         return None
     if diagonal:
@@ -297,7 +303,7 @@ def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
     queries = jnp.where(one, jnp.sum(q_BT == q_BT[:, :1], axis=1, dtype=jnp.int32), 0)
     keys = jnp.where(one, jnp.sum(kv_BS == kv_BS[:, -1:], axis=1, dtype=jnp.int32), 0)
     zero = jnp.zeros_like(queries)
-    # With a single entry a row, the primitive would leave the offsets out.
+    # With one entry per row, the primitive would ignore the offsets.
     return Block(
         Packed(jnp.stack([queries, zero], 1), _closed(jnp.stack([zero, zero], 1))),
         Packed(jnp.stack([keys, zero], 1), _closed(jnp.stack([kv_BS.shape[1] - keys, zero], 1))),
@@ -307,7 +313,7 @@ def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
 def block_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Block | None, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """See the package's docstring."""
+    """Implement `block_forward` of the package."""
     queries, keys = described or (None, None)
     out, stats = fused._dot_product_attention_fwd_p_wrapper.bind(
         q_BTNH,
@@ -336,7 +342,7 @@ def block_backward(
     spec: Spec,
     diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the package's docstring."""
+    """Implement `block_backward` of the package."""
     queries, keys = described or (None, None)
 
     def part(lse: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
@@ -351,18 +357,18 @@ def block_backward(
 
 
 def _in_document(documents: Packed, T: int) -> jax.Array:
-    """Which token of a row is in which document, bool (B, M, T)."""
+    """Return which token of a row is in which document, bool (B, M, T)."""
     at_BMT = jnp.arange(T)[None, None, :] - documents.offsets_BM[:, :-1, None]
     return (at_BMT >= 0) & (at_BMT < documents.lengths_BM[:, :, None])
 
 
 def _inside(documents: Packed, T: int) -> jax.Array:
-    """Which tokens of each row are in any of the documents, bool (B, T): the kernel leaves the others undefined."""
+    """Return which tokens of each row are in any document, bool (B, T): the kernel leaves the others undefined."""
     return _in_document(documents, T).any(axis=1)
 
 
 def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
-    """The kernel's (B x M, N, T), counted from each document's first token, as (B, N, T)."""
+    """Return the kernel's (B x M, N, T), counted from each document's first token, as (B, N, T)."""
     B, M = documents.lengths_BM.shape
     stats_BMNT = stats.reshape(B, M, -1, T)
     document_BT = jnp.argmax(_in_document(documents, T), axis=1)
@@ -372,7 +378,7 @@ def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
 
 
 def _per_document(lse_BNT: jax.Array, documents: Packed) -> jax.Array:
-    """The inverse of `_per_token`; what stands behind the end of a document is not read."""
+    """Invert `_per_token`; entries after the end of a document are not read."""
     B, N, T = lse_BNT.shape
     at_BMT = jnp.clip(documents.offsets_BM[:, :-1, None] + jnp.arange(T)[None, None, :], 0, T - 1)
     stats_BMNT = jnp.take_along_axis(lse_BNT[:, None], at_BMT[:, :, None, :], axis=3)

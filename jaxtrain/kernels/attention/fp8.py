@@ -1,14 +1,14 @@
-"""Attention whose forward pass multiplies in e4m3, for Hopper; another kernel does its backward pass.
+"""Attention with a forward pass in e4m3, for Hopper; another kernel computes the backward pass.
 
     q8, k8, v8   queries, keys and values divided by scales and rounded to e4m3; a scale for each row and head (kernels/fp8.py)
     s  = q8 k8^T scale_q scale_k / sqrt(H)           f32
     p  = exp(s - largest s of the query)             f32, as is their sum
     o  = round(256 p) v8 scale_v / (256 sum of p)    256 p in e4m3; tensor cores sum over a tile of keys, f32 adds tiles
 
-The backward pass is that of the configured kernel, in bf16, from the q, k, v of the forward pass before rounding, and from this
-output and log-sum-exp. So its weights exp(s - lse) have the scores of bf16 and a sum that is off 1 by the error of lse.
+The backward pass is that of the configured kernel, in bf16, from q, k, v before rounding, and from this output and log-sum-exp.
+So its weights exp(s - lse) use scores in bf16, and their sum differs from 1 by the error of lse.
 
-The kernel is pallas_kernels.py's. On CPU the same numbers are rounded in XLA, with all T x S scores.
+The kernel is in pallas_kernels.py. On CPU, XLA computes with the same rounding, and with all T x S scores in memory.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ LARGEST = 192  # head_dim; above, two accumulators of a tile do not fit the regi
 
 
 class Prepared(NamedTuple):
-    """The batch as each pass needs it."""
+    """The description of the batch for each pass."""
 
     forward: Any  # pallas.Prepared without tiles of the backward pass; emulated: Rows
     backward: Any  # of `base.describe_block`
@@ -54,7 +54,7 @@ class Forward8:
         return self.base.unsupported(spec, hardware)
 
     def prepare(self, rows: Rows, spec: Spec) -> Prepared:
-        """Return what both passes need of whole rows."""
+        """Return the descriptions of whole rows for both passes."""
         return self.describe_block(rows, spec, diagonal=True)
 
     def attention(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
@@ -62,7 +62,7 @@ class Forward8:
         return _attention(q_BTNH, k_BSKH, v_BSKH, prepared, self, spec)
 
     def describe_block(self, rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
-        """Return what both passes need of a block."""
+        """Return the descriptions of a block for both passes."""
         forward = rows if spec.fp8 == EMULATED else pallas.prepare_forward(rows, spec, FORWARD_FP8)
         return Prepared(forward, self.base.describe_block(rows, spec, diagonal))
 
@@ -128,7 +128,7 @@ def _forward(
 
 
 def _emulated(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp as the kernel does, but for the order of sums."""
+    """Return the kernel's output and log-sum-exp, except for the order of sums."""
     (B, T, N, H), K = q8.shape, k8.shape[2]
     factor, of_values = (scales_BN2[..., i].reshape(B, K, N // K, 1) for i in range(2))
     q, k, v = (x.astype(jnp.float32) for x in (q8.reshape(B, T, K, N // K, H), k8, v8))

@@ -1,10 +1,10 @@
 """Flash attention (Dao 2023, arXiv:2307.08691; Shah 2024, arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper, in bf16: packed
 documents, windows, grouped queries, soft cap.
 
-Three kernels: forward, gradients of queries, gradients of keys and values. Each program of the first two holds a tile of
-queries and goes over the tiles of keys that it sees, and of the third holds a tile of keys and goes over those of queries that
-see it, of all heads of the group, so that the sum over a group needs no memory. Tiles that hold nothing are not visited
-(tiles.py), and tiles that the mask leaves whole are computed without it.
+Three kernels: forward, gradients of queries, gradients of keys and values. A program of the first two holds a tile of queries
+and loops over its visible tiles of keys. A program of the third holds a tile of keys and loops over the tiles of queries that
+attend to it, of all heads of the group, so the sum over a group needs no memory. Empty tiles are skipped (tiles.py). Tiles
+without masked pairs are computed without the mask.
 
 Tile sizes fit the registers and the shared memory of a Hopper GPU, and were not tuned on one
 (docs/evidence/attention_kernels.md). On a CPU Pallas interprets the kernels if INTERPRET is set, for tests.
@@ -45,8 +45,8 @@ PREFIX = "jaxtrain_attention_"  # of the kernels' names
 INTERPRET: plgpu.InterpretGPUParams | None = None
 
 
-# head_dim filled up -> tiles of each kernel. Of those tried, the largest that the assembler fits into the registers and into
-# shared memory, but for a few bytes: benchmarks/attention_tiles.py shows what each takes.
+# Padded head_dim -> tiles of each kernel: of those tried, the largest that the assembler fits into registers and shared memory,
+# except for a few bytes. benchmarks/attention_tiles.py shows the sizes.
 SIZES: dict[int, dict[str, Tile]] = {
     64: {FORWARD: Tile(128, 128, 4), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 4), KEYS: Tile(64, 128, 4)},
     128: {FORWARD: Tile(128, 128, 2), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 128, 2)},
@@ -56,7 +56,7 @@ SIZES: dict[int, dict[str, Tile]] = {
 
 
 def width(head_dim: int) -> int:
-    """Return head_dim filled up to whole chunks."""
+    """Return head_dim padded to whole chunks."""
     return count(head_dim, CHUNK) * CHUNK
 
 
@@ -66,7 +66,7 @@ def tiles(head_dim: int) -> dict[str, Tile]:
 
 
 class Prepared(NamedTuple):
-    """Segments and positions, padded to whole tiles, and the tiles that each tile visits. Padded keys have segment NEVER."""
+    """Segments and positions, padded to whole tiles, and the tiles to visit for each tile. Padded keys have segment NEVER."""
 
     queries_of: jax.Array  # (B, 2, T)
     keys_of: jax.Array  # (B, 2, S)
@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Why it cannot do this, or None."""
+    """Return why it cannot do this, or None."""
     if spec.cached:
         return "is not used with a key/value cache"
     if hardware.platform != "gpu":
@@ -92,7 +92,7 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
 
 
 def prepare(rows: Rows, spec: Spec) -> Prepared:
-    """Return the tiles that each tile must visit, once a batch."""
+    """Return the tiles to visit for each tile, once per batch."""
     forward, rows = prepare_forward(rows, spec, FORWARD), _documents(rows, spec)
     of = tiles(spec.head_dim)
     queries, keys = (visits(rows, spec, of[name].queries, of[name].keys, by_keys=name == KEYS) for name in (QUERIES, KEYS))
@@ -100,7 +100,7 @@ def prepare(rows: Rows, spec: Spec) -> Prepared:
 
 
 def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
-    """Return the same for a forward kernel alone: FORWARD or FORWARD_FP8."""
+    """Return the tiles of a forward kernel alone: FORWARD or FORWARD_FP8."""
     rows, tile = _documents(rows, spec), tiles(spec.head_dim)[name]
     keys = jnp.where(rows.kv_segments > 0, rows.kv_segments, NEVER)
     return Prepared(
@@ -111,14 +111,14 @@ def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
 
 
 def _documents(rows: Rows, spec: Spec) -> Rows:
-    """Return rows with their segments; of rows that are not packed, each is one document."""
+    """Return rows with their segments; a row that is not packed is one document."""
     if spec.packed:
         return rows
     return rows._replace(q_segments=jnp.ones_like(rows.q_segments), kv_segments=jnp.ones_like(rows.kv_segments))
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
-    """See the package's docstring; softmax in f32."""
+    """Implement `attention` of the package; softmax in f32."""
     return _flash(q_BTNH, k_BSKH, v_BSKH, prepared, spec)
 
 
@@ -145,14 +145,14 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
-    """As for whole rows: a block is rows of queries and rows of keys."""
+    """Return the tiles to visit in a block."""
     return prepare(rows, spec)
 
 
 def block_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Prepared, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """See the package's docstring; the output in f32."""
+    """Implement `block_forward` of the package; the output is f32."""
     return _forward(q_BTNH, k_BSKH, v_BSKH, described, spec, diagonal, jnp.float32)
 
 
@@ -167,7 +167,7 @@ def block_backward(
     spec: Spec,
     diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the package's docstring; the gradients in f32."""
+    """Implement `block_backward` of the package; the gradients are f32."""
     return _backward(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, do_BTNH, described, spec, diagonal, jnp.float32)
 
 
@@ -177,7 +177,7 @@ def block_backward(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Output in `dtype` (default: that of q), log-sum-exp in f32 (B, N, T). causal: the keys are those of the queries."""
+    """Return output in `dtype` (default: q's) and log-sum-exp in f32 (B, N, T). causal: the keys are those of the queries."""
     T, H = q.shape[1], q.shape[3]
     q, k, v = map(_filled, (q, k, v))
     B, filled, N, _ = q.shape
@@ -196,12 +196,12 @@ def forward_fp8(
     causal: bool,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output in `dtype` and log-sum-exp as `_forward` does, of arrays in e4m3 and their scales (`_forward_kernel`)."""
+    """Return output in `dtype` and log-sum-exp as `_forward` does, for arrays in e4m3 and their scales (`_forward_kernel`)."""
     T, H = q8.shape[1], q8.shape[3]
     q8, k8, v8 = map(_filled, (q8, k8, v8))
     B, filled, N, _ = q8.shape
     shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
-    # Keys last: WGMMA reads 8-bit numbers along the contracted dimension alone.
+    # Keys last: WGMMA reads 8-bit numbers only along the contracted dimension.
     operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
     out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
     return out[:, :T, :, :H], lse[:, :, :T]
@@ -210,7 +210,7 @@ def forward_fp8(
 def _backward(
     q, k, v, out, lse, do, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v in `dtype` (default: that of q)."""
+    """Return the gradients of q, k and v in `dtype` (default: that of q)."""
     (_, T, _, H), S, dtype = q.shape, k.shape[1], dtype or q.dtype
     delta_BTN = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     q, k, v, do = map(_filled, (q, k, v, do))
@@ -225,7 +225,7 @@ def _backward(
 
 
 def _filled(x_BTNH: jax.Array) -> jax.Array:
-    """Filled up with zeros to whole tiles of tokens and whole chunks of a head."""
+    """Return x padded with zeros to whole tiles of tokens and whole chunks of a head."""
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
     return jnp.pad(x_BTNH, ((0, 0), (0, count(T, LONGEST) * LONGEST - T), (0, 0), (0, width(H) - H)))
 
@@ -240,13 +240,13 @@ def _call(
     spec: Spec,
     causal: bool,
 ) -> Sequence[jax.Array]:
-    """One program for each tile (of those in `visits`), row, and head of `heads`: of queries, or of keys and their group.
+    """Run one program for each tile (of those in `visits`), row, and head of `heads`: of queries, or of keys and their group.
 
     operands: q, k, ... and outputs: (B, T or S, N or K, H), or a number for each query and head, (B, N, T).
     """
     (B, _, N, H), K = operands[0].shape, operands[1].shape[2]
     static = Static(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)
-    # Profiles show the name, and plans read from it what is computed (plan/program/op_cost.py).
+    # Profiles show the name, and plans read the computation from it (plan/program/op_cost.py).
     mask = (f"window{spec.window}" if spec.window else "causal") if causal else "all"
     kernel = KERNELS[name]
     call = plgpu.kernel(

@@ -1,4 +1,4 @@
-"""The flash attention kernels, in Pallas Mosaic GPU; pallas.py calls them. hopper.py has the parts of a program.
+"""The flash attention kernels, in Pallas Mosaic GPU; pallas.py calls them. hopper.py has the parts that the kernels share.
 
 Each warpgroup that computes has its own 64 rows of the program's tile. WGMMA's left side is in shared memory or in registers.
 """
@@ -25,16 +25,16 @@ FORWARD, FORWARD_FP8, QUERIES, KEYS = "forward", "forward_fp8", "backward_q", "b
 # The forward pass in e4m3 multiplies weights by 2^8, so that the largest is 256 of at most 448: those above 2^-14 are normal
 # numbers and those above 2^-18 are not rounded to zero.
 SHIFT = 8
-CHUNK = 64  # numbers of bf16 that shared memory holds side by side
+CHUNK = 64  # numbers of bf16 that are contiguous in shared memory
 TILES, BATCH, HEADS = "tile", "row", "head"  # the axes of programs
 OF_ROWS, OF_COLUMNS = (
     plgpu.Layout.WGMMA.reduce(1),
     plgpu.Layout.WGMMA.reduce(0),
-)  # a number for each row, or column, of a product
+)  # a number for each row, or column, of a matmul's result
 
 
 class Tile(NamedTuple):
-    """Tokens of a tile of each kind, and how many tiles of the loop are in shared memory at a time."""
+    """The number of tokens in each kind of tile, and the number of tiles of the loop in shared memory at a time."""
 
     queries: int
     keys: int
@@ -43,18 +43,18 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for."""
+    """Compile-time parameters of a kernel."""
 
     spec: Spec
     tile: Tile
-    width: int  # head_dim, filled up
+    width: int  # head_dim, padded
     group: int
     interpret: bool
     fp8: bool = False  # the matmuls are of e4m3
 
     @property
     def scale(self) -> float:
-        """Of scores."""
+        """Return the scale of scores."""
         return self.spec.head_dim**-0.5
 
     @property
@@ -65,7 +65,7 @@ class Static:
     def matrices(self, number: int, tokens: int) -> Any:
         """Return shared memory for `number` matrices (tokens, head_dim) of bf16, in the order in which WGMMA reads them.
 
-        The chunks of this order are as long as the tiles gone over, at most: a product with these sums over whole chunks.
+        A chunk of this order is at most as long as a tile of the loop, because a matmul sums over whole chunks.
         """
         chunk = min(CHUNK, self.tile.queries, self.tile.keys)
         order: Any = plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(2 * chunk)  # pyright: ignore[reportAbstractUsage]
@@ -78,16 +78,16 @@ class Static:
         return plgpu.SMEM((number, rows, columns), E4M3, transforms=order)
 
     def belonging(self, tokens: int) -> Any:
-        """Return segments and positions of the tiles gone over, in shared memory."""
+        """Return shared memory for segments and positions of the loop's tiles."""
         return plgpu.SMEM((self.tile.stages, 2, tokens), jnp.int32)
 
     def numbers(self, tokens: int) -> Any:
-        """Return a number for each token of the tiles gone over, in shared memory."""
+        """Return shared memory for one number per token of the loop's tiles."""
         return plgpu.SMEM((self.tile.stages, tokens), jnp.float32)
 
 
 class Visits(NamedTuple):
-    """Tiles that a program visits: those that need a mask, then those that do not."""
+    """The tiles that a program visits: those that need a mask, then those that do not."""
 
     start: jax.Array
     full_start: jax.Array
@@ -96,16 +96,16 @@ class Visits(NamedTuple):
 
     @property
     def masked(self) -> jax.Array:
-        """How many need a mask."""
+        """Return the number of tiles that need a mask."""
         return self.total - (self.full_stop - self.full_start)
 
     @property
     def total(self) -> jax.Array:
-        """How many there are."""
+        """Return the number of tiles."""
         return self.stop - self.start
 
     def at(self, step: jax.Array) -> jax.Array:
-        """The tile of a step."""
+        """Return the tile of a step."""
         ahead = self.full_start - self.start
         behind = jnp.where(step < self.masked, self.full_stop + step - ahead, self.full_start + step - self.masked)
         return jnp.where(step < ahead, self.start + step, behind)
@@ -116,7 +116,7 @@ def _visits(ref: Any, row: jax.Array, tile: jax.Array) -> Visits:
 
 
 def _product(a: Any, b: Any) -> jax.Array:
-    """a b^T in f32, of two tiles in shared memory."""
+    """Return a b^T in f32, of two tiles in shared memory."""
 
     def into(sum_ref: Any) -> jax.Array:
         plgpu.wgmma(sum_ref, a, b.transpose((1, 0)))
@@ -126,20 +126,20 @@ def _product(a: Any, b: Any) -> jax.Array:
 
 
 def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.Array:
-    """sums + a b in f32, of numbers in registers and a tile in shared memory."""
+    """Return sums + a b in f32: `a` is in registers, `b` a tile in shared memory."""
     a = a.astype(b.dtype)
-    if static.interpret:  # jax 0.11.2's interpreter knows WGMMA of shared memory alone, and no pl.run_state
+    if static.interpret:  # jax 0.11.2's interpreter supports WGMMA only from shared memory, and no pl.run_state
         return sums + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
     added: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.WGMMAAccumulatorRef.init(sums))
     return added
 
 
 def swapped(keys: jax.Array, axis: int) -> jax.Array:
-    """Return an array with its keys in the order in which a thread has them, 16 by 16.
+    """Return an array with its keys in the order in which a thread holds them, 16 by 16.
 
-    Of 16 columns of a product, thread t of 4 in a row has 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, fragment D of wgmma). As the
-    left side of a product of 8-bit numbers it must have columns 4t to 4t + 3 (fragment A of .m64nNk32). A sum over keys has any
-    order: so weights stay in their registers, and the values' keys are in this order.
+    Of 16 columns of a matmul's result, thread t of 4 in a row holds 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, fragment D of
+    wgmma). The left operand of an 8-bit matmul needs columns 4t to 4t + 3 (fragment A of .m64nNk32). A sum over keys may have
+    any order: so weights stay in their registers, and the keys of values are permuted.
     """
     shape = keys.shape
     keys = keys.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
@@ -155,7 +155,7 @@ def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarra
 
 
 def _rounded_in_place(p: jax.Array) -> jax.Array:
-    """Return weights in e4m3, as the left side of a product, in the registers that hold them: see `swapped`."""
+    """Return weights in e4m3 as the left operand of a matmul, in the registers that hold them: see `swapped`."""
     layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
     made: Any = plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=layouts[1])
 
@@ -170,8 +170,8 @@ def _rounded_in_place(p: jax.Array) -> jax.Array:
 def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
     """Return p v in f32, p rounded to e4m3. v: values (head_dim, keys) in e4m3, keys as `swapped`.
 
-    The sum starts at zero, and the caller adds it in f32: on Hopper the tensor cores keep about 14 bits of a sum of 8-bit
-    products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
+    The sum starts at zero, and the caller adds it in f32: on Hopper, tensor cores accumulate 8-bit products with about 14 bits
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
     """
     if static.interpret:
         p8 = swapped(p.astype(E4M3).astype(jnp.float32), 1)
@@ -190,17 +190,17 @@ def _zeros(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _rows(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number for each row."""
+    """Broadcast a number for each row to `shape`."""
     return jax.lax.broadcast_in_dim(numbers, shape, (0,))
 
 
 def _columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number for each column."""
+    """Broadcast a number for each column to `shape`."""
     return jax.lax.broadcast_in_dim(numbers, shape, (1,))
 
 
 def _store(values: jax.Array, ref: Any, own: Any) -> None:
-    """Store 64 rows. own: a tile in shared memory, which nothing reads any more."""
+    """Store 64 rows. own: a tile in shared memory that is free."""
     if ref.dtype != own.dtype:  # float32 has no such tile
         ref[...] = values.astype(ref.dtype)
         return
@@ -219,7 +219,7 @@ def _belonging(ref: Any, layout: Any, optimized: bool = True) -> Belonging:
 
 
 def _visible(of_queries: Belonging, of_keys: Belonging, spec: Spec, shape: tuple[int, ...], turned: bool = False) -> jax.Array:
-    """bool (queries, keys), turned: (keys, queries), from the segments and positions of each."""
+    """Return the mask, bool (queries, keys), or turned (keys, queries), from the segments and positions of both."""
     over_queries, over_keys = (_columns, _rows) if turned else (_rows, _columns)
     same = over_queries(of_queries[0], shape) == over_keys(of_keys[0], shape)
     distance = over_queries(of_queries[1], shape) - over_keys(of_keys[1], shape)
@@ -241,7 +241,7 @@ def _capped(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.A
 
 
 def _go_over(visits: Visits, before: Any, body: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
-    """`body(step, carry, masked)` for all steps, of which there were some before."""
+    """Run `body(step, carry, masked)` for all visits. before: the number of steps before them."""
     masked, total = before + visits.masked, before + visits.total
     carry = jax.lax.fori_loop(before, masked, lambda step, carry: body(step, carry, True), carry)
     return jax.lax.fori_loop(masked, total, lambda step, carry: body(step, carry, False), carry)
@@ -261,15 +261,15 @@ def _load_keys(
 
 
 def _last_first(visits_ref: Any) -> jax.Array:
-    """The tile of queries of this program. The last ones see most, and what takes long should start early."""
+    """Return the tile of queries of this program, the last first: it has the most keys, and long work should start early."""
     return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
 
 
 def forward_scratch(static: Static) -> tuple[Any, ...]:
-    """Shared memory and barriers of the forward kernel."""
+    """Return shared memory and barriers of the forward kernel."""
     tokens, stages, width = static.tile.keys, static.tile.stages, static.width
     k, v, own = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
-    if static.fp8:  # WGMMA reads 8-bit numbers along the contracted dimension alone: of values, that of keys
+    if static.fp8:  # WGMMA reads 8-bit numbers only along the contracted dimension: for values, that of keys
         k, v = static.eights(stages, tokens, width), static.eights(stages, width, tokens)
         own = static.eights(COMPUTING, ROWS, width)
     arrived, turn = plgpu.Barrier(num_barriers=COMPUTING), plgpu.Barrier(num_arrivals=COMPUTING)
@@ -277,9 +277,9 @@ def forward_scratch(static: Static) -> tuple[Any, ...]:
 
 
 def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, static):
-    """Keep the running largest score (in log2) and sum of each query, and scale the output so far to them.
+    """Compute a tile of the output, with a running maximum (in log2) and sum of scores for each query.
 
-    The warpgroups that compute take turns: while one multiplies, the other takes exponentials.
+    The warpgroups that compute alternate: one multiplies while the other computes exponentials.
 
     In e4m3 (static.fp8) values are (B, K, H, S) with keys as `swapped`, and f32 (B, N, 2) follows them: the product of the
     scales of queries and keys, and the scale of values.
@@ -320,7 +320,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
             values.release(step, static.interpret)
             return out, new_top, total
 
-        # Scores that are masked are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
+        # Masked scores are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
         top = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), OF_ROWS)
         start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS)
         pl.when(which == 1)(next_turn)
@@ -340,7 +340,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
 
 
 def queries_scratch(static: Static) -> tuple[Any, ...]:
-    """Shared memory and barriers of the kernel of queries' gradients."""
+    """Return shared memory and barriers of the kernel of queries' gradients."""
     tokens = static.tile.keys
     tiles, own = static.matrices(static.tile.stages, tokens), static.matrices(COMPUTING, ROWS)
     arrived = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
@@ -366,7 +366,7 @@ def _queries_kernel(
     *,
     static,
 ):
-    """dq = ds k."""
+    """Compute dq = ds k."""
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
     visits = _visits(visits_ref, row, mine)
     shape = ROWS, tile.keys
@@ -403,7 +403,7 @@ def _queries_kernel(
 
 
 def keys_scratch(static: Static) -> tuple[Any, ...]:
-    """Shared memory and barriers of the kernel of keys' and values' gradients."""
+    """Return shared memory and barriers of the kernel of keys' and values' gradients."""
     parts, tokens = COMPUTING // 2 if static.roles else COMPUTING, static.tile.queries
     tiles, own, numbers = static.matrices(static.tile.stages, tokens), static.matrices(parts, ROWS), static.numbers(tokens)
     arrived, done = plgpu.Barrier(num_arrivals=2, num_barriers=parts), plgpu.Barrier(num_arrivals=COMPUTING)
@@ -431,16 +431,16 @@ def _keys_kernel(
     *,
     static,
 ):
-    """dk = ds^T q and dv = p^T do, summed over the heads of the group.
+    """Compute dk = ds^T q and dv = p^T do, summed over the heads of the group.
 
-    Scores are made as (keys, queries), so that WGMMA takes p^T and ds^T from the registers they are in.
+    Scores are computed as (keys, queries), so WGMMA reads p^T and ds^T from their registers.
     """
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), jax.lax.axis_index(TILES), static.tile
     visits = _visits(visits_ref, row, mine)
     shape = ROWS, tile.queries
 
     def gradients_of(part: jax.Array, wants_keys: bool, wants_values: bool) -> None:
-        """Sum the gradients of these 64 keys, or values, or both."""
+        """Sum the gradients of these 64 keys, of their values, or of both."""
         rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
         k, v = k_own.at[part], v_own.at[part]
         of_keys = _belonging(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)

@@ -1,4 +1,4 @@
-"""Attention by definition, in XLA: all T x S scores in float32. Does everything; the others are checked against it."""
+"""Attention by definition, in XLA: all T x S scores in float32. Supports everything; other kernels are checked against it."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,17 @@ from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """None: it can do everything."""
+    """Return None: it can do everything."""
     return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:
-    """The mask follows from the rows themselves."""
+    """Return the rows: the mask follows from them."""
     return rows
 
 
 def visible(rows: Rows, spec: Spec) -> jax.Array:
-    """Which keys each query sees: bool (B, T, S)."""
+    """Return the keys that each query attends to: bool (B, T, S)."""
     q_position, kv_position = rows.q_positions[:, :, None], rows.kv_positions[:, None, :]
     mask = (rows.q_segments[:, :, None] == rows.kv_segments[:, None, :]) & (rows.kv_segments[:, None, :] > 0)
     mask &= q_position >= kv_position
@@ -32,7 +32,7 @@ def _precision(x: jax.Array) -> jax.lax.Precision:
 
 
 def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
-    """f32 (B, K, G, T, S): q k^T / sqrt(H), with the soft cap."""
+    """Return q k^T / sqrt(H) with the soft cap, f32 (B, K, G, T, S)."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -44,7 +44,7 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
 def _weighed(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Values by their weights, f32 (B, T, N, H); of each query's scores the largest, and the sum of exp(score - largest)."""
+    """Return the attention output, f32 (B, T, N, H), each query's largest score, and its sum of exp(score - largest)."""
     mask = mask_BTS[:, None, None]
     scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), NOTHING)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
@@ -62,24 +62,24 @@ def _weighed(
 
 
 def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v over the visible keys, scores and sums in float32; a query that sees nothing gives 0."""
+    """Return softmax(q k^T / sqrt(H)) v over the visible keys, in float32; 0 for a query without visible keys."""
     return _weighed(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec)[0].astype(q_BTNH.dtype)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
-    """See the package's docstring."""
+    """Implement `attention` of the package."""
     return checkpoint_name(masked_attention(q_BTNH, k_BSKH, v_BSKH, visible(prepared, spec), spec), "attention_out")
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Rows:
-    """The mask follows from the rows themselves."""
+    """Return the rows: the mask follows from them."""
     return rows
 
 
 def block_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Rows, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """See the package's docstring."""
+    """Implement `block_forward` of the package."""
     out, top, sums = _weighed(q_BTNH, k_BSKH, v_BSKH, visible(described, spec), spec)
     lse = jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-30)), NOTHING)
     B, T, N, _ = q_BTNH.shape
@@ -97,7 +97,7 @@ def block_backward(
     spec: Spec,
     diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the package's docstring. With p = exp(s - lse): dv = p^T do, ds = p (do v^T - sum(do out))."""
+    """Implement `block_backward` of the package. With p = exp(s - lse): dv = p^T do, ds = p (do v^T - sum(do out))."""
     B, T, N, H = q_BTNH.shape
     K, dtype = k_BSKH.shape[2], q_BTNH.dtype
     grouped = (B, T, K, N // K, -1)

@@ -1,12 +1,11 @@
-"""Attention sinks (Xiao et al. 2023, arXiv:2309.17453; learnt ones as in GPT-OSS, 2025): a logit for each query head that takes
-part in the sum of softmax, and has no value.
+"""Attention sinks (Xiao et al. 2023, arXiv:2309.17453; learnt as in GPT-OSS): a logit of each head in softmax's denominator.
 
-A sink changes the normaliser alone. With out and lse of a kernel,
+A sink changes only the normaliser. With out and lse of a kernel,
 
     lse' = log(exp(lse) + exp(sink))        out' = out exp(lse - lse')
 
-Every kernel gives both, and its backward rule of a block takes the output and log-sum-exp over everything that a query sees. So
-out' and lse' give the exact gradients of queries, keys and values. That of the sink is -sum(exp(sink - lse') dout . out').
+Every kernel returns both, and its backward rule of a block takes the output and log-sum-exp over all keys of a query. So out'
+and lse' give the exact gradients of queries, keys and values. That of the sink is -sum(exp(sink - lse') dout . out').
 """
 
 import functools
@@ -20,7 +19,7 @@ from jaxtrain.kernels.attention import Rows, Spec, implementation
 
 
 def prepare(rows: Rows, spec: Spec, kernel: str) -> Any:
-    """Return the kernel's view of rows for `attention`; kernel: by name."""
+    """Return the description of rows for `attention`; kernel: by name."""
     if spec.sinks:
         return implementation(kernel, spec).describe_block(rows, spec, True)
     return implementation(kernel, spec).prepare(rows, spec)
@@ -29,7 +28,7 @@ def prepare(rows: Rows, spec: Spec, kernel: str) -> Any:
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks_N: jax.Array | None, prepared: Any, spec: Spec, kernel: str
 ) -> jax.Array:
-    """Return attention (B, T, N, H) of whole rows. sinks_N: where spec.sinks, else None."""
+    """Return attention (B, T, N, H) of whole rows. sinks_N: with spec.sinks, else None."""
     o: jax.Array
     if sinks_N is None:
         o = implementation(kernel, spec).attention(q, k, v, prepared, spec)
@@ -65,7 +64,7 @@ _with_sinks.defvjp(_forward_saving, _backward)
 
 
 def joined(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return an output and its log-sum-exp with the sink in the sum, both f32."""
+    """Return an output and its log-sum-exp with the sink in the denominator, both f32."""
     with_sink = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
     share_BTN1 = jnp.swapaxes(jnp.exp(lse_BNT - with_sink), 1, 2)[..., None]
     return out_BTNH.astype(jnp.float32) * share_BTN1, with_sink

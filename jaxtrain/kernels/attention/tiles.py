@@ -1,9 +1,9 @@
-"""Which tiles of the (queries, keys) square a flash kernel has to visit, from where the tokens of each tile belong.
+"""The tiles of the (queries, keys) square that a flash kernel visits, from the segments and positions of each tile.
 
-Tokens have an order: by document, then by position. Under causal and window masks a query sees an interval of it, so what a
-tile of queries sees lies between the first and the last of its queries' intervals, and a tile of keys outside of that is
-empty. That takes the least and the largest token of each tile, and holds for tokens in any order along the row; where they
-stand in order, as training packs them, no tile is visited in vain but for the corners of the mask.
+Tokens have an order: by document, then by position. Under causal and window masks a query attends to an interval of this order.
+So a tile of queries attends to keys between the first and the last of its queries' intervals, and a tile of keys outside of
+that range is empty. The range needs only the smallest and the largest token of each tile, and is correct for tokens in any
+order along the row. For rows in order, as training packs them, empty tiles are visited only at the corners of the mask.
 """
 
 from typing import NamedTuple
@@ -14,32 +14,32 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention import Rows, Spec
 
 MOST = 2**30  # above all segments and positions
-NEVER = -1  # segment of a key that nobody sees
+NEVER = -1  # segment of a key that no query attends to
 
 
 class Ends(NamedTuple):
-    """Of each tile of tokens, all int32 (B, tiles) but the last: its real tokens that come first and last in the order."""
+    """The first and the last real token of each tile in the order, int32 (B, tiles)."""
 
     first_segment: jax.Array
     first_position: jax.Array
     last_segment: jax.Array
     last_position: jax.Array
-    whole: jax.Array  # bool: all of it real tokens of one document
+    whole: jax.Array  # bool: only real tokens, of one document
 
 
 def count(tokens: int, tile: int) -> int:
-    """Tiles that hold so many tokens."""
+    """Return the number of tiles of `tokens` tokens."""
     return -(-tokens // tile)
 
 
 def padded(x_BT: jax.Array, tile: int, value: int) -> jax.Array:
-    """Filled up to whole tiles."""
+    """Return an array padded to whole tiles."""
     T = x_BT.shape[1]
     return jnp.pad(x_BT, ((0, 0), (0, count(T, tile) * tile - T)), constant_values=value)
 
 
 def ends(segments_BT: jax.Array, positions_BT: jax.Array, tile: int) -> Ends:
-    """The ends of tiles of so many tokens; the last tile is filled up with padding."""
+    """Return the ends of tiles of `tile` tokens; the last tile is padded."""
     B = segments_BT.shape[0]
     segments, positions = (padded(x, tile, 0).reshape(B, -1, tile) for x in (segments_BT, positions_BT))
     real = segments > 0
@@ -55,10 +55,9 @@ def ends(segments_BT: jax.Array, positions_BT: jax.Array, tile: int) -> Ends:
 
 
 def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = False) -> jax.Array:
-    """For each tile of queries the tiles of keys that it must visit, int32 (B, tiles, 4); by_keys: the other way round.
+    """Return the tiles of keys to visit for each tile of queries, int32 (B, tiles, 4); by_keys: the inverse.
 
-    (start, full_start, full_stop, stop): nothing is seen outside of start:stop, and everything in full_start:full_stop, which
-    needs no mask.
+    (start, full_start, full_stop, stop): tiles outside of start:stop are empty; tiles in full_start:full_stop need no mask.
     """
     q, kv = (
         Ends(*(jnp.expand_dims(x, axis) for x in ends(segments, positions, tile)))
@@ -69,7 +68,7 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
     )
 
     def before(segment, position, other_segment, other_position):
-        """At or before, in the order."""
+        """Return whether a token is at or before another in the order."""
         return (segment < other_segment) | ((segment == other_segment) & (position <= other_position))
 
     reach = q.first_position - (spec.window - 1 if spec.window else MOST)
@@ -82,7 +81,7 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
 
 
 def _spans(some: jax.Array, full: jax.Array) -> jax.Array:
-    """(start, full_start, full_stop, stop) along the last axis: of all that `some` has, and of the first run in `full`."""
+    """Return (start, full_start, full_stop, stop) along the last axis: the range of `some`, and the first run of `full`."""
     n = some.shape[-1]
     at = jnp.arange(n, dtype=jnp.int32)[None, None]
     stop = jnp.where(some, at + 1, 0).max(-1)

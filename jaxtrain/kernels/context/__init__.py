@@ -1,13 +1,13 @@
-"""Attention over a sequence that is split over devices: the same kernels, and the ways for keys to meet queries.
+"""Attention over a sequence that is sharded over devices, with the same kernels: Ulysses, a ring, and halos for windows.
 
 Inside a shard_map that is manual over the whole mesh each device calls, with its own tokens,
 
     prepare(rows, spec, kernel, split) -> pytree               once a batch; arrays with rows of the batch first
-    attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H) of its own tokens to the same
+    attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), of its own tokens
 
-Its tokens are what jaxtrain/context.py says: the two chunks of its place in the ring one after the other, or its part of them
-where a Ulysses group divides them. heads.py brings the tokens of a group together, each rank with a part of the heads; ring.py
-merges blocks of keys from all places; window.py fetches what a sliding window can reach.
+Its tokens (jaxtrain/context.py) are the two chunks of its ring rank, or its shard of them in a Ulysses group. heads.py gathers
+the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring ranks; window.py fetches
+the tokens within a sliding window.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from jaxtrain.kernels.attention import Rows, Spec, sinks
 from jaxtrain.kernels.context import heads, ring, window
 from jaxtrain.kernels.context.split import Split
 
-EQUAL_WIDTHS = ("pallas",)  # kernels whose values are as wide as their keys
+EQUAL_WIDTHS = ("pallas",)  # kernels that need values as wide as keys
 
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
-    """What this device needs to know of the batch, from the rows of its own tokens; `kernel`: by name."""
+    """Return this device's description of the batch, from the rows of its own tokens; `kernel`: by name."""
     whole = Rows(*(heads.gather(x, split) for x in rows))
     if split.context.ring == 1:
         return sinks.prepare(whole, spec, kernel)
@@ -42,13 +42,13 @@ def attention(
     split: Split,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Return attention of this device's queries to all that they see, as wide as v.
+    """Return attention of this device's queries to all visible keys, with the head size of v.
 
-    Values that are narrower than keys are filled up with zeros for kernels that ask for it, and around a ring, which sends keys
-    and values as one array. sinks_N: where spec.sinks, of this device's heads.
+    Values narrower than keys are padded with zeros for kernels that need it, and in a ring, which sends keys and values as one
+    array. sinks_N: of this device's heads, with spec.sinks.
     """
-    q, k, v = heads.trade(q, k, v, split)
-    sinks_N = None if sinks_N is None else heads.own(sinks_N, split)
+    q, k, v = heads.shard_heads(q, k, v, split)
+    sinks_N = None if sinks_N is None else heads.local_heads(sinks_N, split)
     width = v.shape[-1]
     if width < k.shape[-1] and (split.context.ring > 1 or kernel in EQUAL_WIDTHS):
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
@@ -59,4 +59,4 @@ def attention(
         o = window.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
     else:
         o = ring.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
-    return heads.back(o[..., :width] if o.shape[-1] > width else o, split)
+    return heads.shard_tokens(o[..., :width] if o.shape[-1] > width else o, split)

@@ -1,4 +1,4 @@
-"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): ranks trade tokens for heads by all-to-all, and back after attention."""
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls exchange tokens for heads, and back after attention."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,17 @@ from jaxtrain.kernels.context.split import Split
 
 
 def gather(x_BT: jax.Array, split: Split) -> jax.Array:
-    """The tokens of a group, one rank's after the other's."""
+    """Return the tokens of a group, one rank's after the other's."""
     if split.context.ulysses == 1:
         return x_BT
     return jax.lax.all_gather(x_BT, split.axis, axis=1, tiled=True, axis_index_groups=split.groups)
 
 
-def trade(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From all heads of a rank's own tokens to a part of the heads of all tokens of its group.
+def shard_heads(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Exchange all heads of a rank's own tokens for some of the heads of all tokens of its group.
 
-    Key/value heads that are fewer than ranks are first repeated, so that each rank receives the one that its queries need.
+    If there are fewer key/value heads than ranks, they are repeated first, so each rank receives the head that its queries
+    need.
     """
     u = split.context.ulysses
     if u == 1:
@@ -31,8 +32,8 @@ def _to_heads(x: jax.Array, split: Split) -> jax.Array:
     return jax.lax.all_to_all(x, split.axis, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=split.groups)
 
 
-def own(x_N: jax.Array, split: Split) -> jax.Array:
-    """Return the part of a number for each head that `trade` leaves to this rank."""
+def local_heads(x_N: jax.Array, split: Split) -> jax.Array:
+    """Return this rank's shard after `trade` of an array with a number for each head."""
     u = split.context.ulysses
     if u == 1:
         return x_N
@@ -40,8 +41,8 @@ def own(x_N: jax.Array, split: Split) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(split.axis) % u * count, count)
 
 
-def back(o: jax.Array, split: Split) -> jax.Array:
-    """The inverse of `trade`, for its result."""
+def shard_tokens(o: jax.Array, split: Split) -> jax.Array:
+    """Invert `trade`, for the output of attention."""
     if split.context.ulysses == 1:
         return o
     return jax.lax.all_to_all(o, split.axis, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=split.groups)

@@ -1,14 +1,15 @@
-"""Attention to keys that are spread over a ring of places (Liu et al. 2023, arXiv:2310.01889), causal work in equal parts.
+"""Attention to keys that are sharded over a ring of ranks (Liu et al. 2023, arXiv:2310.01889), with balanced causal work.
 
-A place holds an early chunk a and a late chunk b of each row (jaxtrain/context.py). With its own keys it computes three blocks:
-a and b on the diagonal, and b against a. With the two chunks of any other place it computes two more, one chunk against one:
-b against the other's early chunk, always; and either a against it, where the other place comes before, or b against the
-other's late chunk, where it comes after. All other blocks are empty under the causal mask and are not computed. So every
-place has the same shapes and the same work, and both blocks run as one call with twice the rows.
+A ring rank holds an early chunk a and a late chunk b of each sequence (jaxtrain/context.py). With its own keys it computes
+three blocks: a and b on the diagonal, and b against a. With the chunks of each other rank it computes two blocks. The first is
+b against that rank's early chunk. The second is a against that early chunk if the rank is earlier, or else b against that
+rank's late chunk. All other blocks are empty under the causal mask. So every rank has the same shapes and the same work, and
+both blocks run as one call with twice the rows.
 
-Results of blocks are merged by their log-sum-exps in float32. The gradient is written out: with the merged log-sum-exp, each
-block's part of it follows from that block alone, where differentiating the merge would need the gradient of log-sum-exps, which
-flash kernels do not give. Going backward, gradients of keys and values travel with them, in float32, until they are home.
+Results of blocks are merged by their log-sum-exps in float32. The backward rule is explicit: with the merged log-sum-exp, each
+block's term of the gradient follows from that block alone. Differentiating the merge would need the gradient of log-sum-exps,
+which flash kernels lack. In the backward pass, gradients of keys and values go around the ring with them, in float32, back to
+their rank.
 """
 
 import functools
@@ -27,15 +28,15 @@ Part = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and (B, N, T) the log
 
 
 class Described(NamedTuple):
-    """What the kernel needs to know of each block; all arrays have rows first."""
+    """The kernel's description of each block; all arrays have rows first."""
 
     diagonal: Any  # rows of a, then rows of b
     behind: Any  # b against a
-    others: tuple[Any, ...]  # against each other place, by distance: rows of the first block, then of the second
+    others: tuple[Any, ...]  # against each other rank, by distance: rows of the first block, then of the second
 
 
 def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
-    """From the rows of this place's tokens. Those of other places are gathered here, once for all layers."""
+    """Return the description from this rank's rows. Rows of other ranks are gathered here, once for all layers."""
     block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
     own = (rows.q_segments, rows.q_positions)
     mine = [halves(x) for x in own]
@@ -51,28 +52,28 @@ def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
 
 
 def _of(everyone: jax.Array, distance: int, split: Split) -> jax.Array:
-    """The part, of an array gathered over the places, of the place at this distance before."""
+    """Return the shard of the rank at this distance before, from an array gathered over the ring."""
     place = (split.place - distance) % split.context.ring
     return jax.lax.dynamic_index_in_dim(everyone, place, axis=0, keepdims=False)
 
 
 def _earlier(distance: int, split: Split) -> jax.Array:
-    """Whether the place at this distance comes before in the text, and not around the ring."""
+    """Return whether the rank at this distance is earlier in the sequence, without wrapping around the ring."""
     return split.place >= distance
 
 
 def _both(pair: Pair) -> jax.Array:
-    """Rows of the early chunk, then of the late one."""
+    """Join rows of the early chunk and of the late chunk."""
     return jnp.concatenate(pair, axis=0)
 
 
 def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
-    """Those of the two blocks with another place, rows of the second after those of the first."""
+    """Return the queries of the two blocks with another rank: rows of the first block, then of the second."""
     return jnp.concatenate([mine[1], jnp.where(earlier, mine[0], mine[1])], axis=0)
 
 
 def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
-    """Those of the two blocks with another place."""
+    """Return the keys of the two blocks with another rank."""
     return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
 
 
@@ -87,12 +88,12 @@ def attention(
     kernel: str,
     split: Split,
 ) -> jax.Array:
-    """Return attention (B, 2 C, N, H) of this place's two chunks to all that they see, in q's dtype."""
+    """Return attention (B, 2 C, N, H) of this rank's two chunks to all visible keys, in q's dtype."""
     return _forward(q, k, v, sinks_N, described, spec, kernel, split)[0]
 
 
 def merge(one: Part, other: Part) -> Part:
-    """Two outputs for the same queries, each normalised over its own keys, as one over both; f32."""
+    """Merge two outputs for the same queries, each normalised over its own keys, into one over both; f32."""
     (out, lse), (other_out, other_lse) = one, other
     both = jnp.logaddexp(lse, other_lse)
     share, rest = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, other_lse))
@@ -103,12 +104,12 @@ State = tuple[Any, ...]
 Step = Callable[[State, int, Any, jax.Array], State]
 
 
-def _in_turn(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
-    """The state after `step(state, distance, mine, keys and values)` for the own place (distance 0) and each other one.
+def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
+    """Return the state after `step(state, distance, mine, keys and values)` for this rank (distance 0) and each other one.
 
-    The scheduler takes an attention kernel for a moment's work, and would not send anything beside it. So what is sent is tied
-    to the block during which it is to travel: nothing after that block starts before it has arrived, and it is not sent later.
-    `mine` is tied as well, or what each step makes of it would be made for all steps before the first.
+    XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
+    send is tied to the block that should hide it: it starts with the block, and later blocks wait for it. `mine` is tied as
+    well, otherwise XLA would compute every step's arrays from it before the first step.
     """
     r = split.context.ring
     everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings) if split.context.gathered else None
@@ -147,7 +148,7 @@ def _forward(q, k, v, sinks_N, described, spec, kernel, split):
         early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], NOTHING)))
         return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
 
-    early, late = _in_turn(step, halves(q), jnp.concatenate([k, v], axis=2), split)
+    early, late = _run_ring(step, halves(q), jnp.concatenate([k, v], axis=2), split)
     out, lse = jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
     out, lse = (out, lse) if sinks_N is None else sinks.joined(out, lse, sinks_N)
     return out.astype(q.dtype), lse
@@ -170,7 +171,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return x[:rows], x[rows:]
 
     def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
-        """Gradients of the queries, and of keys and values together, by rows of the first block and of the second."""
+        """Return gradients of the queries, and of keys and values together, by rows of the first block and of the second."""
         q, out, lse, do = queries
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
         return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
@@ -196,7 +197,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         home = [*sent, theirs] if split.context.gathered else [sent[0] + theirs]
         return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), home
 
-    early, late, home = _in_turn(step, mine, jnp.concatenate([k, v], axis=2), split)
+    early, late, home = _run_ring(step, mine, jnp.concatenate([k, v], axis=2), split)
     d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
     dk, dv = jnp.split(d_kv, 2, axis=2)
     dq = jnp.concatenate([early, late], axis=1).astype(q.dtype)
@@ -205,7 +206,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
 
 
 def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:
-    """Gradients of all places' keys, by the distance of the place, added up where the keys are from."""
+    """Return gradients of each rank's keys, by distance of the rank, summed on the rank that owns the keys."""
     r = split.context.ring
     by_place = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(r)) % r, axis=0)
     return jax.lax.psum_scatter(by_place, split.axis, scatter_dimension=0, axis_index_groups=split.rings)

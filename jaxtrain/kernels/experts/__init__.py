@@ -1,1 +1,1 @@
-"""Feed-forward blocks of which each token takes a few: routing, the exchange of tokens between devices, grouped matmuls."""
+"""Feed-forward blocks of experts: routing, the exchange of tokens between devices, grouped matmuls."""

@@ -1,11 +1,10 @@
-"""Products of experts in 8 bits, with the types, scales and sums of kernels/fp8.py.
+"""Experts' matmuls in 8 bits, with the types, scales and sums of kernels/fp8.py.
 
-Where every expert of a device has the same number of rows, they are those of even.py: XLA makes one batched FP8 call of each.
-
-Of uneven rows `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere the same rounded numbers in
-bfloat16. Weights' gradients of uneven rows stay in bfloat16 (grouped.outer). They are sums over rows, and WGMMA takes 8-bit
-numbers only with the summed ones side by side: both factors would need transposed copies, in which an expert's rows begin
-anywhere, where the order of shared memory wants a multiple of 128.
+If every expert of a device has the same number of rows, the matmuls are those of even.py: XLA makes one batched FP8 call of
+each. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere multiplies the same
+rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (grouped.outer). They are sums over rows,
+and WGMMA needs the summed dimension contiguous for 8-bit numbers. Both operands would need transposed copies. There an expert's
+rows begin at any index, but the layout of shared memory needs a multiple of 128.
 """
 
 import jax
@@ -16,7 +15,7 @@ from jaxtrain.kernels.experts import grouped
 
 
 def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.Array:
-    """See grouped.py. gradient: the rows are one, of the backward pass: rounded to e5m2, and summed in full."""
+    """Implement `times` of grouped.py. gradient: the rows are a gradient, rounded to e5m2 and summed in full precision."""
     w8_EDF = fp8.from_bits(w.bits, fp8.E4M3)
     rows8, scale = _rounded(rows, gradient, w8_EDF.shape[0])
     columns_last = w8_EDF if contract == "F" else jnp.swapaxes(w8_EDF, 1, 2)
@@ -33,7 +32,7 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
     """
     dtype, sums = (fp8.E5M2, fp8.FULL) if gradient else (fp8.E4M3, fp8.FAST)
     used = jnp.arange(rows.shape[0])[:, None] < sizes_E.sum()
-    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may hold anything, and share the scale
+    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may have any values, and share the scale
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     rows8, w8_EDF = fp8.rounded(rows, scale, dtype), fp8.from_bits(w.bits, fp8.E4M3)
     if impl == "pallas":
@@ -49,7 +48,7 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
 
 
 def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, gradient: str) -> jax.Array:
-    """See grouped.py. gradient: which of the two is one, "D" or "F"."""
+    """Implement `outer` of grouped.py. gradient: the operand that is a gradient, "D" or "F"."""
     (a, a_scale), (b, b_scale) = (
         _rounded(rows, gradient == width, experts) for rows, width in ((rows_RD, "D"), (rows_RF, "F"))
     )
@@ -57,7 +56,7 @@ def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, 
 
 
 def _rounded(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
-    """(E, R / E, ...) in 8 bits, and one scale for all of the device's rows."""
+    """Return (E, R / E, ...) in 8 bits, and one scale for all of the device's rows."""
     dtype = fp8.E5M2 if gradient else fp8.E4M3
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     return fp8.rounded(rows, scale, dtype).reshape(experts, -1, rows.shape[-1]), scale

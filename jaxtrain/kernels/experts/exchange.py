@@ -1,17 +1,17 @@
-"""How tokens reach the devices that hold their experts, and how results come back. Runs inside a shard_map.
+"""Dispatch of tokens to the devices of their experts, and return of the results. Runs inside a shard_map.
 
-A device's assignments are its (token, j-th choice) pairs, numbered token x k + j. Sorted by expert, they lie in one run for
-each device of the expert axis, and there in one run for each expert. What travels is a buffer of slots, as many for each
-device, whose all-to-all is its own inverse:
+A device's assignments are its (token, j-th choice) pairs, numbered token x k + j. Sorted by expert, they form one run for each
+device of the expert axis, and in it one run for each expert. The all-to-all sends a buffer with the same number of slots for
+each device, and is its own inverse:
 
-    one device    a slot for each assignment; nothing travels
-    rounds        `room` slots for each device; what does not fit travels in further rounds of `further_room` slots, so that
-                  nothing is ever dropped
-    capacity      slots for each expert, the same number for all; what does not fit is dropped
+    one device    a slot for each assignment; no communication
+    rounds        `room` slots for each device; assignments that do not fit are sent in further rounds of `further_room` slots,
+                  so none is dropped
+    capacity      slots for each expert, the same number for all; assignments that do not fit are dropped
 
-Received slots are brought into the order of experts, where products take them (grouped.py). Where a device has one expert, and
-plain matmuls take all slots as its rows, they stay as received. Rows are gathered by
-index and never scatter-added, so results do not depend on an order of additions.
+Received slots are sorted by expert for the matmuls (grouped.py). If a device has one expert, plain matmuls take all slots as
+its rows, in the order received. Rows are gathered by index and never scatter-added, so results do not depend on an order of
+additions.
 """
 
 import dataclasses
@@ -25,49 +25,49 @@ from jaxtrain.shapes import FURTHER_ROUND
 
 
 class Route(NamedTuple):
-    """Which assignment travels in which slot, in one round."""
+    """The assignment in each slot, in one round."""
 
-    take_S: jax.Array  # the assignment in each slot; T x k, which is none, where it is empty
-    slot_Tk: jax.Array  # the slot of each assignment; S, which is none, where it does not travel in this round
-    perm_R: jax.Array  # the received slot in each row; (0,) where rows are as received
+    take_S: jax.Array  # the assignment in each slot; T x k for an empty slot
+    slot_Tk: jax.Array  # the slot of each assignment; S if it is not sent in this round
+    perm_R: jax.Array  # the received slot in each row; (0,) if rows are as received
     place_R: jax.Array  # the inverse
     sizes_E: jax.Array  # rows of each expert of this device
 
 
 class Plan(NamedTuple):
-    """A device's assignments, sorted, and its first round."""
+    """A device's assignments, sorted by expert, and its first round."""
 
     order_n: jax.Array  # assignments by expert, those of padding last
-    rank_Tk: jax.Array  # where each stands in that order
-    counts_E: jax.Array  # how many of this device's assignments each expert has
-    theirs_XE: jax.Array  # how many each device of the expert axis has for each expert of this device; (0,) where none asks
-    further: jax.Array  # (1,): how many rounds it takes after the first; the same number on all devices
-    dropped: jax.Array  # (1,): how many of this device's assignments are dropped
+    rank_Tk: jax.Array  # the position of each in that order
+    counts_E: jax.Array  # number of this device's assignments for each expert
+    theirs_XE: jax.Array  # number of each device's assignments for each expert of this device; (0,) if unused
+    further: jax.Array  # (1,): number of rounds after the first; the same on all devices
+    dropped: jax.Array  # (1,): number of this device's assignments that are dropped
     first: Route
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The layout of an exchange; static."""
+    """The layout of a dispatch; static."""
 
     experts: int  # on all devices
     tokens: int  # T, of this device
     k: int
-    over: tuple[str, ...]  # mesh axes that split the experts
+    over: tuple[str, ...]  # mesh axes that shard the experts
     parts: int  # devices along them
-    devices: tuple[str, ...]  # mesh axes over which other devices have other rows
-    capacity: float  # of each expert, in even shares of a device's assignments; 0: none is dropped
-    buffer: float  # room for each device in the first round, in even shares
-    alone: bool  # each device has one expert, whose rows are all slots, empty ones too
+    devices: tuple[str, ...]  # mesh axes along which other devices have other rows
+    capacity: float  # capacity of each expert over an even load of a device's assignments; 0: none is dropped
+    buffer: float  # slots for each device in the first round, over an even load
+    alone: bool  # each device has one expert, whose rows are all slots, including empty ones
 
     @property
     def here(self) -> int:
-        """Experts of one device."""
+        """Return the number of experts of one device."""
         return self.experts // self.parts
 
     @property
     def room(self) -> int:
-        """Slots for each device in the first round, or with a capacity for each expert."""
+        """Return the slots for each device in the first round, or for each expert with a capacity."""
         n = self.tokens * self.k
         if self.capacity:
             return min(self.tokens, math.ceil(self.capacity * n / self.experts))
@@ -75,18 +75,18 @@ class Exchange:
 
     @property
     def further_room(self) -> int:
-        """Slots for each device in a round after the first."""
+        """Return the slots for each device in a round after the first."""
         return min(self.room, math.ceil(FURTHER_ROUND * self.tokens * self.k / self.parts))
 
     @property
     def overflows(self) -> bool:
-        """Whether a second round may be needed."""
+        """Return whether a second round may be needed."""
         return not self.capacity and self.room < self.tokens * self.k
 
     # ---- Plans
 
     def plan(self, chosen_Tk: jax.Array) -> Plan:
-        """chosen_Tk: int32 experts; `experts` where there is none."""
+        """Sort the assignments and lay out the first round. chosen_Tk: int32 experts; `experts` for none."""
         chosen_n = chosen_Tk.reshape(-1)
         order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
         rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)
@@ -109,11 +109,11 @@ class Exchange:
         return Route(*(jnp.zeros((0,), jnp.int32) for _ in Route._fields))
 
     def further_round(self, plan: Plan, chosen_Tk: jax.Array, r: jax.Array) -> Route:
-        """Round r after the first, from 0."""
+        """Return the route of round r after the first, from 0."""
         return self._round(plan, chosen_Tk, self.room + r * self.further_room, self.further_room)
 
     def _round(self, plan: Plan, chosen_Tk: jax.Array, first: jax.Array, room: int) -> Route:
-        """The round with places `first` to `first + room` in the run of each device."""
+        """Return the route of the assignments `first` to `first + room` in the run of each device."""
         n = self.tokens * self.k
         totals_X = plan.counts_E.reshape(self.parts, self.here).sum(1)
         starts_X = jnp.cumsum(totals_X) - totals_X
@@ -147,27 +147,27 @@ class Exchange:
         sizes_E = jnp.full((self.here,), self.room * self.parts, jnp.int32)
         return Route(take_EC.reshape(-1), slot_Tk, none, none, sizes_E)
 
-    # ---- What travels
+    # ---- Communication
 
     def send(self, x_TD: jax.Array, route: Route) -> jax.Array:
-        """The rows (R, D) of this device's experts, of every device's tokens; zeros in unused rows."""
+        """Return the rows (R, D) of this device's experts, of every device's tokens; zeros in unused rows."""
         return self._sorted(self._swap(_rows(x_TD, route.take_S // self.k)), route)
 
     def send_numbers(self, a_Tk: jax.Array, route: Route) -> jax.Array:
-        """The same of a number for each assignment: (R,)."""
+        """Return the rows (R,) for a number of each assignment, as `send` does for tokens."""
         return self._sorted(self._swap(_rows(a_Tk.reshape(-1, 1), route.take_S)), route)[:, 0]
 
     def receive(self, rows_RD: jax.Array, route: Route) -> jax.Array:
-        """For each token of this device the sum of its rows, f32 (T, D)."""
+        """Return the sum of each token's rows, f32 (T, D)."""
         slots = self._swap(self._unsorted(rows_RD, route))
         return jnp.sum(_rows(slots, route.slot_Tk).astype(jnp.float32), axis=1)
 
     def receive_numbers(self, a_R: jax.Array, route: Route) -> jax.Array:
-        """For each assignment of this device its row's number, (T, k); 0 for one without."""
+        """Return the number of the row of each assignment, (T, k); 0 for one without a row."""
         return _rows(self._swap(self._unsorted(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
 
     def _swap(self, slots: jax.Array) -> jax.Array:
-        """What each device has for each device of the expert axis, by device."""
+        """Exchange each device's slots for each device of the expert axis."""
         if self.parts == 1:
             return slots
         apart = slots.reshape(self.parts, -1, *slots.shape[1:])
@@ -185,7 +185,7 @@ class Exchange:
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x; zeros where the index is past the last."""
+    """Return rows of x; zeros if the index is past the last."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 

@@ -1,15 +1,14 @@
-"""The experts of a layer: tokens to where their experts are, three grouped matmuls, and back.
+"""The experts of a layer: dispatch of tokens, three grouped matmuls, and combination of the results.
 
     y_t = sum over the k experts e of token t of  share_te f(x_t gate_e, x_t up_e) down_e'
 
-where experts with biases add one to each of the three products.
+Experts with biases add one to each of the three matmuls.
 
-The share is multiplied in before the last product. That is linear, so it makes no difference; and the backward pass then needs
-nothing that comes after it.
+The share is applied before the last matmul, which is linear. So the backward pass needs no later activation.
 
-The backward rule is written out, as for every use of a weight (kernels/dot.py). It repeats the rounds: the rows that a first
-round leaves over are computed again in the backward pass, and only the first round saves activations. So uneven loads cost
-time, and never memory: further rounds are small, and take about the time of those rows.
+The backward rule is written out, as for every use of a weight (kernels/dot.py). It repeats the rounds: only the first round
+saves activations, and the rows of further rounds are recomputed in the backward pass. So uneven loads cost time and no memory:
+further rounds are small, and take about the time of their rows.
 
 Gradients of weights are summed in float32. The first round's is rounded to the compute dtype, so that an even load writes no
 float32 gradient. Further rounds are added to it in float32, and the sum is rounded.
@@ -33,12 +32,12 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.sharding import Axes, Placement
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
-FURTHER_ROUNDS = "further_rounds"  # the scope of what runs only where loads are uneven: plans price it by --experts-load
+FURTHER_ROUNDS = "further_rounds"  # the scope of operations that run only for uneven loads: plans price it by --experts-load
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What experts are computed with; static."""
+    """The static parameters of experts."""
 
     experts: int
     activation: Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up projection
@@ -50,7 +49,7 @@ class Spec:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Mesh axes that shard the experts in use."""
+        """Return the mesh axes that shard the experts in use."""
         return self.placement.compute_axes("experts")
 
     def exchange(self, chosen_Tk: jax.Array) -> Exchange:
@@ -69,7 +68,7 @@ class Spec:
             )
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
-        """gradient: the rows are one, of the backward pass."""
+        """Multiply rows by the weights of their experts. gradient: the rows are gradients."""
         if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.times(rows, w_EDF, contract, gradient)
         if isinstance(w_EDF, Float8):
@@ -79,7 +78,7 @@ class Spec:
     def outer(
         self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
     ) -> jax.Array:
-        """Return the gradient of a weight, (E, D, F) in `out`. gradient: which of the rows are a gradient, "D" or "F"."""
+        """Return the gradient of a weight, (E, D, F) in `out`. gradient: the operand that is a gradient, "D" or "F"."""
         if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
         return grouped.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
@@ -96,11 +95,12 @@ class Spec:
 
     @property
     def _alone(self) -> bool:
-        # Of one expert a device all rows are, those that hold nothing too: a plain matmul, which is faster than a grouped one.
+        # With one expert per device all rows are its rows, including empty ones: a plain matmul, which is faster than a grouped
+        # one.
         return self.impl == "auto" and self.placement.size(self.split) == self.experts
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
-        """Return share f(gate, up), in float32 and rounded once."""
+        """Return share f(gate, up), computed in float32 and rounded once."""
         h_RF = self.activation(gate_RF.astype(jnp.float32), up_RF.astype(jnp.float32)) * share_R[:, None]
         return h_RF.astype(gate_RF.dtype)
 
@@ -108,7 +108,7 @@ class Spec:
 class Biases(NamedTuple):
     """Biases of experts: on the gate and the up projection (E, F), and on the output (E, D).
 
-    Where devices shard F, one of them has the output's, and the others zeros.
+    If devices shard F, one of them holds the output's bias and the others hold zeros.
     """
 
     gate: jax.Array
@@ -130,7 +130,7 @@ def _by_row(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
 def _projected(
     rows_RD: jax.Array, gate: Weight, up: Weight, biases: Biases | None, route: Route, spec: Spec
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gate and the up projection of rows, (R, F)."""
+    """Return the gate and the up projection of rows, (R, F) each."""
     made = [spec.times(rows_RD, w_EDF, route, "D") for w_EDF in (gate, up)]
     if biases is not None:
         added = (_by_row(b_EF, route, rows_RD.shape[0]) for b_EF in (biases.gate, biases.up))
@@ -139,7 +139,7 @@ def _projected(
 
 
 def _summed(rows_Rn: jax.Array, route: Route) -> jax.Array:
-    """Return the sum of each expert's rows, f32 (E, n). As a matmul, which adds in a fixed order."""
+    """Return the sum of each expert's rows, f32 (E, n), by a matmul, which adds in a fixed order."""
     of_RE = _experts_of(route, rows_Rn.shape[0])[:, None] == jnp.arange(route.sizes_E.shape[0])[None, :]
     return jnp.einsum(
         "RE,Rn->En",
@@ -161,7 +161,7 @@ def feed_forward(
     biases: Biases | None,
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of each token's experts, and the number of (token, expert) pairs of this device that were dropped.
+    """Return the weighted sum of each token's experts, and the number of this device's (token, expert) pairs that were dropped.
 
     Args:
       x_BTD: this device's tokens, compute dtype.
@@ -169,7 +169,7 @@ def feed_forward(
       gate, up, down: gathered weights (E, D, F).
       biases: of experts that have some.
 
-    Returns (y (B, T, D), f32 ()). Where devices shard F, y is this device's term of the sum. A dropped token has 0.
+    Returns (y (B, T, D), f32 ()). If devices shard F, y is this device's term of the sum. It is 0 for a dropped token.
     """
     return _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec)[0]
 
@@ -255,11 +255,11 @@ def _backward(spec: Spec, residuals, cotangents):
 
     made = gradients(plan.first, rows_RD, gate_RF, up_RF, spec.numerics.compute)
     if exchange.overflows:
-        # The outer loop runs at most once. An even load so writes no float32 gradient, and a loop changes its state in place.
+        # The outer loop runs at most once. So an even load writes no float32 gradient, and a loop changes its state in place.
         with jax.named_scope(FURTHER_ROUNDS):
             _, made = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, made))
-    # The compiler would overlap the reduction of one dw with the matmul of the next, and the last ones with nothing. The layers
-    # before wait for all matmuls: then their backward passes overlap with the reductions.
+    # The compiler would overlap the reduction of one dw with the matmul of the next, and expose the last ones. With this
+    # barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
     dx_TD, d_share_Tk, dw, db = jax.lax.optimization_barrier(made)
     d_weights = (
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)

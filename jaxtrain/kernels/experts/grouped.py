@@ -1,12 +1,12 @@
-"""Products of rows, sorted by expert, with the weights of experts: one signature, one table of who computes them.
+"""Grouped matmuls of rows, sorted by expert, with the weights of experts: one signature, one table of implementations.
 
     times(rows, w_EDF, sizes_E, contract, precision)    each row times the weight of its expert, over "D" or "F"
-    outer(rows_RD, rows_RF, sizes_E, out, precision)    for each expert the sum over its rows of their outer products: (E, D, F)
+    outer(rows_RD, rows_RF, sizes_E, out, precision)    for each expert the sum of its rows' outer products: (E, D, F)
 
-The first sizes[0] rows belong to expert 0, the next sizes[1] to expert 1; rows beyond the last are nobody's: products of them
-are zero, and no sum counts them, whatever they hold. Sums are in float32 and rounded once: to the type of the rows, or to
-`out`. These three products are all that forward and backward passes need: for rows x of (R, D), `times(x, w, "D")` is the
-product, `times(dy, w, "F")` and `outer(x, dy)` are its gradients, and for rows of (R, F) the other way round.
+The first sizes[0] rows belong to expert 0, the next sizes[1] to expert 1; rows beyond the last are padding with any values:
+their results are zero, and no sum includes them. Sums are in float32 and rounded once: to the type of the rows, or to `out`.
+Forward and backward passes need only these: for rows x of (R, D), `times(x, w, "D")` is the result, and `times(dy, w, "F")` and
+`outer(x, dy)` are its gradients. For rows of (R, F), "D" and "F" are exchanged.
 """
 
 import importlib
@@ -35,14 +35,14 @@ def unsupported(hardware: Hardware, dtype: jnp.dtype) -> str | None:
 
 
 def check(impl: str, hardware: Hardware, dtype: jnp.dtype) -> None:
-    """Raise Unsupported where devices like this cannot do what `moe.impl` names."""
+    """Raise Unsupported if devices like this cannot run the implementation that `moe.impl` names."""
     reason = unsupported(hardware, dtype) if impl == "pallas" else None
     if reason:
         raise Unsupported(f"moe.impl = 'pallas': {reason}. Set moe.impl=auto, which takes ragged there.")
 
 
 def choose(impl: str, hardware: Hardware, dtype: jnp.dtype) -> str:
-    """Return the implementation that `moe.impl` names: auto is pallas where that can do it, and ragged elsewhere."""
+    """Return the implementation that `moe.impl` names. auto is pallas where it is supported, and ragged elsewhere."""
     if impl != "auto":
         return impl
     return "ragged" if unsupported(hardware, dtype) else "pallas"
@@ -55,12 +55,12 @@ def _with(impl: str, function: str) -> Any:
 def times(
     impl: str, rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision
 ) -> jax.Array:
-    """(R, F) of rows (R, D) where `contract` is "D", (R, D) of rows (R, F) where it is "F"; in the type of the rows."""
+    """Return (R, F) for rows (R, D) and `contract` "D", or (R, D) for rows (R, F) and "F"; in the dtype of the rows."""
     return _with(impl, "times")(rows, w_EDF, sizes_E, contract=contract, precision=precision)
 
 
 def outer(
     impl: str, rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """(E, D, F) in `out`; zeros for an expert without rows."""
+    """Return (E, D, F) in `out`; zeros for an expert without rows."""
     return _with(impl, "outer")(rows_RD, rows_RF, sizes_E, out=out, precision=precision)

@@ -1,11 +1,11 @@
-"""Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: every row meets the weight of its own expert, and no other.
+"""Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: each row is multiplied by its own expert's weight only.
 
-Tiles of rows belong to one expert. They start at a multiple of 8 rows, as shared memory wants it, so the first of an expert may
-also load the last rows of the expert before; each tile stores its own rows alone. So rows need no padding between experts, and
-no two programs store to the same place. Which tiles there are follows from the group sizes, and XLA computes it before.
+Tiles of rows belong to one expert. They start at a multiple of 8 rows, as shared memory requires, so the first tile of an
+expert may also load the last rows of the previous expert. Each tile stores its own rows only. So rows need no padding between
+experts, and no two programs store to the same address. XLA computes the list of tiles from the group sizes before the kernel.
 
 Tile sizes follow from the registers and the shared memory of a multiprocessor, and were not tuned on a GPU
-(benchmarks/expert_tiles.py). On CPU Pallas interprets the kernels where INTERPRET is set, which is for tests.
+(benchmarks/expert_tiles.py). On CPU, Pallas interprets the kernels if INTERPRET is set, for tests.
 """
 
 import functools
@@ -33,17 +33,17 @@ from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 PREFIX = "jaxtrain_experts_"  # of the kernels' names
 # Parameters of the interpreter, for tests on a CPU; None: compile. With fewer than three CPU devices the interpreter hangs.
 INTERPRET: plgpu.InterpretGPUParams | None = None
-FAST, FULL = "times8_fast", "times8_full"  # products in 8 bits, by how they are summed
+FAST, FULL = "times8_fast", "times8_full"  # matmuls in 8 bits, by their accumulation
 TILES = {
     TIMES: Tile(128, 256, 64, 4),
     OUTER: Tile(128, 256, 64, 4),
     FAST: Tile(128, 256, 128, 4),
-    FULL: Tile(128, 128, 128, 6),  # whose sums are in the registers twice
+    FULL: Tile(128, 128, 128, 6),  # with two accumulators in registers
 }
 
 
 def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision) -> jax.Array:
-    """See grouped.py."""
+    """Implement `times` of grouped.py."""
     return _times(f"{TIMES}_{contract}", TILES[TIMES], rows, w_EDF, jnp.float32(1), sizes_E, contract == "F", rows.dtype)
 
 
@@ -53,7 +53,7 @@ def times8(
     """Return each row (R, D) in 8 bits times the weight of its expert, times `scale` (f32), in `out`: (R, F).
 
     Args:
-      w8_EFD: with the contracted numbers last, as WGMMA takes 8-bit numbers.
+      w8_EFD: with the contracted dimension last, as WGMMA needs it for 8-bit numbers.
       sums: see fp8.multiply.
     """
     name = FAST if sums == jax.lax.Precision.DEFAULT else FULL
@@ -83,7 +83,7 @@ def _times(
 def outer(
     rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """See grouped.py."""
+    """Implement `outer` of grouped.py."""
     D, F, E = rows_RD.shape[1], rows_RF.shape[1], sizes_E.shape[0]
     a, b = _filled(rows_RD), _filled(rows_RF)
     ends_E = jnp.cumsum(sizes_E)
@@ -94,7 +94,7 @@ def outer(
 
 
 def _programs() -> int:
-    """Return the multiprocessors of the GPU that the program is compiled for: as many programs run at a time."""
+    """Return the number of multiprocessors of the GPU that the program is compiled for: this many programs run at a time."""
     if INTERPRET is not None:
         return 2
     described = jax.sharding.get_abstract_mesh().abstract_device
@@ -102,15 +102,15 @@ def _programs() -> int:
 
 
 def _filled(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
-    """Return x with zeros up to a multiple of `rows`, and of the columns that shared memory holds side by side."""
+    """Return x padded with zeros to a multiple of `rows`, and to whole chunks of columns in shared memory."""
     multiples = (1,) * (x.ndim - 2) + (rows, chunk(x.dtype))
     return jnp.pad(x, [(0, -n % multiple) for n, multiple in zip(x.shape, multiples, strict=True)])
 
 
 def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the tiles of rows and how many there are: of each (expert, first row loaded, own rows from, up to), int32 (V, 4).
+    """Return the tiles of rows and their number: for each (expert, first row loaded, own rows from, up to), int32 (V, 4).
 
-    Rows beyond the last expert's belong to an expert E, whose product is zero.
+    Rows beyond the last expert's belong to an expert E, whose result is zero.
 
     Args:
       filled: rows with padding.
@@ -121,7 +121,7 @@ def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax
     first = starts // ALIGNED * ALIGNED
     count = jnp.where(ends > starts, -(-(ends - first) // tile), 0)
     behind = jnp.cumsum(count)
-    # An expert's tiles hold at most its own rows, ALIGNED - 1 before them, and tile - 1 after.
+    # An expert's tiles contain its own rows, and at most ALIGNED - 1 rows before and tile - 1 rows after them.
     v = jnp.arange((filled + (E + 1) * (ALIGNED + tile - 2)) // tile, dtype=jnp.int32)
     expert = jnp.minimum(jnp.sum(v[:, None] >= behind[None, :], axis=1), E).astype(jnp.int32)
     at = first[expert] + (v - (behind - count)[expert]) * tile

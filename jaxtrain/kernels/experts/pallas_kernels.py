@@ -1,8 +1,7 @@
-"""Kernels of grouped matmuls, in Pallas Mosaic GPU for Hopper; pallas.py calls them. hopper.py has the parts of a program.
-
-A program stays on its multiprocessor and makes one tile of the result after the other. While the warpgroups that compute store
-a tile, the one that loads already fills the slots for the next. Each of the two that compute has 64 rows of the tile, in
-registers, and both read the same columns of the right side from shared memory.
+"""Kernels of grouped matmuls, in Pallas Mosaic GPU for Hopper; pallas.py calls them. hopper.py has the parts that kernels
+share.\n\nA program stays on its multiprocessor and computes one tile of the result after the other. While the warpgroups that
+compute store a tile, the one that loads already fills the slots for the next. Each of the two that compute has 64 rows of the
+tile, in registers, and both read the same columns of the right side from shared memory.
 """
 
 import dataclasses
@@ -18,14 +17,14 @@ from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
 
 TIMES, OUTER = "times", "outer"  # the kernels
 PROGRAMS = "program"  # the axis of programs
-SWIZZLE = 128  # bytes that shared memory holds side by side, in the order in which WGMMA reads them
+SWIZZLE = 128  # bytes that are contiguous in shared memory, in the order in which WGMMA reads them
 ALIGNED = 8  # rows of a block of that order: tiles in global memory start at a multiple
-NEIGHBOURS = 16  # tiles of the first direction that programs pass through before they go on in the second
-STORES = 2  # stores of a warpgroup that are under way at a time
+NEIGHBOURS = 16  # tiles of the first direction that programs process before they continue in the second
+STORES = 2  # concurrent stores of a warpgroup
 
 
 class Tile(NamedTuple):
-    """A tile of the result, how much is contracted in a step, and how many steps are in shared memory at a time."""
+    """The size of a tile of the result, the contracted length of a step, and the number of steps in shared memory at a time."""
 
     rows: int
     columns: int
@@ -35,7 +34,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Static properties of a kernel."""
+    """Compile-time parameters of a kernel."""
 
     tile: Tile
     programs: int
@@ -45,29 +44,29 @@ class Static:
     experts: int
     transposed: bool  # weights are (experts, columns, contracted)
     interpret: bool
-    promoted: bool = False  # each step's sum is added to a sum of its own, in f32
+    promoted: bool = False  # each step's sum has its own accumulator, in f32
 
 
 def smem(shape: tuple[int, ...], dtype: Any, block: int = ALIGNED) -> Any:
-    """Return shared memory for matrices (..., rows, columns) in the order of WGMMA, in blocks of that many rows."""
+    """Return shared memory for matrices (..., rows, columns) in the order of WGMMA, in blocks of `block` rows."""
     order: Any = (plgpu.TilingTransform((block, chunk(dtype))), plgpu.SwizzleTransform(SWIZZLE))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=order)
 
 
 def chunk(dtype: Any) -> int:
-    """Return how many numbers shared memory holds side by side."""
+    """Return the number of columns that are contiguous in shared memory."""
     return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
 def staging(static: Static, dtype: Any) -> Any:
-    """Return shared memory for results that are stored, a few columns at a time. Its blocks have one row: any may be stored."""
+    """Return shared memory for results that are stored a few columns at a time, in blocks of one row: any row may be stored."""
     return smem((COMPUTING, STORES, ROWS, chunk(dtype)), dtype, block=1)
 
 
 def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
-    """Return which of `across` x `along` tiles is the index-th: NEIGHBOURS across, then the same ones further along.
+    """Return the index-th of `across` x `along` tiles: NEIGHBOURS across, then the same ones further along.
 
-    So tiles that are made at the same time share what they load, and find it in the cache.
+    So tiles that are computed at the same time share their operands in the cache.
     """
     band = NEIGHBOURS * along
     first = index // band * NEIGHBOURS
@@ -84,10 +83,10 @@ def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> N
 
 
 def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any, Any], None]) -> jax.Array:
-    """Return the sum over the steps of `add(sum, step)`, in f32. A slot is released when the next step is under way.
+    """Return the sum over the steps of `add(sum, step)`, in f32. A slot is released when the next step has started.
 
-    WGMMA keeps fewer bits than f32 has while it adds products of 8-bit numbers. So where that is not enough, its sums are those
-    of a step, and are added up outside.
+    WGMMA accumulates 8-bit products with fewer bits than f32. If more are needed, it sums within a step only, and the steps are
+    added in f32.
     """
     shape = (ROWS, static.tile.columns)
 
@@ -152,7 +151,7 @@ def times_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tup
 
 
 def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, stage, *, static: Static):
-    """Multiply each tile of rows by the weight of its expert, and sums by the scale."""
+    """Multiply each tile of rows by its expert's weight and by the scale."""
     tile = static.tile
     along = pl.cdiv(static.columns, tile.columns)
     total = used[0] * along
@@ -209,7 +208,7 @@ def outer_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tup
 
 
 def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, static: Static):
-    """Sum each tile of each expert over the expert's rows."""
+    """Compute each tile of each expert's sum of outer products."""
     tile = static.tile
     across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)
 
@@ -223,7 +222,7 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
         return expert, start, stop, i * tile.rows, j * tile.columns, first, steps
 
     def clear(ref: Any, first: Any, start: Any, stop: Any) -> None:
-        """Set rows of others to zero: they may hold anything, NaN too."""
+        """Set rows of other experts to zero: they may have any value, including NaN."""
         shape = ref.shape
         row = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)

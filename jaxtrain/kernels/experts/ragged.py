@@ -1,5 +1,6 @@
-"""Grouped matmuls by XLA, on CPU and on GPUs other than Hopper. For CUDA, XLA of jax 0.11.2 multiplies every row by the weight
-of every expert."""
+"""Grouped matmuls by XLA, on CPU and on GPUs other than Hopper.
+
+For CUDA, XLA of jax 0.11.2 multiplies every row by the weight of every expert."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ _CONTRACTED = {"D": 1, "F": 2}
 
 
 def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision) -> jax.Array:
-    """See grouped.py."""
+    """Implement `times` of grouped.py."""
     dims = jax.lax.RaggedDotDimensionNumbers((((1,), (_CONTRACTED[contract],)), ((), ())), [0], [0])
     return _dot(rows, w_EDF, sizes_E, dims, rows.dtype, precision)
 
@@ -16,7 +17,7 @@ def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, 
 def outer(
     rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """See grouped.py."""
+    """Implement `outer` of grouped.py."""
     dims = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return _dot(rows_RD, rows_RF, sizes_E, dims, out, precision)
 

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and what the router is told about its choices.
+"""The choice of experts for each token, and the router's losses and statistics.
 
-Everything is computed in float32: whether two scores are equal decides where a token goes. A choice that was made once is
-remembered under the name CHOICE, which all remat policies keep: computed again, rounding could make another one, and what was
-kept of the first would belong to other tokens.
+Everything is computed in float32: small differences of scores decide the choice. The choice is saved under the name CHOICE by
+all remat policies. A recomputed choice could differ by rounding, and the activations saved for the first one would belong to
+other tokens.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.sharding import all_reduce
 
 CHOICE = "expert_choice"
-# Of a layer's statistics, before the load of each expert.
+# Columns of a layer's statistics, before the load of each expert.
 COLUMNS = ("balance_loss", "sequence_balance_loss", "z_loss", "entropy", "dropped")
 
 
 class Routed(NamedTuple):
-    """The experts of each token, and what a layer reports of its router."""
+    """The experts of each token, and the layer's statistics of its router."""
 
-    chosen_BTk: jax.Array  # int32; of padding the number of experts, which no expert has
+    chosen_BTk: jax.Array  # int32; for padding the number of experts, which is no expert
     share_BTk: jax.Array  # f32: the factor of each chosen expert's output
-    statistics: jax.Array  # f32 (5 + E,): COLUMNS with no token dropped, then the share of all choices that fell on each expert
+    statistics: jax.Array  # f32 (5 + E,): COLUMNS with no token dropped, then each expert's share of all choices
 
 
 def route(
@@ -45,32 +45,32 @@ def route(
     Args:
       logits_BTE: f32, of the router.
       bias_E: added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664).
-      real_BT: bool, False for padding: it goes nowhere and counts nowhere.
+      real_BT: bool, False for padding: it gets no expert and counts in no statistic.
       router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
-      renormalize: the scores of the chosen are divided by their sum.
-      over: mesh axes along which devices hold other tokens.
+      renormalize: the scores of the chosen experts are divided by their sum.
+      over: mesh axes that shard the tokens.
       scaling: multiplies the share of each chosen expert, renormalised or not.
-      groups: experts are in as many groups of neighbours, and each token goes to experts of `kept_groups` of them. A group's
+      groups: number of groups of consecutive experts. Each token goes to experts of `kept_groups` of them. A group's
         score is the sum of its two best experts' scores, biases included (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-      sequence: of `over`, the mesh axes along which devices hold other tokens of the same sequences. None: the sequence-wise
+      sequence: the axes of `over` that shard tokens of the same sequences. None: the sequence-wise
         loss is not computed, and reported as 0.
 
     The statistics are means over the real tokens of all devices. The load-balancing loss is E sum_e f_e P_e (Fedus et al.
     2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the share of the choices that fell on expert e, P_e the mean
-    score, as a share of the token's scores. It is 1 where loads are even, and E / k at most. The sequence-wise loss is
-    the same of each row by itself, the mean over rows (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of
-    log(sum exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is that of the shares, in nats.
+    score, as a share of the token's scores. It is 1 for even loads, and E / k at most. The sequence-wise loss is the same for
+    each sequence, and the mean over sequences (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of log(sum
+    exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is that of the shares, in nats.
     """
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
     ranked_BTE = jax.lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E[None, None])
-    best_BTk = jax.lax.top_k(_in_kept_groups(ranked_BTE, groups, kept_groups), k)[1]
+    best_BTk = jax.lax.top_k(_mask_groups(ranked_BTE, groups, kept_groups), k)[1]
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
     is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
-    # As a sum, whose gradient is one too; that of a look-up would be added up in memory.
+    # As a sum, whose gradient is a sum too; the gradient of a look-up would be a scatter-add in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:
-        share_BTk = _of_sum(share_BTk)
+        share_BTk = _normalize_scores(share_BTk)
     share_BTk = share_BTk * scaling if scaling != 1 else share_BTk
 
     real_BT1 = real_BT[:, :, None].astype(jnp.float32)
@@ -81,7 +81,7 @@ def route(
 
     count_BTE = jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)
     load_E = mean(count_BTE) / k
-    part_BTE = scores_BTE if router == "softmax" else _of_sum(scores_BTE)
+    part_BTE = scores_BTE if router == "softmax" else _normalize_scores(scores_BTE)
     balance = E * jnp.sum(jax.lax.stop_gradient(load_E) * mean(part_BTE))
     of_rows = jnp.zeros((), jnp.float32)
     if sequence is not None:
@@ -99,8 +99,8 @@ def route(
     return Routed(chosen_BTk, share_BTk, jnp.concatenate([head, load_E]))
 
 
-def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
-    """Return the scores, -inf in all groups of experts but the `kept` best ones of each token."""
+def _mask_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
+    """Return the scores, with -inf in all groups of experts except the `kept` best ones of each token."""
     if groups == kept:
         return ranked_BTE
     *tokens, E = ranked_BTE.shape
@@ -110,7 +110,7 @@ def _in_kept_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked_BTE.shape)
 
 
-def _of_sum(scores: jax.Array) -> jax.Array:
-    """Return scores as parts of their sum; those that are all 0, as sigmoids can be, stay so."""
+def _normalize_scores(scores: jax.Array) -> jax.Array:
+    """Return scores divided by their sum. Scores that are all 0, as sigmoids can be, stay 0."""
     total = scores.sum(-1, keepdims=True)
     return scores / jnp.where(total > 0, total, 1.0)

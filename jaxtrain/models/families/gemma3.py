@@ -1,4 +1,4 @@
-"""The text models of Gemma 3: norms on queries and keys for Gemma 2's caps, five layers with a window to one without."""
+"""The text models of Gemma 3: norms on queries and keys instead of Gemma 2's caps; every sixth layer without a window."""
 
 from jaxtrain import windows
 from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part
@@ -8,7 +8,7 @@ STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding
 
 
 def pattern(s: Settings) -> str:
-    """Return the kinds of layers that repeat: the last of each `sliding_window_pattern` layers sees everything."""
+    """Return the repeating kinds of layers: the last of each `sliding_window_pattern` layers has no window."""
     every = s.take("sliding_window_pattern", None) or s.take("_sliding_window_pattern", None) or 6
     return windows.LOCAL * (every - 1) + windows.GLOBAL
 

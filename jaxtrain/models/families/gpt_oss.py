@@ -34,7 +34,7 @@ TENSORS = {
     f"{OURS}mlp.up_bias": HfTensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "E F", "E (F 2)", 1),
     f"{OURS}mlp.down_bias": HfTensor(f"{LAYER}mlp.experts.down_proj_bias", "E D", "E D"),
 }
-# Of the key of the same meaning before it; and without effect, as the length before YaRN is in the rotary settings.
+# Same as an earlier key; and without effect, as the length before YaRN is in the rotary settings.
 BUILT = "experts are built with this gate only"
 
 

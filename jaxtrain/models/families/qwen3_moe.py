@@ -34,7 +34,7 @@ def read_experts(s: Settings, _: int) -> dict[str, Any]:
 
 def write_experts(model: Model) -> dict[str, Any]:
     return {
-        # No layer is without experts. Published models have here the width that a token goes through.
+        # No layer is without experts. Published models have here the total width of a token's experts.
         "intermediate_size": model.experts_per_token * model.d_ff,
         "moe_intermediate_size": model.d_ff,
         "num_experts": model.num_experts,
@@ -53,7 +53,7 @@ FORMAT = Format(
     fixed={
         "decoder_sparse_step": (1, DENSE),
         "mlp_only_layers": ([], DENSE),
-        # transformers gives the window to all layers and ignores max_window_layers, other programs do not.
+        # transformers applies the window to all layers and ignores max_window_layers; other programs do not.
         "use_sliding_window": (False, "which layers have the window is not settled, so none is built"),
     },
     written={"attention_bias": False, "sliding_window": None, "output_router_logits": False},

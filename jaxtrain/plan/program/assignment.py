@@ -1,16 +1,16 @@
 """Read and replay XLA's buffer assignment of a compiled program: the values in memory on one device, and when.
 
 XLA assigns memory before a program runs. Arguments, constants and results have an allocation each. Everything else is in one
-heap, sized by a simulation of the schedule: a trace of buffers that are allocated and freed. The most bytes alive in that
-trace, with everything outside the heap, are XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
+heap, sized by a simulation of the schedule: a trace of buffers that are allocated and freed. The largest sum of live bytes in
+that trace, with everything outside the heap, is XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
 
-The heap is a little larger than the bytes alive at any time: it has gaps into which the next buffer does not fit. At run time
+The heap is a little larger than the live bytes at any time: it has gaps into which the next buffer does not fit. At run time
 it is allocated at once. The allocated memory of a step is arguments + heap, which is the peak and the heap's gaps.
 
 On GPUs the assignment is not part of the executable. It is in the dump of the module after optimization (compiler options
 xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
 
-A program that XLA compiled beside cuDNN (on a GPU, or with `plan.cudnn_library`) has the workspace of each backward call of
+A program that XLA compiled with cuDNN (on a GPU, or with `plan.cudnn_library`) has the workspace of each backward call of
 attention as the call's last result, u8[bytes]. Without cuDNN that result is u8[0]. A formula then gives the workspace
 (kernels.attention.cudnn.workspace_bytes), and the heap gets it.
 """
@@ -90,7 +90,7 @@ class Value:
     """An array of the program that has memory."""
 
     size: int  # bytes
-    instruction: str  # that makes it
+    instruction: str  # that computes it
     index: tuple[int, ...]  # into that instruction's result
 
 
@@ -99,7 +99,7 @@ class Allocation:
     """Memory on the device outside of the heap."""
 
     size: int  # bytes
-    parameter: int | None  # number of the entry's parameter here, results that alias its memory included
+    parameter: int | None  # number of the entry's parameter, also for results that alias its memory
     kind: str  # without a parameter: constants | outputs | temporaries
     value: int  # id of the first value there
 
@@ -129,10 +129,10 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     """Return the buffer assignment in a serialized HloProto.
 
     Args:
-      workspace: bytes that calls take on top while they run, by instruction (`Workspace.missing`).
+      workspace: additional bytes of calls while they run, by instruction (`Workspace.missing`).
 
-    Raises AssignmentError for bytes that are no whole HloProto, have no assignment, contradict themselves, or have several
-    heaps on the device, and for a call with workspace and no result in the heap.
+    Raises AssignmentError for bytes that are no complete HloProto, have no assignment or a contradictory one, or have several
+    heaps on the device. Also for a call with workspace and no result in the heap.
     """
     try:
         whole = _hlo_proto().FromString(proto)
@@ -187,10 +187,10 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return instruction id -> its name and the index of its result there, as HLO text has them.
+    """Return instruction id -> its name and the index of its result, as in HLO text.
 
     An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment it is an
-    instruction within a computation of its own.
+    instruction within a separate computation.
     """
     started = {
         c: i.name for made in module.computations for i in made.instructions if i.opcode == "async-start" for c in i.called
@@ -207,10 +207,10 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 
 def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
-    """Yield after each event: bytes alive, and the values alive in each buffer, by the value that it was allocated for.
+    """Yield after each event: live bytes, and the live values in each buffer, by the value that it was allocated for.
 
-    A buffer is free when the last value that shares it ends. A value can share a buffer that was free for a while: it is then
-    allocated again. Yields the same dict each time.
+    A buffer is free when the last value that shares it ends. A value can share a free buffer, which is then allocated again.
+    Yields the same dict each time.
     """
     owner: dict[int, int] = {}
     alive: dict[int, dict[int, None]] = {}
@@ -247,12 +247,12 @@ class Workspace:
 
     @property
     def largest(self) -> int:
-        """Bytes; 0 in a program without such calls."""
+        """Return the largest workspace in bytes; 0 in a program without such calls."""
         return max(self.bytes.values(), default=0)
 
     @property
     def missing(self) -> Mapping[str, int]:
-        """The bytes that the program does not have itself."""
+        """Return the workspaces that the program itself does not contain."""
         return self.bytes if self.by == "formula" else {}
 
 

@@ -1,7 +1,7 @@
 """Memory of a compiled train step on one device: its peak by class, its timeline, its saved activations.
 
-XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. Each gets its class here: by
-the names of the program's arguments and operations, and by the shapes of weights and saved activations.
+XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. Each is assigned a class here,
+by the names of the program's arguments and operations, and by the shapes of weights and saved activations.
 """
 
 import collections
@@ -25,7 +25,7 @@ from jaxtrain.train.program import Program
 
 GIB = 2**30
 POINTS = 400  # of the timeline
-LISTED = 1 << 20  # bytes from which a buffer gets its own line
+LISTED = 1 << 20  # least bytes of a buffer with its own line
 FLOATS = ("bf16", "f16", "f32", "f64", "f8")
 
 
@@ -57,13 +57,13 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     "weight".
     """
     found = saved_activations(program)
-    # Beside a loop over layers, the last one's backward pass follows at once, and saves nothing for long.
+    # With a loop over layers, the last layer's backward pass follows at once, and saves nothing for long.
     stacked = tuple(k for k in found if k.stacked)
     return stacked or found
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
-    """Return the same, and beside a loop over layers those of the last layer too."""
+    """Return `kept_activations` and, with a loop over layers, the saved activations of the last layer."""
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
@@ -82,11 +82,11 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
         for body in _inside(eqn):
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
-            # The loss scans over tokens, others over weights and gradients; the scan that runs backwards stacks gradients.
+            # The loss scans over tokens, other code over weights and gradients; the scan that runs backwards stacks gradients.
             elsewhere = _ELSEWHERE.search(here)
             if eqn.primitive.name == "scan" and not elsewhere and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
-                    if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the shape that it has inside
+                    if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the same shape inside
                         host = outer.aval.memory_space == jax.memory.Space.Host
                         name = _activation(body, inner)
                         yield Kept(name, _dtype(outer.aval.dtype), outer.aval.shape, True, repeated, host)
@@ -100,7 +100,7 @@ _ENTERS = re.compile(r"select_n|.*mlp\)/add")  # the input of a group's first la
 
 
 def _maker(jaxpr: Any, var: Any) -> Any:
-    """Return the operation that makes a variable; None for an input."""
+    """Return the operation that computes a variable; None for an input."""
     return next((eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.outvars)), None)
 
 
@@ -158,7 +158,7 @@ class Facts:
 
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
-    shards: frozenset[tuple[int, ...]]  # those of parameters as they are sharded, all layers together
+    shards: frozenset[tuple[int, ...]]  # those of sharded parameters, all layers together
     # Names of saved activations, by (stacked, again, dtype, `_plain` local dimensions).
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
@@ -236,7 +236,7 @@ def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instru
 
 
 def _op_names(module: hlo.Module, instruction: hlo.Instruction) -> list[str]:
-    """Return the op_name of an instruction; of a fusion without one, those of its parts."""
+    """Return the op_name of an instruction; for a fusion without one, those of its parts."""
     inside = (f for c in instruction.called if instruction.opcode == "fusion" for f in module.computations[c].instructions)
     return [instruction.op_name] if instruction.op_name else list(dict.fromkeys(f.op_name for f in inside if f.op_name))
 
@@ -319,7 +319,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     if names and "jvp(layers)" in text and not backward:
         return _saved(names)
     einsum = next((match[1] for match in map(_EINSUM.search, op_names) if match), "")
-    # Tokens can be as many as a weight has rows. A shape alone is no proof, unless it is a shard's or of a reduction.
+    # Tokens can be as many as a weight has rows. A shape alone is proof only for a shard's shape or in a reduction.
     reduced = dims in facts.shards or (
         dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
     )
@@ -341,17 +341,17 @@ _PHASES = (  # in this order: an op_name can hold several
     ("jvp(", "forward layers"),
     ("/optimizer/", "optimizer"),
 )
-# Instructions that mark a phase. Broadcasts, gathers and conversions run anywhere, long before they are needed.
+# Instructions that mark a phase. Broadcasts, gathers and conversions run anywhere, long before their results are needed.
 _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/optimizer/")
 
 
 def phase(op_name: str) -> str:
-    """Return the phase of a step during an instruction; "" if its name does not show it."""
+    """Return the phase of the step that an instruction belongs to; "" if its name shows none."""
     return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
 
 
 def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
-    """Return the indices of at most so many points: the highest of every stretch."""
+    """Return the indices of at most `most` points: the highest of every range."""
     stretch = max(1, math.ceil(len(points) / most))
     stretches = (range(i, min(i + stretch, len(points))) for i in range(0, len(points), stretch))
     return [max(indices, key=lambda i: points[i][0]) for indices in stretches]
@@ -360,7 +360,7 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is XLA's own, with the workspace that is in the assignment; `by_class` adds up to it. Host memory is counted apart.
+    The peak is XLA's own, with the workspace that is in the assignment; `by_class` sums to it. Host memory is counted apart.
     Arguments and temporaries are allocations: together they exceed the peak by the heap's gaps.
 
     Args:

@@ -1,18 +1,18 @@
 """Read the collectives of a scheduled module: the mesh axes of each, its bytes on the wire, and its hops between nodes.
 
-Bytes are those of the ring algorithms, which send the least that any algorithm can (n is the number of devices in a group):
+Bytes are those of the ring algorithms, which send the fewest bytes possible (n is the number of devices in a group):
 
     all-gather          (n-1)/n of the gathered array    reduce-scatter       (n-1)/n of the array that is reduced
     all-reduce          2(n-1)/n of the array            all-to-all           (n-1)/n of the array
     collective-permute  the array                        collective-broadcast the array
 
-A ring is laid out node by node, so that it leaves each node once, with all that a device sends: a GPU's share of the network
-is the bytes that it sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An
-all-to-all is no ring: its bytes for devices of other nodes cross the network. A permutation that leaves a node anywhere
-counts in full: the GPU at the border shares with no other.
+A ring visits the devices node by node, so it leaves each node once. A GPU's share of the network traffic is the bytes that it
+sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An all-to-all is not a
+ring: its bytes for devices of other nodes cross the network. A permutation that leaves a node anywhere counts in full: only the
+GPU at the border uses the network.
 
-The first byte of a ring goes from node to node until it has been in all of them. An all-reduce goes up a tree of nodes and down
-again, which is faster over many (NCCL takes either). Each of these hops takes its time.
+The first byte of a ring passes through all nodes, one after the other. An all-reduce uses a tree of nodes, up and down, which
+is faster over many nodes (NCCL uses either). Each of these hops has a latency.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ import numpy as np
 
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
-_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other one
+_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other device
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
-# These name groups of replicas, and there is one replica, unless they say that they mean devices.
+# These name groups of replicas, of which there is one, unless they specify devices.
 _OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
 _LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
 _LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
@@ -45,7 +45,7 @@ class Found:
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
     dtype: str  # on the wire; several combined into one launch are joined by "+"
-    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" moves nothing
+    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" has no communication
     group: int  # devices in one group
     count: int  # launches a step
     wire_bytes: float
@@ -54,12 +54,12 @@ class Found:
     op_name: str
     instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
     loops: tuple[str, ...]  # names of the while loops around it, from outside in
-    hops: int = 0  # from node to node, one after the other
-    f32: float = 1.0  # of a launch that has float32 among its types, the part of the bytes that is
+    hops: int = 0  # between nodes, one after the other
+    f32: float = 1.0  # of a launch with float32 among its types: the fraction of bytes in float32
 
     @property
     def message(self) -> float:
-        """Bytes of a launch's message, as nccl-tests count it: the array that is gathered, scattered, reduced or exchanged."""
+        """Return the bytes of a launch's message as nccl-tests count it: the gathered, reduced or exchanged array."""
         if self.kind == "collective-permute" or self.group == 1:
             return self.wire_bytes
         given = self.wire_bytes / _ring(self.kind, 1, self.group)
@@ -72,13 +72,13 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict
     Args:
       mesh_shape: axis -> size, in device order (row-major: the last axis varies fastest).
 
-    Raises HloError for a collective of unknown form, or whose groups are none of this mesh.
+    Raises HloError for a collective of unknown form, or with groups that are not groups of this mesh.
     """
     if math.prod(mesh_shape.values()) != module.num_partitions:
         raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
     mesh = _Mesh(mesh_shape, gpus_per_node)
     found: dict[str, Found] = {}
-    inside: set[str] = set()  # reached through a launch that has been counted
+    inside: set[str] = set()  # reached through a launch that was counted
     for i, computation, times, loops in walk(module):
         if i.name in inside:
             continue
@@ -123,7 +123,7 @@ def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Co
 
 def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction, times: int, loops: tuple[str, ...]) -> Found:
     kind = _kind(i) or ""
-    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the others say where the parts begin
+    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the others contain the offsets of the parts
     arrays = [leaf for o in operands for leaf in leaves(where.by_name[o].type)]
     size = sum(a.bytes for a in arrays)
     if kind == "collective-permute":
@@ -153,7 +153,7 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
 
 
 def _hops(kind: str, nodes: int) -> int:
-    """Return how often data goes from one node to the next, one after the other."""
+    """Return the number of successive hops between nodes."""
     if kind in _TO_OTHERS:
         return min(nodes - 1, 1)
     return 2 * math.ceil(math.log2(nodes)) if kind == "all-reduce" else nodes - 1
@@ -192,7 +192,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _pairs(i: Instruction) -> np.ndarray:
-    """Return (source, target) of each move of a permutation that goes to another device, shape [moves, 2]."""
+    """Return (source, target) of each send of a permutation to another device, shape [moves, 2]."""
     text = i.attributes.get("source_target_pairs", "")
     if not _PAIRS.fullmatch(text):
         raise HloError(f"{i.name}: its source_target_pairs cannot be read: {text!r}")
@@ -201,7 +201,9 @@ def _pairs(i: Instruction) -> np.ndarray:
 
 
 def _groups(i: Instruction, devices: int) -> np.ndarray:
-    """Return the devices of each group, shape [groups, devices in one]. With one replica, a device's id is its partition's."""
+    """Return the devices of each group, shape [groups, devices in a group].
+
+    With one replica, a device's id is its partition's."""
     if "channel_id" not in i.attributes:
         return np.arange(devices)[:, None]  # between replicas: there is one
     if i.opcode.removesuffix("-start") in _OF_REPLICAS and i.attributes.get("use_global_device_ids") != "true":
@@ -250,7 +252,7 @@ def _named(match: re.Match[str]) -> np.ndarray:
 
 
 def _canonical(groups: np.ndarray) -> bytes:
-    """Return equal bytes for equal groups, in whatever order they and their devices are written."""
+    """Return equal bytes for equal groups, for any order of groups and devices."""
     groups = np.sort(groups, axis=1)
     return groups[np.argsort(groups[:, 0])].astype(np.int64).tobytes() + bytes(str(groups.shape), "ascii")
 
@@ -310,7 +312,7 @@ class _Mesh:
         return axes, whole.shape[1], leaves_node
 
     def _places(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of each device's group, and its position there."""
+        """Return the group of each device, and its position in the group."""
         number, position = np.empty(self.devices, int), np.empty(self.devices, int)
         number[whole], position[whole] = np.indices(whole.shape)
         return number, position

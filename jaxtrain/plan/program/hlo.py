@@ -1,11 +1,9 @@
 """Read the text of a scheduled, partitioned HLO module (`compiled.as_text()`).
 
-Instructions come in the order in which they are started, each with the computations that it calls and the line of Python that
-it came from. `walk` multiplies loops out. A line that cannot be read is an error and is never left out: a collective that the
-reader skips would be missing in every figure after it.
-
-The text is read, and not the HloProto: its forms are those of XLA's documentation and of tests, it has the number of
-partitions, and one instruction for each asynchronous start.
+Instructions are in the order in which they start, each with the computations that it calls and its line of Python. `walk`
+multiplies loops out. A line that cannot be read is an error: a skipped collective would be missing in every later
+figure.\n\nThe text is read instead of the HloProto: XLA documents its forms, it has the number of partitions, and one
+instruction for each asynchronous start.
 """
 
 import collections
@@ -52,7 +50,7 @@ _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[2]
-# An instruction of these files is traced to the line that calls them.
+# An instruction of these files is attributed to the line that calls them.
 HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
@@ -96,7 +94,7 @@ class Instruction:
     opcode: str
     type: Type
     operands: tuple[str, ...]
-    called: tuple[str, ...]  # computations that it names, in the order of the text
+    called: tuple[str, ...]  # computations that it calls, in the order of the text
     attributes: dict[str, str]  # name -> raw text; a constant's value is under "literal"
     op_name: str  # the path of named scopes in the Python program; "" if the compiler made the instruction
     source: str  # file:line of the innermost frame in this package, else of the innermost one; "" without any
@@ -105,7 +103,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """The target of a custom call; "" for everything else."""
+        """Return the target of a custom call; "" for other instructions."""
         return self.attributes.get("custom_call_target", "").strip('"')
 
 
@@ -126,7 +124,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """By number."""
+        """Return the parameters by number."""
         found = [i for i in self.instructions if i.parameter_number is not None]
         return tuple(sorted(found, key=lambda i: i.parameter_number or 0))
 
@@ -140,17 +138,17 @@ class Module:
     entry: Computation
     num_partitions: int
     is_scheduled: bool
-    further_rounds: int = 0  # of experts' exchange, after the first, each time it runs: experts' loads are data
+    further_rounds: int = 0  # rounds of experts' dispatch after the first, each time it runs: experts' loads are data
     kind_shares: tuple[float, ...] = ()  # of each kind of layer among those of a loop, which runs the branch of its kind
 
     @functools.cached_property
     def owners(self) -> dict[str, Computation]:
-        """Instruction name -> the computation it is in. Names are unique in a module."""
+        """Return instruction name -> its computation. Names are unique in a module."""
         return {i.name: c for c in self.computations.values() for i in c.instructions}
 
     @functools.cached_property
     def callers(self) -> dict[str, list[Instruction]]:
-        """Computation name -> the instructions that call it."""
+        """Return computation name -> the instructions that call it."""
         found: dict[str, list[Instruction]] = collections.defaultdict(list)
         for i in itertools.chain.from_iterable(c.instructions for c in self.computations.values()):
             for called in i.called:
@@ -205,7 +203,7 @@ def parse(text: str, further_rounds: int = 0) -> Module:
 
 
 def _computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Computation:
-    """Read a computation to its end, its first line having been read."""
+    """Read the rest of a computation, after its first line."""
     found: list[Instruction] = []
     for line in lines:
         if line.startswith("}"):
@@ -261,7 +259,7 @@ def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> In
 
 
 def _closing(line: str, at: int) -> int:
-    """Return one past the parenthesis that closes the one at `at`."""
+    """Return the index after the parenthesis that closes the one at `at`."""
     depth = 0
     for token in _PARENTHESIS.finditer(line, at):
         depth += 1 if token[0] == "(" else -1
@@ -278,7 +276,7 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def _top_level(text: str) -> list[str]:
-    """Return the parts of a list that has commas inside brackets too."""
+    """Return the items of a list, which may have commas inside brackets."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -319,13 +317,13 @@ def _type(text: str) -> Type:
 
 
 def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
-    """Return file:line of each stack frame: of its innermost frame in this package and no helper, else of the innermost one.
+    """Return file:line of each stack frame: its innermost frame in this package that is no helper, else the innermost one.
 
     A parent is written as its number plus one; 1: no parent.
     """
 
     def rows(table: str, *names: str) -> dict[int, list[int]]:
-        """A number that is 0 is not printed."""
+        """Return the rows of a table by number. A number that is 0 is not printed."""
         found = {i: dict(re.findall(r"(\w+)=(\d+)", text)) for i, text in tables[table].items()}
         return {i: [int(row.get(name, 0)) for name in names] for i, row in found.items()}
 
@@ -352,16 +350,17 @@ def _short(path: str) -> str:
     return path.removeprefix(f"{_PACKAGE.parent}/") if path.startswith(f"{_PACKAGE.parent}/") else path.rsplit("/", 1)[-1]
 
 
-# ---- How often
+# ---- Trip counts
 
 
 def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, Computation, int, tuple[str, ...]]]:
-    """Yield every instruction that a step runs: (instruction, its computation, times in a step, the loops around it).
+    """Yield every instruction that a step runs: (instruction, its computation, executions per step, the enclosing loops).
 
-    In scheduled order, a caller before what it calls; loops from outside in. Loop bodies are multiplied out. XLA evaluates the
-    condition of a loop only if the count is not known, and only then is it walked. Every branch of a conditional counts as if
-    it ran each time, which is an upper bound. Fusions are one kernel and entered only on request. Computations that are applied
-    to elements (the addition of a reduction) are left out. Raises HloError if a loop's count depends on data.
+    Instructions are in scheduled order, a caller before its computations; loops are listed from the outermost. Loop bodies are
+    multiplied out. The condition of a loop is included only if its count is unknown, since XLA evaluates it only then. Every
+    branch of a conditional counts as if it ran each time, which is an upper bound. A fusion is one kernel, entered only on
+    request. Computations that are applied to elements (the addition of a reduction) are left out. Raises HloError if a loop's
+    count depends on data.
     """
     yield from _walk(module, module.entry, 1, (), fusions)
 
@@ -381,10 +380,10 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
 
 
 def host_waits(module: Module) -> Iterator[tuple[Instruction, int]]:
-    """Yield the instructions for which the host waits for a number on the device, with how often in a step.
+    """Yield the instructions for which the host waits for a number on the device, with the count per step.
 
     XLA:GPU copies the predicate of a while loop of unknown count before each round and after the last, and the branch of a
-    conditional each time, and launches nothing before the copy has arrived.
+    conditional each time, and launches no kernel before the copy is done.
     """
     for i, _, times, _ in walk(module):
         if i.opcode == "while" and not _count_is_known(i):
@@ -405,12 +404,11 @@ def _part(module: Module, loop: Instruction, part: str) -> Computation:
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
-    """Return how often a while loop's body runs.
+    """Return the trip count of a while loop.
 
-    It is the count that XLA's passes wrote down. Without one, the loop's counter is evaluated, if it starts from a constant and
-    depends on nothing but itself: XLA leaves such a loop in the step of Qwen3's experts. A loop that runs only if experts'
-    loads are uneven takes the module's `further_rounds`; one around such a loop runs at most once. Raises HloError if any other
-    count depends on data.
+    XLA's passes record it. Without a record, the loop's counter is evaluated, if it starts from a constant and depends only on
+    itself, as in the step of Qwen3's experts. A loop that runs only for uneven expert loads has the module's `further_rounds`;
+    an enclosing loop runs at most once. Raises HloError if any other count depends on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])

@@ -1,8 +1,8 @@
 """Cost of one run of an instruction: FLOPs, bytes of device and host memory, bytes on the wire.
 
-A kernel reads the elements that it needs of its arguments, and writes its output. Of a stacked weight that is only sliced
-inside a fusion it reads the slice; of an array that is updated in place it writes the update. An instruction that is not known
-is an error and never costs zero.
+A kernel reads the elements of its arguments that it needs, and writes its output. It reads only the slice of a stacked weight
+that is sliced inside a fusion, and writes only the update of an array that is updated in place. An unknown instruction is an
+error.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PALLAS_FRACTION, fp8_attention, fraction, over_length
 
-# Shortest time of a kernel: its launch and its tail. An assumption, the one that XLA's own cost model makes
-# (kKernelLaunchOverhead); it matters for the scalars of loops and of the optimizer only.
+# Shortest time of a kernel: its launch and its tail. An assumption, as in XLA's own cost model (kKernelLaunchOverhead). It
+# matters only for the scalars of loops and of the optimizer.
 KERNEL_US = 1.0
-# FLOPs of a flash attention backward pass over those of its forward: five matmuls of (T, S) where that has two.
+# FLOPs of a flash attention backward pass over those of its forward: five matmuls of (T, S) instead of two.
 ATTENTION_BACKWARD = 2.5
 HOST_SPACE = 5  # memory space of pinned host memory
 
@@ -40,7 +40,7 @@ ELEMENTWISE = _words(
     "shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh xor bitcast-convert map copy bitcast reshape "
     "transpose reverse"
 )
-SLICES = _words("slice dynamic-slice gather broadcast pad")  # read of their first operand no more than they make
+SLICES = _words("slice dynamic-slice gather broadcast pad")  # read no more of their first operand than they output
 REDUCTIONS = _words("reduce reduce-window select-and-scatter concatenate")
 UPDATES = ("dynamic-update-slice", "scatter")
 OTHER = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDATES)
@@ -50,8 +50,8 @@ FUSIONS = ("fusion", "fusion-start")
 FP8_CALL = "__cublas$lt$matmul$f8"
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", FP8_CALL)
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
-# Our own kernels (kernels/attention/pallas.py) have what they compute in their names. Their backward pass is two kernels, which
-# compute the scores twice: seven matmuls where a count of FLOPs, and the rate with it, has five.
+# jaxtrain's own kernels (kernels/attention/pallas.py) have their computation in their names. Their backward pass is two
+# kernels, which compute the scores twice: seven matmuls, of which a count of FLOPs, and so the rate, includes five.
 MOSAIC = "mosaic_gpu_v2"
 PALLAS_CALL = re.compile(r"\bjaxtrain_attention_(forward|forward_fp8|backward_q|backward_kv)_(causal|all|window(\d+))\b")
 PALLAS_CALLS = {
@@ -63,10 +63,10 @@ PALLAS_CALLS = {
 PALLAS_FIRST = 3  # operand that holds the queries; before it, the tiles to visit, segments and positions
 # Grouped matmuls (kernels/experts/pallas.py); the last two operands are multiplied.
 EXPERTS_CALL = re.compile(r"\bjaxtrain_experts_(?:times_[DF]|outer_R|times8_(?:fast|full))\b")
-# How often a sort reads or writes its arrays. With a GPU at hand XLA calls CUB's radix sort (8 bits of a 32-bit key at a time,
-# and a pass that counts them); for a described one it writes a slower kernel, which would not run.
+# Passes of a sort over its arrays. With a present GPU, XLA calls CUB's radix sort (8 bits of a 32-bit key at a time, and a pass
+# that counts them); for a described one it writes a slower kernel, which would not run.
 SORT_PASSES = 2 * 4 + 1
-ALLOCATION = "AllocateBuffer"  # host memory for activations that a loop offloads; nothing is written to it
+ALLOCATION = "AllocateBuffer"  # host memory for activations that a loop offloads; it is not written
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
 
@@ -82,12 +82,12 @@ class Work:
     message: float = 0.0  # of communication: bytes of the message, which its rate depends on
     hops: int = 0  # of communication, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
-    keys: int = ATTENTION_AT  # of a call of attention; its rate rises with them
-    share: float = 1.0  # of the rate, for a kernel that is slower than the one of the rate
+    keys: int = ATTENTION_AT  # of a call of attention; its rate rises with their number
+    share: float = 1.0  # fraction of the rate, for a kernel slower than the one that the rate is for
     fp8: bool = False  # of GEMMs: in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
-        """Return the time at these rates. Raises HloError for a GEMM in 8 bits if they have none."""
+        """Return the time at these rates. Raises HloError for a matmul in 8 bits without a rate."""
         if self.fp8 and not rates.fp8_tflops:
             raise HloError(f"a GEMM in 8-bit floating point, for which the rates ({rates.source}) have no figure")
         if self.kind == "communication":
@@ -105,23 +105,23 @@ class Work:
 
 
 def of_experts(i: Instruction) -> bool:
-    """Return whether this is one of our grouped matmuls."""
+    """Return whether this is one of jaxtrain's grouped matmuls."""
     return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
 
 
 def in_8_bits(where: Computation, i: Instruction) -> bool:
-    """Return whether a matmul's factors are in 8-bit floating point."""
+    """Return whether a matmul's operands are in 8-bit floating point."""
     return i.target == FP8_CALL or (of_experts(i) and leaves(where.by_name[i.operands[-1]].type)[0].dtype.startswith("f8"))
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """Return the cost of one run of an instruction, or of the kernel that it starts; None for one that does nothing.
+    """Return the cost of one run of an instruction, or of the kernel that it starts; None for one without a kernel.
 
     Raises HloError for an unknown instruction.
 
     Args:
       wires: each collective, by its instruction.
-      filled: the part of the experts' capacity that holds tokens.
+      filled: the fraction of the experts' capacity that holds tokens.
     """
     if is_collective(module, i):
         if i.name not in wires:
@@ -137,7 +137,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
-    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other that is started is (arguments, result, context)
+    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other start is (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
     if opcode in FREE or i.target == ALLOCATION:
@@ -187,7 +187,7 @@ def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
 
 
 def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
-    """Return the FLOPs of the GEMMs in a fusion, those of nested computations included."""
+    """Return the FLOPs of the matmuls in a fusion, those of nested computations included."""
     total = 0.0
     for inner in computation.instructions:
         if inner.opcode == "dot" or inner.target in GEMM_CALLS:
@@ -250,10 +250,10 @@ def _config(i: Instruction, key: str) -> dict:
 
 
 def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
-    """Return a cost with the bytes that a kernel reads of its arguments and writes of its output.
+    """Return the cost of the bytes that a kernel reads of its arguments and writes of its output.
 
-    The types are those outside the kernel: they alone have the memory space. A library call's second output is a workspace and
-    does not count.
+    The types are those outside the kernel, because only they have the memory space. A library call's second output is a
+    workspace and does not count.
     """
     demand = _demand(inside)
     moved: list[tuple[float, Shape]] = []
@@ -277,7 +277,7 @@ def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: 
 
 
 def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
-    """Return an instruction outside of a fusion as if it were one, and the types of its arguments and its output."""
+    """Return a single instruction as a fusion, and the types of its arguments and its output."""
     names = list(dict.fromkeys(i.operands))
     parameters = [
         dataclasses.replace(where.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
@@ -288,7 +288,7 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return a cost with bytes by their memory. A kernel that touches host memory is a host copy."""
+    """Return the cost of bytes by their memory. A kernel that accesses host memory is a host copy."""
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)
@@ -303,10 +303,10 @@ def _bytes(array: Shape, elements: float) -> float:
 
 
 def _demand(inside: Computation) -> dict[str, float]:
-    """Return how many elements of each instruction of a fusion are needed, from the root backwards.
+    """Return the number of elements of each instruction of a fusion that are needed, from the root backwards.
 
-    A fusion computes lazily, so an array that is only sliced is read as the slice. Two users of parts are assumed to need
-    different parts.
+    A fusion computes only needed elements, so it reads only the slice of an array that is sliced. Two users are assumed to need
+    different slices.
     """
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)
@@ -326,7 +326,7 @@ def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tup
     operands = [inside.by_name[o] for o in i.operands]
     part = here / max(_elements(i), 1)
     if i.opcode in UPDATES:
-        # In place, the rest of the array stays where it is. A scatter combines with what is there, so it reads that.
+        # In place, the rest of the array is not written. A scatter combines with the old values, so it reads them.
         update = _elements(inside.by_name[_update(i)])
         touched = update if i.opcode == "scatter" else 0
         yield operands[0], touched if _in_place(inside, i) is not None else max(here - update, touched)

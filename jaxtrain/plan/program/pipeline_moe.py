@@ -15,7 +15,7 @@ SMALL = 0.5  # of the largest permutation: smaller ones carry no activations
 
 
 def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
-    """Return the pipeline of a run; None without stages. moved: every collective, over a step."""
+    """Return the pipeline of a run; None without stages. moved: every collective of a step."""
     schedule = schedule_of(run, placement.size(STAGE))
     if schedule.stages == 1:
         return None
@@ -62,7 +62,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
     """Return the fraction of passes through a stage that have no microbatch.
 
     After each pass, forward and backward, a stage sends activations to a neighbour once. The program has the count of these
-    permutations, and as many as there are units each way are needed.
+    permutations, and one is needed per microbatch, stage and direction.
     """
     largest = max((c.wire_gib / c.count for c in permutes), default=0.0)
     passes = sum(c.count for c in permutes if c.wire_gib / c.count > SMALL * largest)
@@ -70,7 +70,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
 
 
 def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
-    """Return the experts of a model, if the busiest gets `load` even shares; None without experts."""
+    """Return the experts of a model, if the load of the busiest is `load` times an even load; None without experts."""
     m = run.model
     if not m.num_experts:
         return None

@@ -5,9 +5,9 @@ order of the compiler's schedule. Kernels run one after the other on a compute s
 stream, asynchronous copies inside the device on a third, and those to the host on a fourth. An asynchronous start begins when
 its stream is free, and its done waits for it.
 
-The model leaves out: collectives and GEMMs do not slow each other down; all GEMMs of a type run at one rate, whatever their
-shapes; a packed sequence's attention counts as one document. Of a conditional the slowest branch counts. Attention of layers
-of several kinds in one loop is another case: each branch counts by the share of its kind among the layers.
+The model simplifies: collectives and matmuls do not slow each other down; all matmuls of a dtype run at one rate, for any
+shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch. Attention of
+layers of several kinds in one loop is the exception: each branch counts by the share of its kind among the layers.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jaxtrain.train.kernel import attention_specs
 from jaxtrain.train.stages import Arrangement
 
 GIB = 2**30
-LINKS = ("communication", "host")  # kinds of work that run on a stream of their own
+LINKS = ("communication", "host")  # kinds of work with their own stream
 COMPUTE, COPY = "compute", "copy"  # the other streams: of kernels, and of asynchronous copies inside the device
 KIND_OF_WORK = {  # kind of work -> its name in a report
     "gemm": "matmul",
@@ -41,7 +41,7 @@ KIND_OF_WORK = {  # kind of work -> its name in a report
     "communication": "communication",
     "host": "host copies",
 }
-EXPOSED = "exposed "  # in front of one of them: time that the compute stream waits for it
+EXPOSED = "exposed "  # prefix of one of them: time that the compute stream waits for it
 
 # (instruction's name, kind of work or "exposed" and its link, start, end), s; a call for each run of an instruction.
 type Listener = Callable[[str, str, float, float], None]
@@ -60,7 +60,7 @@ class Roofline:
     step_ms: float
     flops: float  # executed in a step: GEMMs, and attention inside its mask
     gemm_flops: float
-    gemm_least_ms: float  # time of its GEMMs by their FLOPs alone
+    gemm_least_ms: float  # time of its matmuls by their FLOPs alone
     collectives: tuple[result.Collective, ...]  # in the order of the schedule
     kernels: tuple[result.Kernel, ...]  # longest first
     bound_by: str
@@ -74,7 +74,7 @@ def predict(
     Args:
       wires: each collective, by the instruction that launches it (`collectives.read`).
       record: is called with the start and end of everything that runs.
-      filled: the part of the experts' capacity that holds tokens.
+      filled: the fraction of the experts' capacity that holds tokens.
 
     Raises HloError for an unscheduled module, an unknown instruction, a collective that `wires` lacks, and an asynchronous pair
     that does not end in its computation.
@@ -91,7 +91,7 @@ type Clock = dict[str, float]  # stream -> when it is free, s
 
 
 class _Schedule:
-    """Simulates the streams of a module, and sums."""
+    """Simulates the streams of a module, and sums up their times."""
 
     def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None, filled: float):
         self.module, self.rates, self.wires, self.record, self.filled = module, rates, wires, record, filled
@@ -110,7 +110,7 @@ class _Schedule:
         self.walk(self.module.entry, clock, 1)
         ms = {k: v * 1e3 for k, v in self.seconds.items()}
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
-        # One in a branch that is not the slowest takes no time.
+        # An operation in a branch that is not the slowest takes no time.
         collectives = tuple(
             self.over_step(found, self.link_ms[name], self.exposed_ms[name]) for name, found in self.wires.items()
         )
@@ -220,7 +220,7 @@ class _Schedule:
             self.record(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: Clock, times: float) -> None:
-        """Run iterations one by one while a stream is still busy with work from outside; all others are alike."""
+        """Run iterations one by one while a stream is still busy with earlier work; all others have equal times."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
@@ -251,7 +251,7 @@ class _Schedule:
 
     def count(self, i: Instruction, done: Work, seconds: float, times: float) -> None:
         op_name, source = i.op_name, i.source
-        if "/" not in op_name and i.called:  # made by the compiler: named after its GEMM, else its last operation
+        if "/" not in op_name and i.called:  # made by the compiler: named after its matmul, otherwise its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
             inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
@@ -265,7 +265,7 @@ class _Schedule:
             self.gemm_least_s += done.flops * times / (rate * 1e12)
 
 
-# Parts of a path of scopes that JAX adds by itself.
+# Parts of a path of scopes that JAX adds.
 LOST = re.compile(
     r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
     rf"pallas_call|mpmd_map|{KIND_SWITCH})"
@@ -304,7 +304,7 @@ def label(op_name: str) -> str:
 
 
 def path(op_name: str) -> list[str]:
-    """Return the named scopes from outside in, and the operation. Of combined instructions, those of the first."""
+    """Return the named scopes from outside in, and the operation. For combined instructions, those of the first."""
     return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
 
 
@@ -327,8 +327,8 @@ def first(op_name: str) -> str:
 
 ALONE = Context()
 
-# FLOPs of attention's backward pass over those of its forward, and whether it skips what the mask hides. The two kernels in XLA
-# compute the whole square, and the one in chunks computes its scores again.
+# FLOPs of attention's backward pass over those of its forward, and whether it skips masked scores. The two kernels in XLA
+# compute the whole square, and the one in chunks recomputes its scores.
 _ATTENTION = {
     "cudnn": (ATTENTION_BACKWARD, True),
     "pallas": (ATTENTION_BACKWARD, True),
@@ -343,7 +343,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     Args:
       attention: the kernel (`Program.kernel`). Recomputation is that of a kernel with its own backward (`flops.recompute`).
       context: how the kernel shards a sequence (`Program.context`).
-      stages: above 1, the FLOPs of the bubble and of empty places in a stage's stack count too.
+      stages: above 1, the FLOPs of the bubble and of padding layers of a stage count too.
 
     Raises ValueError for an unknown kernel.
     """
@@ -351,15 +351,15 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
     everything = flops.training(run) + flops.beyond(run)
     one = flops.attention(run.model, run.data.seq_len)
-    # The usual count of training takes the backward pass for twice the forward pass.
-    back = flops.passes_layers(run)
-    linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _again(run)))
+    # The usual count of training counts the backward pass as twice the forward pass.
+    back = flops.differentiates_layers(run)
+    linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _attention_repeats(run)))
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
         each = flops.attention(alike, run.data.seq_len)
-        passes = layers * (1 + back * (backward + _again(run)))
+        passes = layers * (1 + back * (backward + _attention_repeats(run)))
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
     idle = schedule_of(run, stages).bubble
@@ -375,20 +375,20 @@ def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Con
     out = [0.0] * context.size
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
-        passes = layers * (1 + backward + _again(run))
+        passes = layers * (1 + backward + _attention_repeats(run))
         mean = flops.attention(alike, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
         by_rank = pairs(context, run.data.seq_len, alike.sliding_window)
         out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]
     return tuple(out)
 
 
-def _again(run: RunConfig) -> int:
-    """Return how often remat repeats the forward pass of attention."""
+def _attention_repeats(run: RunConfig) -> int:
+    """Return the number of times that remat repeats the forward pass of attention."""
     return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
 
 
 def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
-    """Return the FLOPs of a ring's ranks over those of one device: blocks of chunks, and under a window chunks and halos."""
+    """Return the ratio of a ring's FLOPs to those of one device: blocks of chunks, and under a window chunks and halos."""
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0

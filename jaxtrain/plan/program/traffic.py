@@ -1,14 +1,14 @@
-"""Memory traffic of a step outside of GEMMs and attention, part by part, with the least possible traffic.
+"""Memory traffic of a step outside of matmuls and attention, part by part, with the least possible traffic.
 
-The least supposes that each elementwise part of the model runs as one kernel, which reads its inputs and writes the inputs of
-GEMMs, attention and the residual stream, once. Nothing is copied, filled or stacked. With n tokens on a device, D, F, N, K, H
-and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights of
-a layer on a device, and A microbatches of n tokens:
+The least traffic assumes that each elementwise part of the model is one kernel, which reads its inputs and writes the inputs of
+matmuls, attention and the residual stream, once. No array is copied, filled or stacked. With n tokens on a device, D, F, N, K,
+H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights
+of a layer on a device, and A microbatches of n tokens:
 
     norms         forward 2 x 4 n D c: a sum and its input are read, the new sum and the normed one written. Backward
                   2 x 5 n D c: the gradients of both, and the sum, are read; its gradient, and the norm's output for the GEMM
-                  that computes the weight's gradient, written. Once more 3 n D c where the residual stream is not kept
-    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for q and k where they are not kept
+                  that computes the weight's gradient, written. Another 3 n D c if the residual stream is not saved
+    rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for q and k if they are not saved
     SwiGLU        3 n F c forward; 6 n F c backward: gate, up and the product's gradient are read, three results written
     weights       6 P for each gather: read in float32, written in bfloat16. Gradients: read in the type on the wire, and
                   written in that of the sum, which is read too from the second microbatch on
@@ -37,7 +37,7 @@ from jaxtrain.train.compiler import local_bytes
 from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.program import Program
 
-# Part -> pattern of its kernels' labels and sources; the first that fits.
+# Part -> pattern of its kernels' labels and sources; the first match counts.
 PARTS: dict[str, str] = {
     "optimizer": r"^optimizer",
     "loss and head": r"^loss|\bloss\b",
@@ -53,17 +53,17 @@ OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One line: gigabytes that each GPU reads and writes in a step."""
+    """One row: gigabytes that each GPU reads and writes in a step."""
 
     name: str
     counted_gb: float
     least_gb: float
-    times: int = 0  # that a layer runs in a step, for parts of layers (the last norm counts as theirs)
+    times: int = 0  # passes through a layer in a step, for parts of layers (the last norm counts as theirs)
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
-    """Return every part of a step, and the rest. kernels: of the plan of this run."""
-    least = floor(run, program)
+    """Return every part of a step, and the remaining traffic. kernels: of the plan of this run."""
+    least = least_bytes(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:
         if k.kind == "memory":
@@ -75,26 +75,26 @@ def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[
 
 
 def ratio(found: Sequence[Part]) -> float:
-    """Counted over least, of all parts together."""
+    """Return the ratio of counted to least traffic, of all parts together."""
     return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
 
 
-def floor(run: RunConfig, program: Program) -> dict[str, float]:
-    """Bytes by part, by the formulas above."""
+def least_bytes(run: RunConfig, program: Program) -> dict[str, float]:
+    """Return the least bytes by part, by the formulas above."""
     m, p, numerics = run.model, program.placement, numerics_of(run)
     c, reduce, master = numerics.compute.itemsize, numerics.reduce.itemsize, numerics.params.itemsize
     grads = DTYPES[run.dtypes.grads].itemsize
     micro = run.train.grad_accum
     tensor = p.size(p.mesh_axes("mlp"))
-    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside the blocks
-    narrow = n / tensor  # and between them
+    n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside blocks
+    narrow = n / tensor  # tokens between blocks
     D, F, H, V = m.d_model, m.d_ff / tensor, m.head_dim, m.vocab_size / p.size(p.mesh_axes("vocab"))
     heads = (m.num_heads + m.num_kv_heads) / p.size(p.mesh_axes("heads"))
     L, have = m.num_layers, kept(run.remat)
     everything = run.remat.policy == "none"
 
     again = 0 if everything or "residual" in have else 3
-    norms = (L * (2 * 4 + 2 * 5 + again) + 2 + 3) * narrow * D * c  # the last norm has nothing to add
+    norms = (L * (2 * 4 + 2 * 5 + again) + 2 + 3) * narrow * D * c  # the last norm has no residual to add
     rotated = 2 + (0 if everything or {"q", "k"} <= have else 1)
     rotary = L * rotated * n * (2 * heads * H * c + 2 * 4 * H)
     swiglu = L * 9 * n * F * c
@@ -104,7 +104,7 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
     weights = layer * L * (master + c) * gathers
     gradients = layer_learnt * L * (reduce + grads) + (layer_learnt * L + table_learnt) * grads * (1 - 1 / micro)
     gathered_table = V * D
-    head = table_learnt / table  # the part of the two tables that is trained
+    head = table_learnt / table  # the trained fraction of the two tables
     loss = n * V * (4 + 4 + c) + head * gathered_table * (4 + reduce) + table / 2 * (master + c + head * (reduce + grads))
     embedding = 2 * n * D * c + head * n * D * (c + 8) + table_learnt / 2 * grads
     update = (layer_learnt * L + table_learnt) * (2 * master + 2 * grads) + 2 * local_bytes(program.state.optimizer)
@@ -120,7 +120,7 @@ def floor(run: RunConfig, program: Program) -> dict[str, float]:
 
 
 def _weights(program: Program, learnt: bool = False) -> tuple[float, float]:
-    """Weights on a device: of a layer, and of embedding and head together. learnt: those that are trained."""
+    """Return the weights on a device: of a layer, and of embedding and head together. learnt: those that are trained."""
     layer = other = 0.0
     params = part(program.state.params, program.trained) if learnt else program.state.params
     for path, a in jax.tree_util.tree_leaves_with_path(params):

@@ -1,8 +1,8 @@
 """Warnings about a compiled train step: each with its cost, its origin, and a setting or a change that helps.
 
-`program_warnings` finds what a program does beyond its config: wide collectives, gathers that a loop repeats, resharding,
-replicated state, exposed communication. `config_warnings` finds a config that asks for too little of something, or for it on
-the wrong axis. `fp8_matmuls` finds matmuls that the compiler left in the wide type.
+`program_warnings` finds operations of a program beyond its config: wide collectives, gathers that a loop repeats, resharding,
+replicated state, exposed communication. `config_warnings` finds settings that are too small, or on the wrong axis.
+`fp8_matmuls` finds matmuls that the compiler left in 16 bits.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE
 from jaxtrain.train.state import abstract_tensors
 
-LARGE = 1 << 20  # bytes of a launch, or of an array, from which it deserves a warning
-EXPOSED = 0.02  # of the step: exposed communication from which it deserves a warning
-SLACK = 1.25  # no schedule overlaps all that it could
+LARGE = 1 << 20  # least bytes of a launch, or of an array, for a warning
+EXPOSED = 0.02  # of the step: least exposed communication for a warning
+SLACK = 1.25  # no schedule overlaps everything that it could
 NAMED = 4  # arrays in one warning; the others are counted
-# Operations of the loop over microbatches itself, and of no loop inside it; inside those, "/while/body" comes again.
+# Operations of the loop over microbatches itself, outside of inner loops, which have "/while/body" again.
 MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value as it is, or round it
+SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value unchanged, or round it
 CONTEXT = "kernels/context"  # sources of rings over mesh.seq
 # Matmuls of attention and of the loss belong to no weight of a layer.
 NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
@@ -72,7 +72,7 @@ def program_warnings(
 def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
-    The compiler may leave a loop itself without a name. The collectives that run in it and in no loop of the model show it.
+    The compiler may leave a loop without a name. It is recognised by collectives that run in it and in no loop of the model.
     """
     if run.train.grad_accum == 1:
         return frozenset()
@@ -88,7 +88,7 @@ def _cost(f: Found) -> str:
 
 
 def _by_line(found: Sequence[Found]) -> list[Found]:
-    """Merge collectives of one kind and line of Python, costliest first: an unrolled loop repeats each of its own."""
+    """Merge collectives of one kind and line of Python, costliest first: an unrolled loop repeats them."""
     groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
     for f in found:
         groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
@@ -101,21 +101,21 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
 
 
 def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
-    """Yield float32 on the wire where the config asks for less."""
+    """Yield collectives in float32 if the config asks for a smaller dtype."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
             yield f"{start}precision is {run.precision}. Fix: cast before the gather, as Placement.gather does."
-        # Over a ring, gradients of keys and values add up in float32, as inside one device.
+        # In a ring, gradients of keys and values are summed in float32, as inside one device.
         narrow = DTYPES[run.dtypes.reduce].itemsize < 4
         if f.kind in ("reduce-scatter", "all-reduce") and narrow and CONTEXT not in f.source:
             yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Fix: cast before the reduction."
 
 
 def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
-    """Yield gathers inside a loop of a value that the loop does not change.
+    """Yield gathers inside a loop of a value that does not change in the loop.
 
-    The loop over microbatches is left out: to hold gathered weights during all of it is what sharding them avoids.
+    The loop over microbatches is left out: sharding serves to avoid gathered weights throughout that loop.
     """
     outside = []
     for f in found:
@@ -125,7 +125,7 @@ def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: fro
                 outside.append(f)
     for f in _by_line(outside):
         yield (
-            f"all-gather over {f.axis} of an array that the loop around it does not change ({_cost(f)}) from {_where(f)}. "
+            f"all-gather over {f.axis} of an array that does not change in the loop around it ({_cost(f)}) from {_where(f)}. "
             "Fix: gather it once, before the loop."
         )
 
@@ -147,7 +147,7 @@ def _invariant(body: Computation, value: Instruction) -> bool:
             elif source.opcode != "parameter" or not _passed_through(body, index):
                 return False
         elif i.opcode in SAME_VALUE or i.opcode in ("fusion", "constant"):
-            # A fusion that slices by iteration has the loop's counter among its operands, and that changes.
+            # A fusion that slices by iteration has the loop's counter, which changes, among its operands.
             todo += [body.by_name[o] for o in i.operands]
         else:
             return False
@@ -155,7 +155,7 @@ def _invariant(body: Computation, value: Instruction) -> bool:
 
 
 def _passed_through(body: Computation, index: int) -> bool:
-    """Return whether a loop passes on an element of its state unchanged."""
+    """Return whether a loop leaves an element of its state unchanged."""
     root = body.root
     if root.opcode != "tuple":
         return False
@@ -223,9 +223,9 @@ def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
 
 
 def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
-    """Count the matmuls of layers by precision, for each layer and microbatch; None but under precision=fp8.
+    """Count the matmuls of layers by precision, for each layer and microbatch; None unless precision=fp8.
 
-    A pattern that the compiler does not recognise stays in the wide type, at half the speed.
+    A pattern that the compiler does not recognise stays in 16 bits, at half the speed.
     """
     if run.precision != "fp8":
         return None
@@ -245,13 +245,13 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
 
 
 def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> Iterator[str]:
-    """Yield a warning where fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
+    """Yield a warning if fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
     if matmuls is None:
         return
     weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
     paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
     trained = [trains for _, trains in paired]
-    # Forward, the gradient of x, and that of what is trained. The first layer's x has none if nothing before it is trained.
+    # Forward, the gradient of x, and that of trained weights. The first layer's x has none if nothing before it is trained.
     asked = sum(2 + trains for trains in trained)
     if uneven(run):
         asked -= sum(trains for path, trains in paired if ".".join(key.key for key in path) in EXPERTS)
@@ -272,7 +272,7 @@ def config_warnings(
     """Return the warnings about a config on this machine, by its plan.
 
     Args:
-      mesh: of the compiled step; its devices know their node.
+      mesh: of the compiled step; its devices have the number of their node.
       moved: every collective, over a step.
     """
     return (
@@ -285,7 +285,7 @@ def config_warnings(
 
 
 def _of_weights(c: Collective) -> bool:
-    """Return whether a collective is of weights or gradients: over the same axes, rings send keys and values."""
+    """Return whether a collective is of weights or gradients: rings send keys and values over the same axes."""
     return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and CONTEXT not in c.source
 
 
@@ -328,14 +328,14 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
 
 
 def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
-    """Yield microbatches too small for their weights: to communicate them, or to read them from memory."""
+    """Yield microbatches too small for the time to communicate their weights, or to read them from memory."""
     tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
     parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
     rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))  # tokens of a microbatch on a GPU
     arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
     weights = [c for c in moved if c.axes <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
     communication, exposed = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
-    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once a step
+    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once per step
     if often and communication > arithmetic > 0 and exposed > EXPOSED * timed.step_ms:
         enough = SLACK * rows * communication / arithmetic
         yield (
@@ -343,7 +343,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
             f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timed)} are exposed. "
             f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run, parts, rows, enough)}"
         )
-    # In 8 bits both halve: the bytes of a weight, and the time to multiply by it.
+    # In 8 bits both halve: the bytes of a weight, and the time of its matmul.
     balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
     idle = timed.gemm_ms - timed.gemm_least_ms
     if rows < balance and idle > EXPOSED * timed.step_ms:
@@ -354,7 +354,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
 
 
 def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
-    """Return the setting that gives a GPU `enough` tokens of a microbatch instead of `rows`, the batch being in `parts`."""
+    """Return the setting that gives a GPU `enough` tokens per microbatch instead of `rows`, with the batch in `parts`."""
     batch, accum = run.train.global_batch, run.train.grad_accum
     fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
     if fewer:
@@ -364,7 +364,7 @@ def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
 
 
 def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield exposed communication that comes once a step, however many microbatches it has: too little work for one step."""
+    """Yield exposed communication that occurs once a step, for any number of microbatches: the step is too short."""
     weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
     replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
     held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
@@ -384,7 +384,7 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
 
 
 def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
-    """Yield a pipeline whose bubble is too large, for too few microbatches."""
+    """Yield a pipeline with too few microbatches, so its bubble is too large."""
     accum, groups = run.train.grad_accum, run.pipeline.groups
     bubble = schedule_of(run, stages).bubble
     if bubble <= IDLE:
@@ -420,7 +420,7 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
 
 
 def _kept(policy: str, memory: Memory) -> float:
-    """Return the GiB of the saved activations that a policy would keep too. Names of one shape share its GiB equally."""
+    """Return the GiB of the saved activations that a policy saves too. Names of one shape share its GiB equally."""
     names = {"layer input", *activations.KEPT[policy]}
     total = 0.0
     for group, gib in memory.saved.items():

@@ -1,4 +1,4 @@
-"""A plan as one page that can be mailed, printed and opened anywhere: it requests nothing, and works without scripts."""
+"""A plan as one page that can be mailed, printed and opened anywhere: it needs no network and no scripts."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ LANE_COLOURS = {
     "host copies": "--c6",
 }
 HEIGHT = 280  # px of the chart of memory; page.css has the same
-LETTER = 7.5  # px of an average letter of a label, generously
+LETTER = 7.5  # px of an average letter of a label, a generous estimate
 NARROW, WIDE = 560, 900  # px of the chart at least: on a narrow page, and where .roomy is shown (page.css)
 
 
@@ -129,7 +129,7 @@ def mesh_section(plan: Plan) -> Section:
         boxes.append(f'<div class="node"><span class="quiet">node {first // node}</span>{"".join(cells)}</div>')
     more = f" The first {shown} of {total:,} are drawn." if shown < total else ""
     names = " x ".join(f"{axis} {n}" for axis, n in axes)
-    note = f"{names}: the last axis is the innermost. GPUs of one colour differ in {axes[-1][0]} alone.{more}"
+    note = f"{names}: the last axis is the innermost. GPUs of one colour differ only in {axes[-1][0]}.{more}"
     return Section("Mesh", [Drawing(f'<div class="mesh">{"".join(boxes)}</div>'), note])
 
 
@@ -170,7 +170,7 @@ def schedule_section(plan: Plan) -> Section:
 
 
 def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (phase, first, last) of each stretch of the schedule in one phase."""
+    """Return (phase, first, last) of each range of the schedule in one phase."""
     out, first = [], 0
     for phase, points in itertools.groupby(phases):
         n = len(list(points))
@@ -220,7 +220,7 @@ def memory_chart(plan: Plan) -> str:
     )
     out = [f'<svg role="img" aria-label="{escape(alternative)}">']
     for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
-        # A point covers the stretch up to the next one, so bands meet there.
+        # A point covers the range up to the next one, so bands meet there.
         begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
         if n % 2 == 0:
             out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
@@ -247,7 +247,7 @@ def memory_chart(plan: Plan) -> str:
     out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
 
     out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(m.usable_gib):.1f}" y2="{y(m.usable_gib):.1f}"/>')
-    # The two labels keep to opposite halves, so they never meet.
+    # The two labels stay in opposite halves, so they never meet.
     right = highest > last / 2
     edge, anchor = ("6", "start") if right else ("99.5%", "end")
     out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))

@@ -1,4 +1,4 @@
-"""A search as text and as plain data: the formula's ten best at once, each plan as it comes, the line to paste."""
+"""A search as text and as plain data: the formula's ten best at once, each plan when it is done, the line to paste."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from jaxtrain.plan.search.space import Overrides, changes
 from jaxtrain.plan.topology import Topology
 
 ENDINGS = {
-    "complete": "complete: no setting that is left can be better, by formula",
+    "complete": "complete: by formula, no other setting can be better",
     "found": "ended at the first that fits",
     "most": "ended at the most plans that are allowed",
     "budget": "ended after --budget seconds",
     "interrupted": "interrupted",
 }
 ROUNDED = {
-    "dtypes.params": "weights are rounded to 8 significant bits each step, up or down by chance",
+    "dtypes.params": "weights are rounded stochastically to 8 significant bits each step",
     "dtypes.m": "the first moment is rounded each step",
     "dtypes.v": "the second moment is rounded each step",
     "dtypes.grads": "gradients are rounded at each sum over microbatches",
@@ -129,7 +129,7 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
 
 
 def show_best(found: SearchResult, console: Console) -> None:
-    """Print the line to paste, and where it comes from."""
+    """Print the line to paste, and its origin."""
     best = found.best
     if best is None:
         none = "no setting was found that fits" if found.tried else "no setting probably fits by formula"
@@ -161,7 +161,7 @@ def _costs(candidate: Candidate) -> list[str]:
 
 
 def hints(found: SearchResult) -> tuple[str, ...]:
-    """Return what a search for what fits found, as hints of the plan that does not."""
+    """Return the settings that a search found to fit, as hints of the plan that does not fit."""
     fitting = [c for c in found.tried if c.fits]
     lines = [f"{' '.join(c.changes)}: {_came_of(c.outcome)} (compiled)" for c in fitting]
     if not fitting and (best := found.best):
@@ -170,7 +170,7 @@ def hints(found: SearchResult) -> tuple[str, ...]:
 
 
 def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: Topology, console: Console) -> tuple[str, ...]:
-    """Print that a config cannot fit, and the line of what probably does. Return what it printed, as hints."""
+    """Print that a config cannot fit, and the line of a setting that probably does. Return the printed lines, as hints."""
     need = f"at least {size(why.least_gib)} on each GPU, {size(why.usable_gib)} are usable"
     say(console, f"does not fit: {name} on {topology.name} needs {need}", "bold red")
     say(console, f"weights and moments alone take {size(why.state_gib)}; by formula, nothing was compiled")
@@ -187,14 +187,14 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
         lines.append(" ".join(filter(None, words)))
         console.print(Text(lines[-1]), soft_wrap=True)
     if not found:
-        say(console, "no change of the config and no larger machine of these GPUs was found that holds it, by formula", "bold")
+        say(console, "by formula, no change of the config and no larger machine of these GPUs fits", "bold")
     return tuple(lines)
 
 
 def show_savings(
     plan: Plan, found: Mapping[str, Overrides], outcomes: Mapping[str, Outcome], plain: Any, console: Console
 ) -> tuple[str, ...]:
-    """Print what each saving of a config that fits is needed for. Return the lines, as hints.
+    """Print the need for each saving of a config that fits. Return the lines, as hints.
 
     found: `savings`. outcomes: the plan without each. plain: the run.
     """
@@ -207,7 +207,7 @@ def show_savings(
             text += f", {percent(abs(more))} {'slower' if more > 0 else 'faster'}: not needed for memory"
         lines.append(text)
     shown = lines or ["no setting of the config saves memory"]
-    print_sections([Section("What saves memory, and the step without it", [Listing(shown)])], console)
+    print_sections([Section("Settings that save memory, and the step without each", [Listing(shown)])], console)
     return tuple(lines)
 
 

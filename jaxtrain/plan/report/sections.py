@@ -1,4 +1,4 @@
-"""The report of a plan: its verdict, its figures, and its sections, for the terminal and the page alike."""
+"""The report of a plan: its verdict, its figures, and its sections, for terminal and page."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ SMALL = 0.002  # of the peak: classes of memory below it share a row
 ROWS = 5  # collectives on a terminal
 PAGE_ROWS = 40  # kernels and arrays on the page
 ASSUMPTIONS = (
-    "kernels run one after another; collectives run beside them, one at a time, where the compiler scheduled them; a "
+    "kernels run one after another; collectives overlap with them, one at a time, as the compiler scheduled them; a "
     "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
     "slows the other; waits for data, checkpoints, stragglers and lower clocks are left out"
 )
@@ -79,7 +79,7 @@ def details(plan: Plan) -> list[Section]:
         memory_details(plan),
         arrays_section(plan),
         *([kernels_section(plan), loops_section(plan)] if plan.fits else []),
-        Section("How it was counted", [Listing(counted)]),
+        Section("Sources of the figures", [Listing(counted)]),
     ]
 
 
@@ -98,9 +98,9 @@ def verdict(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the speed in one line, the expected range first; of a step that does not fit, the way to one that does."""
+    """Return the speed in one line, the expected range first; or, if the step does not fit, a setting that does."""
     if not plan.fits:
-        return "no speed: a step that does not fit does not run"
+        return "no speed: the step does not fit"
     t = plan.time
     load = f", expert load {expert_load(plan.experts.load)}" if plan.experts else ""
     return (
@@ -172,7 +172,7 @@ def device_count(plan: Plan) -> int:
 
 
 def describe_remat(run: RunConfig) -> str:
-    """Return the remat policy; of policy "custom", the activations that it saves."""
+    """Return the remat policy; for policy "custom", the activations that it saves."""
     r = run.remat
     every = f", {r.every} layers each" if r.every > 1 else ""
     if r.policy != "custom":
@@ -183,7 +183,7 @@ def describe_remat(run: RunConfig) -> str:
 def command(plan: Plan) -> str:
     """Return the command line that makes this plan again."""
     overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
-    # A machine without a description in specs/ is the one that the plan was made on.
+    # A machine without a description in specs/ is the one on which the plan was made.
     machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
     load = plan.experts.load if plan.experts else 1
     busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
@@ -375,7 +375,7 @@ def host_waits(plan: Plan) -> str:
 
 
 def matmuls(plan: Plan) -> str:
-    """Return the share of a layer's matmuls in FP8, and the peak that MFU is taken of; "" without FP8."""
+    """Return the share of a layer's matmuls in FP8, and the peak that MFU refers to; "" without FP8."""
     if not (m := plan.matmuls):
         return ""
     wide = f"; in bf16: {m.some_wide}" if m.wide else ""
@@ -413,7 +413,7 @@ def loops_section(plan: Plan) -> Section:
 
 
 def traffic_section(found: Sequence[Part]) -> Section:
-    """Return the memory traffic outside of matmuls and attention, beside the least possible."""
+    """Return the memory traffic outside of matmuls and attention, with the least possible traffic."""
     found = sorted(found, key=lambda part: -part.counted_gb)
 
     def layer(values: Sequence[float]) -> list[str]:
@@ -441,7 +441,7 @@ def traffic_section(found: Sequence[Part]) -> Section:
 
 
 def pipeline(plan: Plan) -> list[str]:
-    """Return how microbatches pass through the stages; nothing without stages."""
+    """Return the pipeline's schedule in words; [] without stages."""
     if not (p := plan.pipeline):
         return []
     virtual = f", {p.groups} virtual stages each" if p.groups > 1 else ""
@@ -459,7 +459,7 @@ def pipeline(plan: Plan) -> list[str]:
 
 
 def experts(plan: Plan) -> list[str]:
-    """Return where experts are and how tokens reach them; nothing for a model without experts."""
+    """Return the placement of experts and the dispatch of tokens in words; [] for a model without experts."""
     if not (x := plan.experts):
         return []
     where = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
@@ -476,16 +476,16 @@ def experts(plan: Plan) -> list[str]:
         lines.append(f"capacity factor {x.capacity:g}: the whole capacity is computed, and tokens beyond it are dropped")
     else:
         load = expert_load(x.load)
-        rounds = f"each exchange takes {plural(x.rounds, 'round')}" if x.devices > 1 else "any load has the same rows"
+        rounds = f"each dispatch takes {plural(x.rounds, 'round')}" if x.devices > 1 else "any load has the same rows"
         lines.append(f"expert load {load}: the busiest expert has {load} times its even share; {rounds}")
     return lines
 
 
-# ---- how it was counted
+# ---- sources of the figures
 
 
 def rates(plan: Plan) -> str:
-    """Return the rates behind the times, as far as this program uses them, and their source."""
+    """Return the rates behind the times that this program uses, and their source."""
     r = plan.rates
     pallas = plan.attention == "pallas"
     of_cudnn = PALLAS_ATTENTION if pallas else (1.0, 1.0)
@@ -504,7 +504,7 @@ def rates(plan: Plan) -> str:
         f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
     ]
     if any(c.network_gib for c in plan.collectives):
-        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us from node to node")
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us between nodes")
     if plan.memory.host_gib:
         parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
     return f"{r.source}: {', '.join(parts)}"

@@ -28,7 +28,7 @@ def print_plan(plan: Plan, console: Console, *, steps: int | None = None) -> Non
 
 
 def text(plan: Plan) -> str:
-    """Return the same as text, 120 columns wide."""
+    """Return the output of `print_plan` as text, 120 columns wide."""
     console = Console(width=120, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as captured:
         print_plan(plan, console)

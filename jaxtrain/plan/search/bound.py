@@ -1,7 +1,7 @@
-"""The short formula of a layout's memory and step time, which orders every search.
+"""The formula of a layout's memory and step time, which orders every search.
 
-`Bound.memory_gib` is a true lower bound: it counts less than a plan counts, so nothing that fits is refused by it.
-`Bound.step_s` counts the same work at the same rates as a plan, and lets all traffic overlap that can. Per GPU, in one step:
+`Bound.memory_gib` is a lower bound of a plan's memory, so it refuses no layout that fits. `Bound.step_s` counts the same work
+at the same rates as a plan, and assumes that all communication overlaps that can. Per GPU, in one step:
 
     GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; Muon's
     attention      forward (twice if remat repeats it) and 2.5 x that backward, causal half
@@ -10,12 +10,12 @@
                    stage traffic
     step_s         max(GEMMs + attention + memory-bound + forward tensor and expert collectives, traffic of one link)
 
-    memory_gib     weights and moments + gathered weights that stay + summed gradients (with accumulation)
-                   + saved activations, in a pipeline of every microbatch that waits
+    memory_gib     weights and moments + gathered weights that are kept + summed gradients (with accumulation)
+                   + saved activations, in a pipeline of every microbatch in flight
                    + max(the loss: head, its float32 gradient, logits of one chunk;
                          the backward pass: new gradients, the largest gathered weight, recomputed activations)
 
-remat.policy=auto saves as much as probably fits; its lower bound saves nothing but each layer's input. The workspace of
+remat.policy=auto saves as much as probably fits; its lower bound saves only each layer's input. The workspace of
 cuDNN is left out of the bound.
 """
 
@@ -46,7 +46,7 @@ from jaxtrain.train.stages import Schedule
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
-# A plan needs this much more than the lower bound, besides weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
+# A plan needs this much more than the lower bound, without weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
 ABOVE = 1.2
 # Parts of the model (flops.parameters), and the logical axes that shard their weights.
 PARTS = {
@@ -66,13 +66,13 @@ ATTENTION = {"attention_out", "attention_lse"}
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The formula of one layout on its fullest GPU. All 0 if nothing is known of the model.
+    """The formula of one layout on its fullest GPU. All 0 for an unknown model.
 
     Attributes:
         step_s: step time in seconds.
-        memory_gib: no plan takes less.
+        memory_gib: lower bound of a plan's memory.
         state_gib: weights and moments alone.
-        likely_gib: the memory of a plan, about; with remat.policy=auto, of the activations that it saves.
+        likely_gib: approximate memory of a plan; with remat.policy=auto, with the activations that it saves.
     """
 
     step_s: float
@@ -90,8 +90,8 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """Return the formula of a run on a machine.
 
     Returns:
-        zeros for a model family of one's own, and for a run that trains only some weights. Optimizers and losses of one's own
-        count nothing.
+        zeros for a user's own model family, and for a run that trains only some weights. A user's own optimizer or loss counts
+        as 0.
     """
     if not _has_formula(run):
         return Bound(0.0, 0.0)
@@ -108,9 +108,9 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
 
 
 def least_remat(run: RunConfig, topology: Topology) -> Remat:
-    """Return the remat that computes the least again among those that may fit by the lower bound of their memory.
+    """Return the remat with the least recomputation among those that may fit by the lower bound of their memory.
 
-    A layout that fits with no remat by this formula gets "full".
+    If no remat fits by this formula, it is "full".
     """
     layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
     usable = topology.usable_gib(run.train.memory_fraction) * 2**30
@@ -124,7 +124,7 @@ def _has_formula(run: RunConfig) -> bool:
 
 
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
-    """Return weights and moments in GiB, divided evenly over all GPUs. No layout of the run holds less on each."""
+    """Return weights and moments in GiB, divided evenly over all GPUs: the least of every layout of the run on each GPU."""
     if not _has_formula(run):
         return 0.0
     return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
@@ -144,29 +144,29 @@ class Layout:
     node: int
 
     def with_remat(self, remat: Remat) -> "Layout":
-        """Return the same layout with another remat."""
+        """Return the layout with another remat."""
         return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Return the trainer's map of logical axes to mesh axes. It reads the sizes of the mesh alone, and no device."""
+        """Return the trainer's map of logical axes to mesh axes. It uses only the sizes of the mesh, and no device."""
         mesh = AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes))
         return Placement(cast(Mesh, mesh), tuple(config.rules_in_use(self.run, self.sizes).items()))
 
     @functools.cached_property
     def shards(self) -> dict[str, int]:
-        """Return how many devices shard each logical axis of activations, and the vocabulary."""
+        """Return the number of devices that shard each logical axis of activations, and the vocabulary."""
         return self.placement.activation_shards | {"vocab": self.placement.size(self.placement.mesh_axes("vocab"))}
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """Return the pipeline schedule; without stages nothing waits."""
+        """Return the pipeline schedule; a trivial one without stages."""
         stages, p = self.shards["layers"], self.run.pipeline
         return Schedule(p.schedule, stages, p.groups if stages > 1 else 1, self.run.train.grad_accum)
 
     @property
     def layers(self) -> float:
-        """Return layers on one device, in the mean: the longest stage may have one more."""
+        """Return the mean number of layers on one device: the longest stage may have one more."""
         return self.run.model.stacked_layers / self.shards["layers"] + self.run.model.dense_layers
 
     @property
@@ -175,7 +175,7 @@ class Layout:
 
     @property
     def weight_bytes(self) -> int:
-        """Return bytes of an element of a gathered weight of a layer, at least."""
+        """Return the least bytes of an element of a layer's gathered weight."""
         return 1 if self.run.precision == "fp8" else self.compute_bytes
 
     @property
@@ -185,14 +185,14 @@ class Layout:
 
     @property
     def residual(self) -> float:
-        """Return elements of the residual stream on each device, for each of its tokens."""
+        """Return elements of the residual stream per token of a device."""
         return self.run.model.d_model * self.shards["sequence"] / self.shards["residual"]
 
     @functools.cached_property
     def activations(self) -> dict[str, float]:
-        """Return bytes of the activations of one layer on a device, for each of its tokens."""
+        """Return bytes of the activations of one layer, per token of a device."""
         found = auto_remat.bytes_per_token(self.run, self.shards) | {"layer input": self.residual * self.compute_bytes}
-        # Only matmuls read the norms' outputs. Without a name they are saved in the type of the matmul.
+        # Only matmuls read the norms' outputs. Without a name they are saved in the dtype of the matmul.
         return found | dict.fromkeys(("attention_norm", "mlp_norm"), self.residual * self.weight_bytes)
 
     @functools.cached_property
@@ -209,7 +209,7 @@ class Layout:
 
     @property
     def once(self) -> bool:
-        """Return whether weights are gathered, and gradients reduced, once a step."""
+        """Return whether weights are gathered, and gradients reduced, once per step."""
         return self.run.sharding.zero == 1 or self.run.sharding.gather == "step"
 
     @property
@@ -224,7 +224,7 @@ class Layout:
 
     @property
     def held(self) -> float:
-        """Return elements of gathered weights that stay from the forward pass to the backward pass, or all step long."""
+        """Return elements of gathered weights that are kept from the forward to the backward pass, or for the whole step."""
         whole = {part: count for part, count in self.whole.items() if self.placement.gather_axes(*PARTS[part])}
         if self.holds_all:
             # With one microbatch, XLA frees the embedding after the lookup.
@@ -233,20 +233,20 @@ class Layout:
 
 
 def master_bytes(layout: Layout) -> float:
-    """Return bytes of the master weights that one device stores, at least: scales of norms are always float32."""
+    """Return the least bytes of the master weights that one device stores: scales of norms are always float32."""
     stored = BYTES[layout.run.dtypes.params]
     return sum(layout.parameters.values()) * stored + layout.parameters["norms"] * (BYTES["f32"] - stored)
 
 
 def moment_bytes(layout: Layout) -> float:
-    """Return bytes of all moments of one device, at least. Of 8-bit blocks the codes alone; Muon has one moment of matrices."""
+    """Return the least bytes of all moments of one device. 8-bit blocks count without scales; Muon has one moment."""
     run, params = layout.run, layout.parameters
     if run.optimizer.name not in groups.METHODS:
         return 0.0
     wide = params["embedding"] + params["head"] + params["norms"]
     rest = sum(params.values()) - wide
     muon = run.optimizer.name == "muon"
-    # The model alone knows which parameters a group moves to another optimizer.
+    # Only the model shows which parameters a group moves to another optimizer.
     moved = any(optimizer == "muon" for _, optimizer in groups.moved(run.optimizer.groups))
     second = (0.0 if moved else wide, 0.0) if muon else (wide, rest)
     held = ((run.dtypes.m, wide, rest), (run.dtypes.v, *second))
@@ -282,7 +282,8 @@ def _memory_bytes(layout: Layout) -> float:
     by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
     summed = by_layer and (run.train.grad_accum > 1 or layout.once)
     made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if summed else 1)
-    # One checkpoint computes again, and holds at one time, all activations of several layers; of one the inputs of its SwiGLU.
+    # A checkpoint of several layers recomputes, and holds at one time, all their activations; a checkpoint of one layer holds
+    # the inputs of its SwiGLU.
     again = READ_BACKWARD if run.remat.every > 1 else {"mlp_gate", "mlp_up"}
     recomputed = run.remat.every * sum(layout.activations[name] for name in again - kept(run.remat))
     if run.remat.policy == "none":
@@ -292,7 +293,7 @@ def _memory_bytes(layout: Layout) -> float:
 
 
 def saved_bytes(layout: Layout) -> float:
-    """Return what the layers of a device save, per token of a microbatch: the input of each checkpoint, and named activations.
+    """Return the saved activations of a device's layers, in bytes per token of a microbatch: checkpoint inputs and named ones.
 
     Unnamed activations, and those in host memory, are left out.
     """
@@ -323,7 +324,7 @@ def _step_s(layout: Layout, rates: Rates) -> float:
 
 
 def _arithmetic_s(layout: Layout, rates: Rates) -> float:
-    """Return seconds of GEMMs and attention. Layers take longer by the ticks in which a pipeline stage is idle."""
+    """Return seconds of matmuls and attention. Idle ticks of a pipeline stage lengthen the time of layers."""
     run, m = layout.run, layout.run.model
     devices, rows = math.prod(layout.sizes.values()), flops.expert_rows(run)
     gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
@@ -336,7 +337,7 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     if run.attention.forward == "fp8":
         forward *= fp8_attention(run.data.seq_len)  # which rises with the length
     calls = 1 / forward, ATTENTION_BACKWARD / backward
-    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it is made of GEMMs
+    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it consists of matmuls
         calls = 1 / max(forward, gemm), 2 / max(backward, gemm)
     repeated = attention * (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
     again = flops.recompute(m, run.remat, run.data.seq_len, rows).causal - repeated
@@ -349,7 +350,7 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
 
 
 def memory_bound_s(layout: Layout, rates: Rates) -> float:
-    """Return seconds of the optimizer, of sums of gradients, and of norms, SwiGLU and logits, by the bytes that they move."""
+    """Return seconds of the optimizer, of sums of gradients, and of norms, SwiGLU and logits, by their memory traffic."""
     run, c = layout.run, layout.compute_bytes
     m, micro = run.model, run.train.grad_accum
     grads = BYTES[run.dtypes.grads] if micro > 1 else 2
@@ -358,7 +359,7 @@ def memory_bound_s(layout: Layout, rates: Rates) -> float:
         moved += 2 * (master_bytes(layout) + moment_bytes(layout))
     if micro > 1:
         moved += micro * sum(layout.gradients.values()) * (2 * grads + 2)
-    norms = 2 * (2 + 3) * layout.residual  # two norms move two rows forward and three backward
+    norms = 2 * (2 + 3) * layout.residual  # two norms access two rows forward and three backward
     rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
     swiglu = (3 + 5) * rows / layout.shards["mlp"]
     moved += layout.tokens * layout.layers * c * (norms + swiglu)
@@ -374,7 +375,8 @@ Traffic = tuple[tuple[str, ...], float, int, float]
 def _traffic(layout: Layout) -> Iterator[Traffic]:
     """Yield the communication over each group of mesh axes.
 
-    GEMMs of a layer wait for tensor and expert collectives, so their forward half is exposed. All else may overlap.
+    Matmuls of a layer wait for tensor and expert collectives, so the forward half of these is exposed. Other communication may
+    overlap.
     """
     run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
     p, shards, launches = layout.placement, layout.shards, 4 * layout.layers * run.train.grad_accum
@@ -387,7 +389,7 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     row = m.d_model * c
     yield axes, 8 * layout.layers * layout.tokens * row * _others(p.size(axes)), int(2 * launches), 0.5
     if exchange := p.compute_axes("experts"):
-        # Each device of a tensor group sends whole rows. A capacity below 1 drops some.
+        # Each device of a tensor group sends complete rows. A capacity below 1 drops some.
         sent = layout.tokens * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * _others(p.size(exchange))
         yield exchange, 4 * layout.layers * sent, int(launches), 0.5
 
@@ -398,7 +400,7 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     how = run.parallel.context, run.attention.ulysses, shards["sequence"], m.num_heads // shards["heads"], kv_heads
     context = make_context(*how)
     if context.size > 1 and not m.sliding_window:
-        # Keys and values travel forward, and backward with their float32 gradients. Ulysses trades tokens for heads.
+        # Keys and values are sent forward, and backward with their float32 gradients. Ulysses exchanges tokens for heads.
         u, r = context.ulysses, context.ring
         elements = layout.tokens * layout.layers * flops.head_dim(m)
         queries = elements * m.num_heads / shards["heads"]
@@ -414,7 +416,7 @@ def _others(group: int) -> float:
 
 
 def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
-    """Yield the gathers and reductions of the weights of these parts of the model, which are sharded alike."""
+    """Yield the gathers and reductions of the weights of these parts of the model, which are sharded equally."""
     run, p, micro = layout.run, layout.placement, layout.run.train.grad_accum
     params = {part: layout.parameters[part] for part in parts}
     split = p.gather_axes(*{axis: None for part in parts for axis in PARTS[part]})
@@ -427,7 +429,7 @@ def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
     elif run.sharding.zero == 2:
         gathered, wide, reduced = layers, everything - layers, micro * (layers + head)
     else:
-        # The embedding's rows travel by its own kernel. The last layer's weights need not be gathered again.
+        # The embedding's rows are exchanged by its own kernel. The last layer's weights need not be gathered again.
         again = layers * (1 - 1 / layout.layers) if run.sharding.gather == "layer" else 0.0
         gathered, wide, reduced = micro * (layers + again), micro * head, micro * (layers + head)
     reduce = BYTES[run.dtypes.reduce]
@@ -444,7 +446,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
     if group == 1:
         return {"nvlink": 0.0, "network": 0.0}
     crossing = (_nodes(layout, axes) - 1) / (group - 1)
-    # No launch is faster than the shortest message. A device in a group of two sends half of it.
+    # A launch takes at least the time of the shortest message. A device in a group of two sends half of it.
     (shortest, part), *_ = rates.collective_curve
     nvlink = max(wire * (1 - crossing), launches * shortest / 2 / part) / (rates.nvlink_gb_s * 1e9)
     network = wire * crossing / (rates.network_gb_s * 1e9) + bool(crossing) * launches * rates.network_latency_us * 1e-6
@@ -452,7 +454,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
 
 def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
-    """Return how many nodes one group over these mesh axes touches. Neighbouring devices are along the right-most axis."""
+    """Return the number of nodes in one group over these mesh axes. Neighbouring devices are along the right-most axis."""
     devices = np.arange(math.prod(layout.sizes.values())).reshape([layout.sizes.get(axis, 1) for axis in MESH_AXES])
     group = devices[tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)]
     return len(np.unique(group // layout.node))

@@ -1,4 +1,4 @@
-"""Plans on disk, so that nothing is compiled twice.
+"""Plans on disk, so each is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
 reach the program, the machine, the rates, and the versions of the compiler and of jaxtrain's code.
@@ -30,7 +30,7 @@ LOGGER = logging.getLogger("jaxtrain")
 
 # Effects of config keys that change neither the program of the train step nor its plan.
 UNRELATED = (NOTHING, TIME, INPUTS)
-# Parts of jaxtrain that plan.make does not import, directly or not; a test checks this. All other files count.
+# Parts of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All other files count.
 OTHER_CODE = (
     *("api", "bench", "checkpoint", "command_line", "corruption", "data", "divergence", "explain", "generation"),
     *("goodput", "hf", "ledger", "lm_eval", "lora", "main", "monitor", "page.sections", "parity", "position"),
@@ -45,7 +45,7 @@ OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a us
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A plan to make. `name` and `overrides` label it. rates: None for those of rates.py."""
+    """A plan to make. `name` and `overrides` label it. rates: None: those of rates.py."""
 
     run: RunConfig
     topology: Topology
@@ -60,7 +60,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A plan, or why there is none.
+    """A plan, or the reason why there is none.
 
     Attributes:
         kind: planned | cached | failed (planning raised) | crashed | out of memory | out of time | stopped.
@@ -109,7 +109,7 @@ class Cache:
         return None
 
     def put(self, request: Request, plan_one: str, outcome: Outcome) -> None:
-        """Write a plan or the error that planning raised, whole or not at all; other outcomes may be chance.
+        """Write a plan or the error that planning raised, atomically. Other outcomes may be chance and are not written.
 
         If the folder cannot be written, log a warning.
         """
@@ -123,7 +123,7 @@ class Cache:
                 file.close()
                 os.replace(file.name, self.path(request, plan_one))
         except OSError as error:
-            LOGGER.warning("the plan is not kept for later: %s", error)
+            LOGGER.warning("the plan is not cached: %s", error)
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:

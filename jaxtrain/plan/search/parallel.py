@@ -1,6 +1,6 @@
-"""Compile many plans at once, each in a Python process of its own, so that a crash of the compiler ends one plan only.
+"""Compile many plans at once, each in a separate Python process, so a crash of the compiler ends only one plan.
 
-`concurrent.futures` does not do: a process that the system kills for its memory ends the whole pool, and a pool that spawns
+`concurrent.futures` is unsuitable: a process that the system kills for its memory ends the whole pool, and a pool that spawns
 its processes runs the user's script again in each.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from jaxtrain.plan.search.cache import Cache, Outcome, Request
 
 MAKE = "jaxtrain.plan.make:make_plan"
-TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs no longer
+TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs about the same
 POLL_S = 0.1
 
 # A child's program. Before it imports anything large, it asks the kernel to kill it when its parent ends.
@@ -38,7 +38,7 @@ work(sys.argv[1])
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -101,7 +101,7 @@ def work(folder: str) -> None:
 
 
 def _kind(error: Exception) -> str:
-    """Return the kind of outcome. Only "failed" is kept: a full disk or too little memory may pass."""
+    """Return the kind of outcome. Only "failed" is cached: a full disk or too little memory may be temporary."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "out of memory"
     return "crashed" if isinstance(error, OSError) else "failed"
@@ -135,8 +135,8 @@ def plan_each(
     """Plan one request after the other, `jobs` at a time, from the cache if it is there. Yield the id and the outcome of each.
 
     Args:
-        following: return the next request and its id, or None if there is none for now. Called again after each outcome.
-        jobs: 0: as many as cores.
+        following: returns the next request and its id, or None if there is none at present. Called again after each outcome.
+        jobs: compiles at a time; 0: the number of cores.
         deadline: value of time.monotonic() at which running compiles are ended.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
 
@@ -188,7 +188,7 @@ def plan_many(
 ) -> dict[Any, Outcome]:
     """Return the plans of all requests, by their ids.
 
-    budget_s: seconds for all of them, after which the rest have the kind "stopped"; 0: no limit. Others as for `plan_each`.
+    budget_s: seconds for all of them, after which the others have the kind "stopped"; 0: no limit. Others as for `plan_each`.
     """
     stopped = Outcome(None, "stopped", f"the budget of {budget_s:g} s was spent")
     todo, found = iter(requests.items()), dict.fromkeys(requests, stopped)

@@ -1,7 +1,7 @@
 """The search: settings ordered by the formula of bound.py, then compiled in that order.
 
 Objective "speed" looks for the fastest layout that fits. Objective "fit" looks for the cheapest change that makes a config fit:
-changes that cost only time come before those that round more of the state, few changes before many. A setting whose lower
+changes that cost only time rank before those that round more of the state, and few changes before many. A setting whose lower
 bound of memory is above the usable memory is not compiled. `rank` takes seconds and compiles nothing.
 """
 
@@ -117,7 +117,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """Return the best compiled setting that fits, or the first by formula, or None. `Candidate.fits` tells which."""
+        """Return the best compiled setting that fits, or the first by formula, or None. See `Candidate.fits`."""
         compiled = next((c for c in self.tried if c.fits), None)
         return compiled or next((c for c in self.shown if c.outcome is None and c.bound.likely_gib <= self.usable_gib), None)
 
@@ -125,7 +125,7 @@ class SearchResult:
 def rank(
     run: RunConfig, name: str, topology: Topology, objective: Objective, check: Check, rates: Rates, most: int = MOST
 ) -> SearchResult:
-    """Order all settings by formula; compile nothing. Ctrl-C ends it with those of which the formula is known by then."""
+    """Order all settings by formula; compile nothing. Ctrl-C ends it early, with the formulas known by then."""
     usable = topology.usable_gib(run.train.memory_fraction)
     found = SearchResult(name, topology, run, objective, usable, most, [])
     try:
@@ -170,14 +170,14 @@ def search(
 
     Args:
         name: the config, as plans label it.
-        topology: a machine that `topology.parse` knows: other processes compile for it, by its name.
+        topology: a machine with a name for `topology.parse`, since other processes compile for it.
         budget_s: seconds after which running compiles are ended; 0: no limit.
         most: plans at most; 0: MOST, or MOST_FOR_FIT.
-        check: return what training would refuse; None: `training_check`.
+        check: returns the problems of training; None: `training_check`.
         rates: rates of the GPU; None: those of rates.py.
         own: the plan of the config itself, if it is known.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
-        jobs: compiles at a time; 0: as many as cores.
+        jobs: compiles at a time; 0: the number of cores.
         on_ranked: called once, before anything is compiled.
         on_progress: called after each change.
 
@@ -235,9 +235,9 @@ def _above(least: Bound, plan: Plan) -> float:
 
 
 def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
-    """Return whether no further plan is worth its compile: one fits, or the rest is slower.
+    """Return whether further plans are not worth compiling: one fits, or the others are slower.
 
-    A layout is slower if it would be even with the best ratio of planned time over formula so far.
+    A layout counts as slower if it is slower even with the best ratio of planned time over formula so far.
     """
     fitting = [c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits]
     if found.objective == "fit" or not fitting:
@@ -247,7 +247,7 @@ def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
 
 
 def _judge(found: SearchResult) -> None:
-    """Give each compiled setting its verdict and its reason, and sort them: best first."""
+    """Set the verdict and the reason of each compiled setting, and sort them: best first."""
     fastest = min((c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits), default=0.0)
     order: dict[Candidate, tuple[float, ...]] = {}
     for c in found.tried:
@@ -292,7 +292,7 @@ class Refusal:
 
 
 def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
-    """Return why a config cannot fit and what would, in about a second; None if it might fit, or if it is not legal here.
+    """Return why a config cannot fit and a setting that would, in about a second; None if it might fit, or is not legal here.
 
     A config that is not legal on the machine is refused only if its state is too big for any mesh.
     """

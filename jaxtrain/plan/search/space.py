@@ -1,4 +1,4 @@
-"""The settings that a search tries. The config's own checks decide which of them are legal."""
+"""The settings that a search tries. The config's checks select the legal ones."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from jaxtrain.validate import validate_step
 Overrides = tuple[tuple[str, Any], ...]
 Check = Callable[[RunConfig], Sequence[Problem]]
 
-LONG = 32_768  # tokens from which sequences are also divided over GPUs
+LONG = 32_768  # tokens from which sequences are also sharded over GPUs
 VIRTUAL_STAGES = 2  # of interleaved schedules that are tried
-FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small GEMMs.
-# Storage types of the state, by rank: higher ranks round more. Of each those are tried that are narrower than the config's.
+FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small matmuls.
+# Storage dtypes of the state, by rank: higher ranks round more. Those narrower than the config's are tried.
 MOMENTS = (("dtypes.m", "bf16"), ("dtypes.v", "bf16"))
 STORAGE: tuple[Overrides, ...] = (
     (),
@@ -36,8 +36,8 @@ WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
     """Yield every way to divide the GPUs over data, fsdp, tensor (inside a node), expert, stage and seq.
 
-    Experts are divided if the model has some. Sequences are divided if they are long, or fewer than GPUs, or if the config
-    divides them. Stages are whole nodes, or any number if the config has stages.
+    Experts are sharded if the model has some. Sequences are sharded if they are long, or fewer than GPUs, or if the config
+    shards them. Stages are whole nodes, or any number if the config has stages.
     """
     long = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
     for pipeline in _pipelines(run, topology):
@@ -85,7 +85,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
         shards = sizes["mesh.data"] * sizes["mesh.fsdp"] * sizes["mesh.expert"]
         sharded = sizes["mesh.fsdp"] * sizes["mesh.expert"] * sizes["mesh.seq"] > 1
         for accum in _divisors(run.train.global_batch):
-            # With fewer microbatches than stages a pipeline idles for half of the step.
+            # With fewer microbatches than stages a pipeline is idle for half of the step.
             if run.train.global_batch % (accum * shards) or accum < sizes["mesh.stage"]:
                 continue
             placed = (*mesh, ("train.grad_accum", accum))
@@ -129,7 +129,7 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
-    """Return the mesh of `total` GPUs: tensor groups, and weights sharded over all the rest."""
+    """Return the mesh of `total` GPUs: tensor groups, and weights sharded over all other GPUs."""
     return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
@@ -139,7 +139,7 @@ def _divisors(n: int) -> list[int]:
 
 def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
     """Return the run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
-    # Only changed sections become dicts and back: a search asks for thousands of runs.
+    # Only changed sections are converted to dicts and back: a search needs thousands of runs.
     tree: dict[str, Any] = {config.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
     for key, value in overrides:
         *sections, name = key.split(".")
@@ -169,7 +169,7 @@ def _flat(run: RunConfig) -> dict[str, Any]:
 
 
 def training_check(topology: Topology, source: str = "") -> Check:
-    """Return a function that lists what training on this machine would refuse. source: names the machine in a refusal."""
+    """Return a function that lists the problems of training on this machine. source: names the machine in an error."""
     where = source or topology.name
     devices = hardware.Devices(
         "gpu", topology.device_kind, topology.total, topology.memory_gib, where, topology.gpu.sm, topology.gpus

@@ -255,8 +255,8 @@ BUGS = (
     Bug(
         "environment: the shell's variables stay unnamed",
         "jaxtrain/environment.py",
-        "problems += _slipped_in(environ, env.inherit, {*chosen, *(p.key for p in problems)})",
-        "problems += _slipped_in({}, env.inherit, {*chosen, *(p.key for p in problems)})",
+        "problems += _find_unnamed_variables(environ, env.inherit, {*chosen, *(p.key for p in problems)})",
+        "problems += _find_unnamed_variables({}, env.inherit, {*chosen, *(p.key for p in problems)})",
         "unit/test_environment.py -k slip",
     ),
     Bug(

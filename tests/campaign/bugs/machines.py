@@ -144,11 +144,11 @@ BUGS = (
         "unit/test_bench_rules.py -k ended_keeps",
     ),
     Bug(
-        "bench: a floor is the smaller of the two",
+        "bench: a bound is the smaller of the two",
         "jaxtrain/bench/kernels.py",
-        "floor = max(work.flop",
-        "floor = min(work.flop",
-        "proofs/test_bench.py -k floors",
+        "bound = max(work.flop",
+        "bound = min(work.flop",
+        "proofs/test_bench.py -k bounds",
     ),
     Bug(
         "bench: theirs over ours",

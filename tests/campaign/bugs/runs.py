@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "snapshot: memory that somebody reads is used again",
         "jaxtrain/snapshot.py",
-        'get memory of their own."""\n        self._kept = []',
-        'get memory of their own."""\n        self._kept = self._kept',
+        'may still be read."""\n        self._kept = []',
+        'may still be read."""\n        self._kept = self._kept',
         "proofs/test_snapshot.py -k still_reads",
     ),
     Bug(
