@@ -160,9 +160,9 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
     got = np.array([[np.linalg.norm(g), (g * hugging_face.random_weight(n, g.shape)).sum()] for n, g in sorted(theirs.items())])
     wanted = hugging_face.GOLDEN[f"{name}_gradients"]
     assert got.shape == wanted.shape and (wanted[:, 0] > 0).mean() > 0.9
-    # Sums of a few thousand terms in float32, in another order: a part of 1e-5 of the norm.
-    np.testing.assert_allclose(got[:, 0], wanted[:, 0], rtol=1e-4, atol=1e-6)
-    assert (np.abs(got[:, 1] - wanted[:, 1]) <= 1e-4 * wanted[:, 0] + 1e-6).all()
+    # Sums of a few thousand terms in float32, in another order: some 1e-6 of the norm.
+    np.testing.assert_allclose(got[:, 0], wanted[:, 0], rtol=1e-5, atol=1e-6)
+    assert (np.abs(got[:, 1] - wanted[:, 1]) <= 1e-5 * wanted[:, 0] + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
