@@ -44,6 +44,11 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     # sum layer by layer, since a microbatch's beside it would be 10 GiB more. The step peaks at 105 GiB by plan.
     config.train.accumulate = "layer"
     config.remat.policy = "auto"
+    if variant["120b"]:
+        # Experts are sharded inside a node, and their weights are gathered between nodes. Up to 64 GPUs share one copy of
+        # weights and moments, 20 GiB on each of 64. With 64 the step peaks at 129 GiB by plan.
+        config.mesh.expert = 8
+        config.mesh.data = max(1, variant.gpus // 64)
 
     config.optimizer.lr = 4e-4
     config.optimizer.lr_min = 4e-5

@@ -202,7 +202,7 @@ class Model:
     qk_nope_head_dim: int = key(0, "with kv_lora_rank: the part of a query's and a key's head that is not rotated", at_least=0)
     qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part; all heads share that of the key", at_least=0)
     v_head_dim: int = key(0, "with kv_lora_rank: width of a value's head", at_least=0)
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", above=0)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm; 1e-6 in the norms of latents", above=0)
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")

@@ -6,6 +6,7 @@ if the default of transformers for it would silently change the numbers.
 """
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -313,11 +314,27 @@ def _old_rope(s: Settings) -> dict[str, Any]:
     return {"rope_theta": s.take("rope_theta", None), **s.mapping("rope_scaling")}
 
 
+def _not_built(kind: Any, given: Mapping[str, Any]) -> str:
+    """Return why a rope_type is refused.
+
+    A packed row holds documents of several lengths, and a cache holds keys that were rotated when the sequence was shorter.
+    """
+    if kind not in ("dynamic", "longrope"):
+        return "is not supported"
+    rule = "is not supported, because its frequencies follow the length of each sequence"
+    if kind == "longrope":
+        return rule
+    plain = json.dumps({"rope_type": "default", "rope_theta": given.get("rope_theta")})
+    fix = f"Fix: --set rope_scaling=null --set 'rope_parameters={plain}'"
+    return f"{rule}. Up to max_position_embeddings tokens it equals default. {fix}"
+
+
 def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str, Any]:
     s = Settings(given, f"{path}, rotary settings")
     kind = s.take("rope_type", "default")
     if kind not in known:
-        raise HuggingFaceError(f"{path}: rope_type = {kind!r}: is not supported. Known: {', '.join(known)}.")
+        rule = _not_built(kind, given)
+        raise HuggingFaceError(f"{path}: rope_type = {kind!r}: {rule}. Known: {', '.join(known)}.")
     if given.get("rope_theta") is None:
         raise HuggingFaceError(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "

@@ -31,6 +31,8 @@ from jaxtrain.models.remat import Kind
 
 DOWN = ("embed", None)
 UP = ("embed", "heads", "head_dim")  # the latent is sharded like the model dimension of other weights
+# DeepSeek's and transformers' code have this constant in the norms of latents, and norm_eps in all others.
+LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
@@ -42,12 +44,12 @@ class LatentAttention(nnx.Module):
         nope, turned = model.qk_nope_head_dim, model.qk_rope_head_dim
         if Q:
             self.wq_down = param(rngs, (D, Q), DOWN, normal(std), dtype, dot=True)
-            self.q_norm = RMSNorm(Q, None, model.norm_eps, ctx, rngs)
+            self.q_norm = RMSNorm(Q, None, LATENT_NORM_EPS, ctx, rngs)
             self.wq_up = param(rngs, (Q, N, nope + turned), UP, normal(std), dtype, dot=True)
         else:
             self.wq = param(rngs, (D, N, nope + turned), UP, normal(std), dtype, dot=True)
         self.wkv_down = param(rngs, (D, R + turned), DOWN, normal(std), dtype, dot=True)
-        self.kv_norm = RMSNorm(R, None, model.norm_eps, ctx, rngs)
+        self.kv_norm = RMSNorm(R, None, LATENT_NORM_EPS, ctx, rngs)
         self.wkv_up = param(rngs, (R, N, nope + W), UP, normal(std), dtype, dot=True)
         self.wo = param(rngs, (D, N, W), UP, normal(out_std), dtype, dot=True)
         weights = ("wq_down", "wq_up") if Q else ("wq",)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,6 +43,37 @@ def test_transformers_computes_the_same_before_and_after(tmp_path):
         assert np.array_equal(theirs, ours), name
         # The torch of another day may add up in another order.
         assert np.abs(theirs - GOLDEN[name]).max() < 1e-5, name
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, capsys, monkeypatch, name):
+    """Imported, and exported again: both are the model that transformers made."""
+    monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
+    reference, folder = ROOT / "tests" / "reference", tmp_path / "theirs"
+    hugging_face.ask(reference / "fresh_models.py", reference / "golden" / f"{name}.5.json", folder)
+    assert command.main(["import", str(folder), f"--out={tmp_path / 'ours'}"]) == 0
+    exported(tmp_path / "ours", tmp_path / "back")
+    capsys.readouterr()
+    for ours, theirs in (("ours", "theirs"), ("theirs", "back")):
+        assert command.main(["check", str(tmp_path / ours), str(tmp_path / theirs)]) == 0
+        shown = capsys.readouterr().out
+        assert "the likeliest token is the same at 100.0% of 128 positions" in shown
+        worst, highest = map(float, re.search(r"largest difference (\S+) of logits up to (\S+);", shown).groups())
+        assert worst < SAME and highest > 1
+
+
+def test_dynamic_rotary_scaling_is_none_within_the_trained_length(tmp_path, capsys, monkeypatch):
+    """As the refusal of `dynamic` states: imported without it, the model is the same up to max_position_embeddings tokens."""
+    monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
+    rotary = {"rope_type": "dynamic", "rope_theta": 777.0, "factor": 4.0}
+    folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=rotary, max_position_embeddings=64)
+    args = ["import", str(folder), f"--out={tmp_path / 'ours'}"]
+    assert command.main(args) == 2
+    *_, unset, _, plain = shlex.split(re.search(r"Fix: (.*)\. Known", capsys.readouterr().err)[1])
+    assert command.main([*args, "--set", unset, "--set", plain]) == 0
+    assert command.main(["check", str(tmp_path / "ours"), str(folder), f"--tolerance={SAME}"]) == 0
+    np.save(tmp_path / "longer.npy", hugging_face.random_tokens(128, (2, 80)))
+    assert command.main(["check", str(tmp_path / "ours"), str(folder), f"--tokens={tmp_path / 'longer.npy'}"]) == 1
 
 
 def test_check_compares_with_transformers(tmp_path, capsys, monkeypatch):

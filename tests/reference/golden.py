@@ -123,16 +123,22 @@ def adamw_losses(config, steps=30):
     return np.array(losses)
 
 
+def documents():
+    """Tokens and targets of weights.py's DOCUMENTS, each a row of its own."""
+    for i, length in enumerate(DOCUMENTS):
+        row = torch.from_numpy(random_tokens(VOCAB, (1, length + 1), seed=200 + i).astype(np.int64))
+        yield row[:, :-1], row[0, 1:]
+
+
 def gradients(config):
     """Two numbers of each parameter, in the order of names: its gradient's norm, and its product with weights.py's numbers.
 
-    The gradient of the mean cross entropy of DOCUMENTS, each by itself.
+    The gradient of the mean cross entropy of the documents, each by itself. Then the logits, one document after the other.
     """
-    model, total, count = model_of(config), 0.0, sum(DOCUMENTS)
-    for i, length in enumerate(DOCUMENTS):
-        row = torch.from_numpy(random_tokens(VOCAB, (1, length + 1), seed=200 + i).astype(np.int64))
-        logits = model(row[:, :-1], use_cache=False).logits.float()
-        total = total + torch.nn.functional.cross_entropy(logits[0], row[0, 1:], reduction="sum")
+    model, total, count, logits = model_of(config), 0.0, sum(DOCUMENTS), []
+    for tokens, targets in documents():
+        logits.append(model(tokens, use_cache=False).logits.float()[0])
+        total = total + torch.nn.functional.cross_entropy(logits[-1], targets, reduction="sum")
     (total / count).backward()
     with tempfile.TemporaryDirectory() as folder:  # as a checkpoint names and splits them
         with torch.no_grad():
@@ -141,7 +147,8 @@ def gradients(config):
         model.save_pretrained(folder)
         found = load_file(Path(folder) / "model.safetensors")
     numbers = {name: (g.astype(np.float64), random_weight(name, g.shape)) for name, g in sorted(found.items())}
-    return np.array([[np.linalg.norm(g), (g * w).sum()] for name, (g, w) in numbers.items() if "correction" not in name])
+    rows = [[np.linalg.norm(g), (g * w).sum()] for name, (g, w) in numbers.items() if "correction" not in name]
+    return np.array(rows), torch.cat(logits).detach().numpy()
 
 
 def main():
@@ -161,7 +168,8 @@ def main():
         made = {
             f"{name}_adamw": adamw_losses(MODELS[name]) for name in ("llama2", "gemma2", "mixtral", "gpt_oss") if name in chosen
         }
-        made |= {f"{name}_gradients": gradients(MODELS[name]) for name in ("deepseek_v3",) if name in chosen}
+        for name in (name for name in ("gpt_oss", "deepseek_v3") if name in chosen):
+            made[f"{name}_gradients"], made[f"{name}_documents"] = gradients(MODELS[name])
         made |= {} if sys.argv[2:] else {"yarn": yarn_tables()}
         np.savez_compressed(out / f"{'_'.join(sys.argv[2:]) or 'golden'}.npz", **logits, **made)
 

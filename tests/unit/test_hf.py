@@ -96,7 +96,16 @@ REFUSED = [
     ({"quantization_config": {"quant_method": "fp8"}}, "unknown key quantization_config"),
     (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-        "rope_type = 'dynamic': is not supported",
+        "Up to max_position_embeddings tokens it equals default. Fix: --set rope_scaling=null --set 'rope_parameters="
+        '{"rope_type": "default", "rope_theta": 10000.0}\'. Known: default, llama3, linear, yarn',
+    ),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "rope_parameters": None},
+        "rope_type = 'longrope': is not supported, because its frequencies follow the length of each sequence. Known",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+        "rope_type = 'proportional': is not supported. Known",
     ),
     (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},

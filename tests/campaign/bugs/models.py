@@ -227,4 +227,11 @@ BUGS = (
         '[1 - self.how.half]\n            theirs.remove("2")',
         "unit/test_hf.py -k one_tensor",
     ),
+    Bug(
+        "latent attention: the norm of latents has the other norms' epsilon",
+        "jaxtrain/models/latent_attention.py",
+        "RMSNorm(R, None, LATENT_NORM_EPS",
+        "RMSNorm(R, None, model.norm_eps",
+        "proofs/test_hf_models.py -k 'gradients_are_those_of_transformers and deepseek'",
+    ),
 )
