@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from jaxtrain.samples import Sample
 from jaxtrain.samples import read as read_samples
 from jaxtrain.samples import write as written
-from jaxtrain.shapes import EXPERT_METRICS, REWARD_METRICS
+from jaxtrain.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
 
 TRAIN_KEYS = (
     "kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch",
@@ -195,9 +195,9 @@ class Writers:
         self._file: BinaryIO | None = None
 
     def train(self, **line: Any) -> None:
-        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`, of a model with experts EXPERT_METRICS, and
-        of a loss of pairs REWARD_METRICS; TypeError names any missing or unknown."""
-        more = [name for names in (REWARD_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
+        """Write one train line. Takes all of TRAIN_KEYS but `kind` and `time_unix`, of a model with experts EXPERT_METRICS, of
+        multi-token prediction MTP_METRICS, and of a loss of pairs REWARD_METRICS; TypeError names any missing or unknown."""
+        more = [name for names in (REWARD_METRICS, MTP_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
 
     def source(self, **line: Any) -> None:

@@ -49,6 +49,7 @@ class HfTensor:
         half: which of those two.
         interleaved: an axis of ours. In the checkpoint its last sizes["rotary"] numbers are pairs of neighbours.
         exact: float32 whatever the dtype of the other tensors.
+        copy: name of the same tensor again in each module of multi-token prediction, with {i} for its layer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class HfTensor:
     half: int = 0
     interleaved: str = ""
     exact: bool = False
+    copy: str = ""
 
     @property
     def each_expert(self) -> bool:
