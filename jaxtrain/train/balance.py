@@ -69,10 +69,11 @@ class Balance:
         step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
         step = jnp.where(taken, jnp.stack([empty if layer is None else step_LE[layer] for layer in self.places]), 0.0)
-        of_mtp = jnp.where(taken, step_LE[len(self.rows) :], 0.0)
 
         def moved(path: Any, bias: jax.Array) -> jax.Array:
-            number = path[1].key  # mtp.0.block.mlp.router_bias
-            return bias + (of_mtp[int(number)] if path[0].key == MTP else step).astype(bias.dtype)
+            if path[0].key != MTP:
+                return bias + step.astype(bias.dtype)
+            row = len(self.rows) + int(path[1].key)  # of mtp.0.block.mlp.router_bias
+            return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
 
         return filled(params, jax.tree_util.tree_map_with_path(moved, part(params, self.moves)))

@@ -106,16 +106,18 @@ class Objective:
 
 def total_count(batch: Batch, objective: Objective) -> jax.Array:
     """Return the number that the sums of a batch's losses are divided by, f32 (): 1 where it would be 0."""
-    total = all_reduce(objective.loss.count(batch), objective.placement.token_axes)
-    # A batch without targets has nothing to learn from, and must not divide by zero. A positive total below 1 is kept.
-    return jnp.where(total > 0, total, 1.0)
+    return _divisor(objective.loss.count(batch), objective)
 
 
 def mtp_counts(batch: Batch, objective: Objective) -> list[jax.Array]:
     """Return the weight of the targets of each module of multi-token prediction, f32 (): 1 where it would be 0."""
-    p = objective.placement
-    found = [all_reduce(batch[f"weights_{k + 1}"].sum(), p.token_axes) for k in range(objective.mtp_layers)]
-    return [jnp.where(total > 0, total, 1.0) for total in found]
+    return [_divisor(batch[f"weights_{k + 1}"].sum(), objective) for k in range(objective.mtp_layers)]
+
+
+def _divisor(count: jax.Array, objective: Objective) -> jax.Array:
+    total = all_reduce(count, objective.placement.token_axes)
+    # A batch without targets has nothing to learn from, and must not divide by zero. A positive total below 1 is kept.
+    return jnp.where(total > 0, total, 1.0)
 
 
 def make_gradients(

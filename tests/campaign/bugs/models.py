@@ -34,8 +34,8 @@ BUGS = (
     Bug(
         "mtp: biases of its routers move as those of the stack's first layers",
         "jaxtrain/train/balance.py",
-        "step_LE[len(self.rows) :], 0.0)",
-        "step_LE, 0.0)",
+        "row = len(self.rows) + int(path[1].key)",
+        "row = int(path[1].key)",
         "proofs/test_mtp.py -k routers",
     ),
     Bug(
