@@ -343,9 +343,19 @@ SMALLER = (
     *("model.num_kv_heads=16", "model.q_lora_rank=256", "model.vocab_size=4096", "model.num_experts=16", "model.d_ff=512"),
     *("model.shared_d_ff=512", "mesh.fsdp=1", "train.global_batch=8", "train.grad_accum=1", "train.accumulate=auto"),
 )
+LLAMA = (
+    *("model.num_layers=2", "model.d_model=1024", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=128"),
+    *("model.d_ff=2048", "model.vocab_size=4096", "data.seq_len=2048", "train.global_batch=4", "train.grad_accum=1"),
+)
+COMPILED = {
+    "llama": ("h200:1", plans.LLAMA, (*LLAMA, "mesh.fsdp=1", "remat.policy=full", "model.mtp_layers=1")),
+    "two modules, without remat": ("h200:1", plans.LLAMA, (*LLAMA, "mesh.fsdp=1", "remat.policy=none", "model.mtp_layers=2")),
+    "deepseek_v3": ("h200:8", "configs/deepseek_v3.py:mtp", SMALLER),
+}
 
 
-def test_a_step_on_h200s_computes_what_the_formula_says():
-    """DeepSeek-V3 with its module, on a smaller scale, compiled for 8 H200s."""
-    made = plans.plan("h200:8", *SMALLER, "model.mtp_layers=1", of="configs/deepseek_v3.py")
+@pytest.mark.parametrize("name", helpers.few(COMPILED, "llama"))
+def test_a_step_on_h200s_computes_what_the_formula_says(name):
+    machine, of, overrides = COMPILED[name]
+    made = plans.plan(machine, *overrides, of=of)
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
