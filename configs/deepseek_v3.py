@@ -11,6 +11,7 @@ The last on each node, as docs/cluster.md says. Its plan needs none of them:
     ./run.sh plan --config=configs/deepseek_v3.py --topology=h200:8x16
 
 Say how many GPUs there are, 128 times a power of two, and batch and mesh follow: --config=configs/deepseek_v3.py:gpus=1024
+With multi-token prediction (loss.mtp_weight is 0.3 as published; set 0.1 late in training): --config=configs/deepseek_v3.py:mtp
 """
 
 import ml_collections
@@ -24,8 +25,8 @@ FSDP = 32  # at most
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variant `gpus=128`: for how many GPUs batch and mesh are, 128 times a power of two."""
-    variant = parse_arg(arg, gpus=GPUS)
+    """Variants `gpus=128`: for how many GPUs batch and mesh are, 128 times a power of two; `mtp`: multi-token prediction."""
+    variant = parse_arg(arg, gpus=GPUS, mtp=False)
     if variant.gpus < GPUS or variant.gpus & (variant.gpus - 1):
         below = max(GPUS, 1 << variant.gpus.bit_length() - 1)
         rule = "must be 128 times a power of two"
@@ -34,6 +35,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         )
     config = default_config()
     config.model.update(preset("deepseek_v3"))
+    config.model.mtp_layers = int(variant.mtp)
     config.model.rope_scaling = "none"  # the published one is for 131,072 tokens, which training came to last
 
     config.data.source = "data/fineweb-edu-deepseek.tok"
@@ -47,7 +49,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.mesh.fsdp = min(FSDP, variant.gpus // EXPERT)
     config.mesh.data = variant.gpus // (EXPERT * config.mesh.fsdp)
     config.train.global_batch = max(2048, 8 * variant.gpus)
-    config.train.grad_accum = config.train.global_batch // (8 * variant.gpus)
+    # With multi-token prediction eight sequences take 143.2 GiB on 128 GPUs, by plan.
+    at_a_time = 4 if variant.mtp and variant.gpus == GPUS else 8
+    config.train.grad_accum = config.train.global_batch // (at_a_time * variant.gpus)
     config.train.steps = 50_000
     config.train.accumulate = "layer" if config.train.grad_accum > 1 else "auto"
 

@@ -56,6 +56,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     # adapters: beside attention alone they fall behind (Schulman et al. 2025, "LoRA Without Regret").
     config.lora.alpha = 32.0
 
+    if variant.lora or variant.dpo:
+        config.model.mtp_layers = 0  # modules of multi-token prediction are trained with all weights, by cross entropy
     if variant.dpo:
         config.loss.name = "dpo"
         config.loss.beta = 0.1  # as in the paper and in TRL

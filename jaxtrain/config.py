@@ -252,6 +252,9 @@ class Model:
         1, "groups whose experts a token may choose: those with the largest sum of two biased scores", at_least=1
     )
     shared_d_ff: int = key(0, "width of the shared expert, a feed-forward block for all tokens; 0: none", at_least=0)
+    mtp_layers: int = key(
+        0, "multi-token prediction (DeepSeek-V3): modules that each predict one token further, in training alone", at_least=0
+    )
     init_std: float = key(
         0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0
     )
@@ -260,6 +263,11 @@ class Model:
     def stacked_layers(self) -> int:
         """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
+
+    @property
+    def step_layers(self) -> int:
+        """Blocks of a train step: `num_layers`, and one in each module of multi-token prediction."""
+        return self.num_layers + self.mtp_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -513,6 +521,9 @@ class Loss:
     label_smoothing: float = key(0.0, "dpo: the probability that a pair has its preference reversed", at_least=0, below=0.5)
     z_loss: float = key(
         0.0, "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off", at_least=0
+    )
+    mtp_weight: float = key(
+        0.3, "with model.mtp_layers: factor of the mean of their losses; DeepSeek-V3 had 0.3, and 0.1 at the end", above=0
     )
     chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1)
 

@@ -31,6 +31,10 @@ width H = P + r for queries and keys, r of them rotated, and of width W for valu
 
 as training computes it, with the keys and values of every head. If a kernel needs values as wide as keys, the padding is in
 neither MFU nor HFU.
+
+A module of multi-token prediction (model.mtp_layers) is one more layer, one more matmul with the head, and
+
+    projections    2 * 2 D D                             of the embedding, and of the previous hidden state
 """
 
 import dataclasses
@@ -77,6 +81,7 @@ _MADE = {
 }
 _BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # everything below the last norm
 _EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
+_OF_MTP = ("embed_proj", "hidden_proj")  # each (D, D)
 
 
 def projections(model: Model) -> dict[str, tuple[int, int]]:
@@ -121,8 +126,9 @@ def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, flo
 
 
 def layers(model: Model, rows: float = 0.0) -> float:
-    """Return forward FLOPs per token of all layers' matmuls."""
-    linear = model.stacked_layers * sum(gemms(model, rows).values())
+    """Return forward FLOPs per token of all layers' matmuls, those of multi-token prediction included, without their heads."""
+    linear = (model.stacked_layers + model.mtp_layers) * sum(gemms(model, rows).values())
+    linear += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2
     return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
 
 
@@ -131,6 +137,9 @@ def by_weight(model: Model) -> dict[str, float]:
     found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
     for i in range(model.dense_layers):
         found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
+    for i in range(model.mtp_layers):
+        found |= {f"mtp.{i}.{name}": 2.0 * model.d_model**2 for name in _OF_MTP}
+        found |= {name.replace("layers", f"mtp.{i}.block", 1): cost for name, cost in products(model).items()}
     return found
 
 
@@ -149,9 +158,14 @@ def attention(model: Model, seq_len: int) -> Flops:
 
 
 def forward(model: Model, seq_len: int) -> Flops:
-    """Return forward FLOPs per token."""
-    linear = layers(model) + 2 * model.d_model * model.vocab_size
-    return Flops(linear, linear) + attention(model, seq_len) * model.num_layers
+    """Return forward FLOPs per token of a train step, with the modules of multi-token prediction."""
+    linear = layers(model) + heads(model)
+    return Flops(linear, linear) + attention(model, seq_len) * model.step_layers
+
+
+def heads(model: Model) -> float:
+    """Return forward FLOPs per token of the matmuls with the head: one, and one more in each multi-token prediction module."""
+    return 2.0 * model.d_model * model.vocab_size * (1 + model.mtp_layers)
 
 
 def per_token(model: Model, seq_len: int) -> Flops:
@@ -175,7 +189,12 @@ def newton_schulz(model: Model) -> float:
         return 5.0 * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
 
     stacked = one([*attention_weights, *((d, n) for n in columns)])
-    return model.stacked_layers * stacked + model.dense_layers * one([*attention_weights, *[(d, model.dense_d_ff)] * 3])
+    of_dense, of_mtp = [*attention_weights, *[(d, model.dense_d_ff)] * 3], [(d, d)] * len(_OF_MTP)
+    return (
+        (model.stacked_layers + model.mtp_layers) * stacked
+        + model.dense_layers * one(of_dense)
+        + model.mtp_layers * one(of_mtp)
+    )
 
 
 def learns(run: RunConfig, name: str) -> bool:
@@ -186,6 +205,12 @@ def learns(run: RunConfig, name: str) -> bool:
 def differentiates_layers(run: RunConfig) -> bool:
     """Return whether the backward pass goes through the layers: not if everything in and below them is frozen."""
     return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
+
+
+def passes_mtp(run: RunConfig) -> bool:
+    """Whether the backward pass goes through the modules of multi-token prediction."""
+    names = [name for name in by_weight(run.model) if name.startswith("mtp.")]
+    return differentiates_layers(run) or any(learns(run, name) for name in ("final_norm.scale", *names))
 
 
 def adapters(run: RunConfig) -> float:
@@ -204,13 +229,17 @@ def training(run: RunConfig) -> Flops:
     count does for the first layer.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
-    head = 2 * m.d_model * m.vocab_size
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
-    saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
+    saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else heads(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
     if differentiates_layers(run):
         return total
-    within = forward(m, run.data.seq_len) + Flops(-head, -head)
+    main = dataclasses.replace(m, mtp_layers=0)
+    if not passes_mtp(run):
+        of_mtp = forward(m, run.data.seq_len) + forward(main, run.data.seq_len) * -1
+        total += (of_mtp + attention(m, run.data.seq_len) * m.mtp_layers) * -1
+    head = heads(main)
+    within = forward(main, run.data.seq_len) + Flops(-head, -head)
     through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
     to_norm = 0 if learns(run, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
@@ -219,8 +248,10 @@ def training(run: RunConfig) -> Flops:
 def head(run: RunConfig) -> float:
     """Return the FLOPs of `training` in the output head: its matmul, and the needed gradients of states and weight."""
     m = run.model
+    one = heads(dataclasses.replace(m, mtp_layers=0))
     wanted = differentiates_layers(run) or learns(run, "final_norm.scale")
-    return 2.0 * m.d_model * m.vocab_size * (1 + wanted + learns(run, "embed.embedding" if m.tied_head else "head"))
+    weight = learns(run, "embed.embedding" if m.tied_head else "head")
+    return one * (1 + wanted + weight + m.mtp_layers * (1 + passes_mtp(run) + weight))
 
 
 def beyond(run: RunConfig) -> Flops:
@@ -265,7 +296,8 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
     - gate and up if they are not saved, those of experts too; the router, whose scores only "none" saves;
     - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
-      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with sandwich_norm in all.
+      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with sandwich_norm in all;
+    - of multi-token prediction both projections, which no policy saves but "dots".
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
     out, as usual.
@@ -287,9 +319,12 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     found = linear(gemms(model, rows), model.stacked_layers, remat.every)
     if model.dense_layers:
         found += linear(gemms(model, dense=True), model.dense_layers, 1)
+    if model.mtp_layers:
+        found += linear(gemms(model, rows), model.mtp_layers, 1)
+        found += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2 * (remat.policy != "dots")
     total = Flops(found, found)
     if not {"attention_out", "attention_lse"} <= have:
-        total += attention(model, seq_len) * model.num_layers
+        total += attention(model, seq_len) * model.step_layers
     return total
 
 
@@ -305,9 +340,11 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 def parameters(model: Model) -> dict[str, int]:
     """Return the number of parameters by part, and their "total". A tied head has no parameters of its own. For a model with
-    experts, "mlp" is the shared expert and the feed-forward of layers without experts.
+    experts, "mlp" is the shared expert and the feed-forward of layers without experts. A module of
+    multi-token prediction is a layer; "mtp" has its projections.
     """
-    d, h, count, stacked = model.d_model, head_dim(model), model.num_layers, model.stacked_layers
+    d, h, mtp = model.d_model, head_dim(model), model.mtp_layers
+    count, stacked = model.step_layers, model.stacked_layers + mtp
     attention_params = sum(into * out for into, out in projections(model).values())
     if model.qkv_bias:
         attention_params += (model.num_heads + 2 * model.num_kv_heads) * h
@@ -323,7 +360,8 @@ def parameters(model: Model) -> dict[str, int]:
         "mlp": stacked * 3 * d * (model.shared_d_ff if experts else model.d_ff) + dense,
         "experts": stacked * experts * (3 * d * model.d_ff + (2 * model.d_ff + d) * model.expert_bias),
         "router": stacked * experts * (d + model.router_bias + model.router_logit_bias),
-        "norms": count * (4 if model.sandwich_norm else 2) * d + d,
+        "norms": count * (4 if model.sandwich_norm else 2) * d + d + mtp * 3 * d,
+        "mtp": mtp * len(_OF_MTP) * d * d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }
     return parts | {"total": sum(parts.values())}

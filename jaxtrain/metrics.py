@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from jaxtrain.samples import Sample
 from jaxtrain.samples import read as read_samples
 from jaxtrain.samples import write as written
-from jaxtrain.shapes import EXPERT_METRICS, REWARD_METRICS
+from jaxtrain.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
 
 TRAIN_KEYS = (
     "kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch",
@@ -197,10 +197,12 @@ class Writers:
         self._file: BinaryIO | None = None
 
     def train(self, **line: Any) -> None:
-        """Write one train line. Takes all of TRAIN_KEYS except `kind` and `time_unix`, and EXPERT_METRICS of a model with
-        experts, and REWARD_METRICS of a loss of pairs; TypeError names any that is missing or unknown.
+        """Write one train line.
+
+        It takes all of TRAIN_KEYS except `kind` and `time_unix`; EXPERT_METRICS of a model with experts; MTP_METRICS of
+        multi-token prediction; and REWARD_METRICS of a loss of pairs. TypeError names any that is missing or unknown.
         """
-        more = [name for names in (REWARD_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
+        more = [name for names in (REWARD_METRICS, MTP_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
 
     def source(self, **line: Any) -> None:

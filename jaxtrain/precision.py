@@ -19,7 +19,7 @@ def uneven(run: RunConfig) -> bool:
 
 def matmuls(model: Model) -> tuple[str, ...]:
     """Return the names of a model's matmul weights, one name for all layers of a stack."""
-    return tuple(name for name in flops.by_weight(model) if name != "layers.mlp.router")
+    return tuple(name for name in flops.by_weight(model) if not name.endswith(".mlp.router"))
 
 
 def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:

@@ -22,6 +22,7 @@ LOGGER = logging.getLogger("jaxtrain")
 # The columns of a progress line, by metric. A metric without a value, or of 0 dropped tokens, is left out.
 COLUMNS = {
     "loss": "loss {:.4f}",
+    "mtp_loss": "mtp {:.4f}",
     "rewards/accuracies": "accuracy {:.0%}",  # of pairs
     "rewards/margins": "margin {:.3f}",
     "grad_norm": "grad {:.2f}",

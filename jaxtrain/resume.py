@@ -113,6 +113,7 @@ TABLE = (
         ("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place", INPUTS
     ),
     Row(("loss.name", "loss.z_loss", "loss.beta", "loss.label_smoothing"), "ask", "losses before and after do not compare"),
+    Row(("loss.mtp_weight",), "ask", "part of the recipe: DeepSeek-V3 lowered it once, late in training"),
     Row(
         ("moe.capacity_factor", "moe.balance_loss", "moe.sequence_balance_loss", "moe.z_loss", "moe.bias_rate"),
         "ask",
@@ -171,7 +172,7 @@ TABLE = (
             *("model.tied_head", "model.qk_norm", "model.qkv_bias", "model.sandwich_norm"),
             *("model.attention_out_bias", "model.attention_sinks"),
             *("model.router_bias", "model.router_logit_bias", "model.expert_bias"),
-            *("model.shared_d_ff", "model.dense_layers", "model.dense_d_ff"),
+            *("model.shared_d_ff", "model.dense_layers", "model.dense_d_ff", "model.mtp_layers"),
             *("model.kv_lora_rank", "model.q_lora_rank", "model.v_head_dim"),
             *("model.qk_nope_head_dim", "model.qk_rope_head_dim"),
         ),

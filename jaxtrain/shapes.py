@@ -22,6 +22,11 @@ Batches of pairs have one more (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a ro
 pair p:
 
     reference    float32  log-probability of a document's completion under the reference model, at its first token; 0 elsewhere
+
+Batches of a model with k modules of multi-token prediction have two more for each (`mtp_keys`):
+
+    targets_k    int32    the token k positions after the target; 0 beyond the end of the row
+    weights_k    float32  its weight where it is in the document of the input token; 0 elsewhere
 """
 
 # Size of each round after the first in the dispatch of tokens to experts, over an even load. A round has a fixed cost in
@@ -40,6 +45,16 @@ BATCH_KEYS = {
 }
 
 PAIR_KEYS = {"reference": "float32"}
+
+MTP = "mtp"  # the name of a model's modules of multi-token prediction
+MTP_METRICS = ("mtp_loss",)  # the mean of the modules' losses, in nats per token
+MTP_KEYS = {"targets": "int32", "weights": "float32"}  # of a batch, each with the number of the module: targets_1
+
+
+def mtp_keys(modules: int) -> dict[str, str]:
+    """Return the keys of a batch that the modules of multi-token prediction read, with their dtypes."""
+    return {f"{key}_{k}": dtype for k in range(1, modules + 1) for key, dtype in MTP_KEYS.items()}
+
 
 # Metrics of loss.name=dpo: means over pairs, under TRL's names. A reward is beta times the difference of a completion's
 # log-probabilities under the model and under the reference model.

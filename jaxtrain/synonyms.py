@@ -56,6 +56,7 @@ PEERS = {
     "model.router_groups": "n_group n_routing_groups moe_router_num_groups",
     "model.groups_per_token": "topk_group topk_routing_group moe_router_group_topk",
     "model.shared_d_ff": "num_shared_experts shared_experts moe_shared_expert_intermediate_size",
+    "model.mtp_layers": "mtp_num_layers",
     "model.init_std": "init_method_std initializer_range",
     "mesh.data": (
         "parallelism.data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism "
@@ -174,6 +175,7 @@ PEERS = {
     "train.max_skipped_steps": "abort_on_nan_loss abort_on_inf_loss no_check_for_nan_in_loss_and_grad",
     "train.deterministic": "training.deterministic debug.deterministic full_determinism",
     "train.deterministic=true": "deterministic_mode",
+    "loss.mtp_weight": "mtp_loss_scaling_factor",
     "loss.name=dpo": "loss_type",
     "loss.beta": "beta",
     "loss.label_smoothing": "label_smoothing",

@@ -1,5 +1,6 @@
 """What the tests of jaxtrain.hf share: folders with golden configs and random weights, and the Python that has transformers."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -31,14 +32,19 @@ def settings(name: str, version: int = 5) -> dict[str, Any]:
     return json.loads((HERE / "golden" / f"{name}.{version}.json").read_text())
 
 
-def write(folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, **changes: Any) -> Path:
-    """A folder of a family with the golden weights; `changes` to config.json, None removes a key."""
+def write(
+    folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, mtp: int = 0, **changes: Any
+) -> Path:
+    """A folder of a family with the golden weights; `changes` to config.json, None removes a key.
+
+    mtp: modules of multi-token prediction. transformers writes none, whatever config.json says.
+    """
     described = settings(name, version) | {"vocab_size": vocab}
-    tensors = {
-        name: random_weight(name, e.their_shape) * np.float32(1.0 if "norm" in name else scale)
-        for e in entries(model_of(described)).values()
-        for name in e.theirs
-    }
+    tensors = {}
+    for entry in entries(dataclasses.replace(model_of(described), mtp_layers=mtp)).values():
+        for one in entry.theirs:
+            of = entry.theirs[0] if one in entry.copies else one
+            tensors[one] = random_weight(of, entry.their_shape) * np.float32(1.0 if "norm" in one else scale)
     described = {k: v for k, v in (described | changes).items() if not (k in changes and v is None)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described))

@@ -111,6 +111,8 @@ MODELS = {
         "model.rope_original_len": 32,
     },
 }
+# Two modules of multi-token prediction, whose blocks have experts too.
+MODELS["multi-token"] = MODELS["latent"] | {"model.num_layers": 2, "model.mtp_layers": 2}
 CONTEXT = (
     *(f"seq{n}" for n in (2, 4, 8)),
     *(f"seq{n}/parallel.context={method}" for method in ("ulysses", "gather") for n in (2, 4, 8)),
@@ -260,6 +262,15 @@ LAYOUTS = {
         f"stage2xexpert2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=2",
         f"stage2xfsdp2xseq2{TWO}/pipeline.schedule=gpipe/sharding.zero=2",
     ),
+    "multi-token": (
+        "fsdp4xtensor2",
+        "seq4",
+        "expert4xtensor2/remat.policy=full",
+        "data2xfsdp2xseq2/train.grad_accum=2/sharding.zero=1",
+        "fsdp2xtensor2xseq2/remat.policy=dots/parallel.scan_layers=False",
+        "data2xfsdp4/train.grad_accum=2/train.accumulate=layer/sharding.zero=2",
+        "fsdp8/sharding.gather=step",
+    ),
     "muon": (
         f"stage2xfsdp2{TWO}",
         "fsdp8",
@@ -322,8 +333,9 @@ MATRIX |= {name: tuple(name.split(": ")) for name in PAIRS}
 # Biases, sinks and one layer are models that no pair has. The last entry sums the table's gradient over seq, in one microbatch.
 LATENT = "latent: data2xexpert2xtensor2/train.grad_accum=2/parallel.scan_layers=False"
 SINKS = ("sinks: expert2xtensor2xseq2/moe.buffer=0.5/remat.policy=full", "sinks: data2xseq4")
+FURTHER = "multi-token: data2xfsdp2xseq2/train.grad_accum=2/sharding.zero=1"
 SAMPLE = (
-    *(*PAIRS, LATENT, *SINKS, "biases: fsdp4xtensor2", "one layer: fsdp8"),
+    *(*PAIRS, LATENT, FURTHER, *SINKS, "biases: fsdp4xtensor2", "one layer: fsdp8"),
     "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=0",
 )
 SAMPLE_BF16 = (

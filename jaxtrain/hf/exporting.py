@@ -34,6 +34,7 @@ from jaxtrain.models import family
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import A, B, adapter_of
 from jaxtrain.models.module import is_vector
+from jaxtrain.shapes import MTP
 from jaxtrain.train.state import TrainState, named_leaves
 
 AT_ONCE = 1 << 26  # bytes that are read of a checkpoint at a time, or one array
@@ -152,6 +153,8 @@ def export(
             stored = {name: a for name, a in open_origin(there).stored.items() if name.startswith(PREFIX)}
         except (CheckpointError, HuggingFaceError) as error:
             raise lora.gone(there, error) from error
+        # Adapters are trained without the base's modules of multi-token prediction.
+        stored = {name: a for name, a in stored.items() if not name.startswith(f"{PREFIX}{MTP}.")}
     missing = sorted(wanted.keys() - stored.keys())
     left = sorted(stored.keys() - wanted.keys())
     if missing or left:
@@ -167,7 +170,7 @@ def export(
     except TokenizerError as error:
         raise HuggingFaceError(f"{error} Name its folder: --tokenizer=DIR.") from error
     described = config_json(run, chosen, eot)
-    size = sum(math.prod(e.shape) for e in wanted.values()) * DTYPES[chosen].itemsize
+    size = sum(math.prod(e.shape) * (1 + len(e.copies)) for e in wanted.values()) * DTYPES[chosen].itemsize
     check_space(out, size)
 
     place = out.resolve()  # the target of a symbolic link is replaced

@@ -201,7 +201,13 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
     """
     path = locate(os.fspath(name))
     settings = read_settings(path) | dict(changes or {})
-    return Folder(path, settings, model_of(settings, str(path / CONFIG)))
+    found = Folder(path, settings, model_of(settings, str(path / CONFIG)))
+    if found.model.mtp_layers and any(path.glob("*.safetensors")):
+        # transformers writes the number of modules of multi-token prediction, and none of their tensors.
+        last = f"model.layers.{found.model.num_layers}."
+        if not any(name.startswith(last) for name in found.tensors):
+            return dataclasses.replace(found, model=dataclasses.replace(found.model, mtp_layers=0))
+    return found
 
 
 def read_settings(path: Path) -> dict[str, Any]:

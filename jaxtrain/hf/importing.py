@@ -107,11 +107,15 @@ def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
     for name in (name for name, why in unused.items() if why == TIED):
-        head, embedding = folder.read(name), folder.read("model.embed_tokens.weight")
-        if head.dtype != embedding.dtype or not np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
+        if not _same(folder.read(name), folder.read("model.embed_tokens.weight")):
             rule = f"tie_word_embeddings is true, but {name} is not the embedding"
             raise HuggingFaceError(f"{folder.path}: {rule}. Remove the wrong one of the two.")
     return found, unused
+
+
+def _same(one: np.ndarray, two: np.ndarray) -> bool:
+    """Return whether two arrays have the same type and the same bits."""
+    return one.dtype == two.dtype and np.array_equal(one.view(np.uint8), two.view(np.uint8))
 
 
 def load(
@@ -126,7 +130,7 @@ def load(
         progress: called with the name and the bytes of each tensor that is on the devices.
 
     Raises:
-        HuggingFaceError: a tensor is missing or has another shape.
+        HuggingFaceError: a tensor is missing, has another shape, or is not its copy.
     """
     for name, a in wanted.items():
         if name not in found:
@@ -137,7 +141,12 @@ def load(
     order = sorted(wanted, key=lambda name: (first[name].file, first[name].offset))
 
     def read(name: str) -> list[np.ndarray]:
-        return [folder.read(theirs) for theirs in found[name].theirs]
+        made = [folder.read(theirs) for theirs in found[name].read]
+        for copy in found[name].copies:
+            if not _same(folder.read(copy), made[0]):
+                rule = f"multi-token prediction shares {found[name].theirs[0]} with the model, but {copy} is another tensor"
+                raise HuggingFaceError(f"{folder.path}: {rule}. Leave the modules out: --set num_nextn_predict_layers=0")
+        return made
 
     out: Tensors = {}
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="safetensors") as reader:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.config import Model
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError
-from jaxtrain.shapes import DENSE, STACK
+from jaxtrain.shapes import DENSE, MTP, STACK
 
 COLUMNS = 64  # of a transposed copy at a time: several times faster, because the cache holds both sides
 PREFIX = "params."  # of parameters among the tensors of a train state
@@ -24,7 +24,7 @@ SHOWN = 12  # problems named one by one
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of jaxtrain, and the tensors of the checkpoint with its values: one, or one per expert."""
+    """One tensor of jaxtrain, and the tensors of the checkpoint with its values: one and copies of it, or one per expert."""
 
     ours: str  # the name in jaxtrain's checkpoints
     theirs: tuple[str, ...]
@@ -41,11 +41,21 @@ class Entry:
         """Return the shape of each of the checkpoint's tensors."""
         return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Those of theirs that hold the same as the first."""
+        return () if self.how.each_expert else self.theirs[1:]
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Those of theirs that hold ours, without copies."""
+        return self.theirs[: len(self.theirs) - len(self.copies)]
+
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
 
         Args:
-            stored: the checkpoint's arrays. Experts outside of `index` are not read.
+            stored: the arrays of `read`. Experts outside of `index` are not read.
             dtype: of the result.
             index: a slice of each axis of jaxtrain's array.
         """
@@ -124,7 +134,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers)) in (stored or ())
     if model.num_experts and known[gate].each_expert and together:
         known |= EXPERTS_TOGETHER
-    sizes = {"D": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
+    sizes = {"D": model.d_model, "Y": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
     sizes |= {"F": model.d_ff, "V": model.vocab_size, "E": model.num_experts, "2": 2, "G": model.dense_d_ff}
     sizes |= {"S": model.shared_d_ff, "Q": model.q_lora_rank, "L": model.kv_lora_rank, "W": model.v_head_dim}
     sizes |= {"C": model.kv_lora_rank + model.qk_rope_head_dim, "U": model.qk_nope_head_dim + model.v_head_dim}
@@ -136,7 +146,9 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     # jaxtrain's name, its number of the layer, and the number among all layers.
     order: list[tuple[str, Any, Any]] = [(name, "", "") for name in first]
     layered: list[str] = []
-    for stack, begin, end in ((DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)):
+    stacks = (DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)
+    of_mtp = range(model.num_layers, model.step_layers)
+    for stack, begin, end in (*stacks, (MTP, of_mtp.start, of_mtp.stop)):
         own = [name for name in known if name.startswith(f"{stack}.{{i}}")]
         order += [(name, layer - begin, layer) for layer in range(begin, end) for name in own]
         layered += own
@@ -148,7 +160,8 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
             continue
         ours, theirs = (PREFIX + name).replace("{i}", str(at)), how.name.replace("{i}", str(layer))
         each = tuple(theirs.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
-        out[ours] = Entry(ours, each, how, sizes)
+        copies = tuple(how.copy.replace("{i}", str(layer)) for layer in of_mtp if how.copy)
+        out[ours] = Entry(ours, (*each, *copies), how, sizes)
     return out
 
 

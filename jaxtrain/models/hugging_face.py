@@ -50,6 +50,7 @@ class HfTensor:
         half: the index of this array in that axis.
         interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers are interleaved pairs.
         exact: float32, for any dtype of the other tensors.
+        copy: name of the same tensor again in each module of multi-token prediction, with {i} for its layer.
     """
 
     name: str
@@ -58,6 +59,7 @@ class HfTensor:
     half: int = 0
     interleaved: str = ""
     exact: bool = False
+    copy: str = ""
 
     @property
     def each_expert(self) -> bool:

@@ -92,11 +92,11 @@ class ExpertsMLP(nnx.Module):
 Statistics = Any  # of all layers so far, f32 (layers, 5 + experts); () of a model without experts
 
 
-def no_statistics(model: Model, ctx: Context) -> Statistics:
-    """Return the statistics before the first layer."""
+def no_statistics(model: Model, ctx: Context, layers: int = 0) -> Statistics:
+    """Return the statistics before the first layer. layers: their number; 0: that of the stack."""
     if not model.num_experts:
         return ()
-    return jnp.zeros((ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
+    return jnp.zeros((layers or ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
 
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import Model
 from jaxtrain.kernels.attention import Rows
+from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.attention import Attention, Kernel, Shared, cached_arrays, layer_kinds, share
 from jaxtrain.models.latent_attention import LatentAttention
@@ -122,6 +124,53 @@ class DenseLayers(nnx.Module):
         return [getattr(self, str(i)) for i in range(self.count)]
 
 
+class MtpModule(nnx.Module):
+    """Module k of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): it predicts token i + k + 1.
+
+        h_k = norm(block(norm(emb(token i+k)) embed_proj + norm(h_k-1) hidden_proj))
+
+    The matrices are halves of the paper's M_k. h_0 are the model's hidden states after the final norm. Embedding and head are
+    the model's own.
+    """
+
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
+        D, init, dtype = model.d_model, normal(model.init_std), ctx.numerics.params
+        self.embed_norm = RMSNorm(D, "embed", model.norm_eps, ctx, rngs)
+        self.hidden_norm = RMSNorm(D, "embed", model.norm_eps, ctx, rngs)
+        self.embed_proj = param(rngs, (D, D), ("embed", None), init, dtype, dot=True)
+        self.hidden_proj = param(rngs, (D, D), ("embed", None), init, dtype, dot=True)
+        self.block = Block(model, kernel, ctx, rngs)
+        self.norm = RMSNorm(D, "embed", model.norm_eps, ctx, rngs)
+        self.ctx = ctx
+
+    def __call__(self, carry: Carry, hidden_BTD: jax.Array, shared: Shared) -> Carry:
+        """Return the block's output, before the last norm, and the statistics of its experts.
+
+        Args:
+          carry: embeddings of the tokens k positions later, and empty statistics.
+          hidden_BTD: h_k-1, both in the residual layout.
+        """
+        (x_BTD, statistics), n = carry, self.ctx.numerics
+        with jax.named_scope("mtp_proj"):
+            x_BTD = dot("BTD,DF->BTF", self.embed_norm(x_BTD), self.embed_proj.get_value(), n)
+            x_BTD += dot("BTD,DF->BTF", self.hidden_norm(hidden_BTD), self.hidden_proj.get_value(), n)
+        return self.block((x_BTD, statistics), shared, 0, None)[0]
+
+
+class MtpModules(nnx.Module):
+    """The modules of multi-token prediction, in order: not stacked, since there is one or a few."""
+
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
+        self.count = model.mtp_layers
+        for i in range(self.count):
+            setattr(self, str(i), MtpModule(model, kernel, ctx, rngs))
+
+    @property
+    def modules(self) -> list[MtpModule]:
+        """The modules, from the first."""
+        return [getattr(self, str(i)) for i in range(self.count)]
+
+
 class Transformer(nnx.Module):
     """Tokens to final hidden states; `head_VD` turns those into logits."""
 
@@ -134,6 +183,8 @@ class Transformer(nnx.Module):
         if not model.tied_head:
             shape = (model.vocab_size, model.d_model)
             self.head = param(rngs, shape, TABLE, normal(model.init_std), ctx.numerics.params)
+        if model.mtp_layers:
+            self.mtp = MtpModules(model, kernel, ctx, rngs)
         self.model, self.kernel, self.remat, self.ctx = model, kernel, remat, ctx
 
     @property
@@ -170,6 +221,30 @@ class Transformer(nnx.Module):
             carry = self.remat.run(self.layer, carry, self.layers, shared, layer_kinds(self.model))
         return self.final_hidden(carry)
 
+    def further_hidden(
+        self, hidden_BTD: jax.Array, tokens: Sequence[jax.Array], segments_BT: jax.Array, positions_BT: jax.Array
+    ) -> tuple[list[jax.Array], list[Statistics]]:
+        """Return the hidden states of each module of multi-token prediction, and the statistics of its experts.
+
+        Args:
+          hidden_BTD: of the model, after its final norm.
+          tokens: for each module k the token k positions later, (B, T). At the last k positions of a document it belongs to
+            another one. Attention is causal, so only these positions depend on it, and their weights are 0.
+        """
+        shared, run = self.share(segments_BT, positions_BT), self.remat.checkpoint(self.mtp_layer, in_loop=False)
+        made, statistics = [], []
+        with jax.named_scope("mtp"):
+            for module, tokens_BT in zip(self.mtp.modules, tokens, strict=True):
+                carry = run(self.embed_tokens(tokens_BT, 1), module, hidden_BTD, shared)
+                hidden_BTD, of_experts = self.final_hidden(carry, module.norm)
+                made.append(hidden_BTD)
+                statistics.append(of_experts)
+        return made, statistics
+
+    def mtp_layer(self, carry: Carry, module: MtpModule, hidden_BTD: jax.Array, shared: Shared) -> Carry:
+        """Run one module of multi-token prediction, but for its last norm, with its weights gathered inside the checkpoint."""
+        return self.ctx.zero.gather_module(module)(carry, hidden_BTD, shared)
+
     def share(self, segments_BT: jax.Array, positions_BT: jax.Array) -> Shared:
         """Return the arrays of a batch that all layers share: rotary tables, and the kernel's masks."""
         with jax.named_scope("attention"):
@@ -194,14 +269,14 @@ class Transformer(nnx.Module):
             dense.append(kv)
         return carry, dataclasses.replace(cache, dense=tuple(dense))
 
-    def embed_tokens(self, tokens_BT: jax.Array) -> Carry:
-        """Return the first layer's input: (B, T, D) in the residual layout, and empty statistics."""
+    def embed_tokens(self, tokens_BT: jax.Array, layers: int = 0) -> Carry:
+        """Return a layer's input: (B, T, D) in the residual layout, and empty statistics. layers: as in `no_statistics`."""
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
             if self.ctx.structure.scaled_embedding:
                 # The factor is rounded to the type of activations first, as where such models were trained.
                 x_BTD = x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
-            return x_BTD, no_statistics(self.model, self.ctx)
+            return x_BTD, no_statistics(self.model, self.ctx, layers)
 
     def layer(self, carry: Carry, block: Block, shared: Shared, kind: Kind) -> Carry:
         """Run one layer. Its weights are gathered here, inside the checkpoint, so that they are freed after it."""
@@ -211,11 +286,11 @@ class Transformer(nnx.Module):
         """Run one layer over cached keys and values."""
         return self.ctx.zero.gather_module(block)(carry, shared, kind, kv)
 
-    def final_hidden(self, carry: Carry) -> tuple[jax.Array, Statistics]:
-        """Return the last layer's output after the final norm, and the statistics of all layers."""
+    def final_hidden(self, carry: Carry, norm: RMSNorm | None = None) -> tuple[jax.Array, Statistics]:
+        """Return the last layer's output after the final norm, or another, and the statistics of all layers."""
         x_BTD, statistics = carry
         with jax.named_scope("final_norm"):
-            return self.ctx.zero.gather_module(self.final_norm)(x_BTD), statistics
+            return self.ctx.zero.gather_module(norm or self.final_norm)(x_BTD), statistics
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens of one document to every row of the cache. Return their hidden states and the cache."""

@@ -139,6 +139,7 @@ class Charts:
                 held_out.append(LineChart(f"{title} loss, nats per token".capitalize(), self.curves(series), log=True))
         charts = self.show(
             LineChart("Loss, nats per token", loss, log=True, kind="first"),
+            self.of_keys("Loss of multi-token prediction, nats per token", {"mtp_loss": "mtp loss"}, log=True),
             *held_out,
             self.of_keys("Gradient norm", {"grad_norm": "gradient norm"}, log=True),
             self.of_keys("Learning rate", {"lr": "learning rate"}, zero=True),

@@ -5,6 +5,7 @@ tokens. A step sums them over its microbatches, weighted by each one's share of 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.config import Moe
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.models.module import Params, filled, part
-from jaxtrain.shapes import EXPERT_METRICS
+from jaxtrain.shapes import EXPERT_METRICS, MTP
 
 BIAS = "router_bias"
 
@@ -31,23 +32,29 @@ class Balance:
     rows: tuple[int, ...]  # of the statistics: for each layer, its number
     places: tuple[int | None, ...]  # of the stack of layers: for each slot, its layer
     moves: Params  # the parameters that are such biases
+    mtp_layers: int = 0  # modules of multi-token prediction, whose rows follow those of the stack
 
     @property
     def zeros(self) -> jax.Array:
         """Return the statistics of no microbatch."""
-        return jnp.zeros((len(self.places), len(COLUMNS) + self.count), jnp.float32)
+        return jnp.zeros((len(self.places) + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
+
+    @property
+    def _all_rows(self) -> jax.Array:
+        """The rows of all layers, those of multi-token prediction last."""
+        return jnp.asarray((*self.rows, *(len(self.places) + i for i in range(self.mtp_layers))))
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
         """Return the terms that are added to the loss, f32 (): all auxiliary losses of experts, means over the layers."""
-        means = statistics[jnp.asarray(self.rows)].mean(0)
+        means = statistics[self._all_rows].mean(0)
         losses = self.moe.balance_loss * means[0] + self.moe.z_loss * means[2]
         return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
         """Return shapes.EXPERT_METRICS of a step."""
-        digest_layers = statistics[jnp.asarray(self.rows)]
-        loads_LE = digest_layers[:, len(COLUMNS) :]
-        values = *digest_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
+        of_layers = statistics[self._all_rows]
+        loads_LE = of_layers[:, len(COLUMNS) :]
+        values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
@@ -58,8 +65,15 @@ class Balance:
         """
         if not any(jax.tree.leaves(self.moves)):
             return params
-        loads_LE = statistics[jnp.asarray(self.rows), len(COLUMNS) :]
+        loads_LE = statistics[self._all_rows, len(COLUMNS) :]
         step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
         step = jnp.where(taken, jnp.stack([empty if layer is None else step_LE[layer] for layer in self.places]), 0.0)
-        return filled(params, jax.tree.map(lambda bias: bias + step.astype(bias.dtype), part(params, self.moves)))
+
+        def moved(path: Any, bias: jax.Array) -> jax.Array:
+            if path[0].key != MTP:
+                return bias + step.astype(bias.dtype)
+            row = len(self.rows) + int(path[1].key)  # of mtp.0.block.mlp.router_bias
+            return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
+
+        return filled(params, jax.tree_util.tree_map_with_path(moved, part(params, self.moves)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.context import Context
-from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
+from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS, mtp_keys
 from jaxtrain.sharding import Axes, Placement
 from jaxtrain.train.loss import Batch
 
@@ -17,10 +17,13 @@ MICROBATCHES: Axes = (None, "batch", "sequence")  # (A, B, T)
 HostBatch = dict[str, np.ndarray]  # (A x B, T) each, or the rows of this process
 
 
-def abstract_batch(placement: Placement, shape: tuple[int, int, int], pairs: bool = False) -> Batch:
-    """Return a batch of this shape, (A, B, T), without its numbers. pairs: with the keys of pairs."""
+def abstract_batch(placement: Placement, shape: tuple[int, int, int], pairs: bool = False, mtp: int = 0) -> Batch:
+    """Return a batch of this shape, (A, B, T), without its numbers.
+
+    pairs: with the keys of pairs. mtp: with those of so many modules of multi-token prediction.
+    """
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
-    keys = BATCH_KEYS | (PAIR_KEYS if pairs else {})
+    keys = BATCH_KEYS | (PAIR_KEYS if pairs else {}) | mtp_keys(mtp)
     return {k: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=sharding) for k, d in keys.items()}
 
 
@@ -35,16 +38,33 @@ def rows_here(abstract: Batch) -> list[int] | None:
     return sorted(held)
 
 
+def further(host: HostBatch, k: int) -> HostBatch:
+    """Return the targets and weights of module k of multi-token prediction, (R, T): those of the token k positions later.
+
+    A target in another document than its input token has weight 0: so all tokens between them are of one document.
+    """
+
+    def later(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x[:, k:], np.zeros_like(x[:, :k])], axis=1)
+
+    same = later(host["segments"]) == host["segments"]
+    weights = np.where(same, later(host["weights"]), 0).astype(host["weights"].dtype)
+    return {f"targets_{k}": later(host["targets"]), f"weights_{k}": weights}
+
+
 def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
     """Put rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
     With context parallelism the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model
-    depends on segments and positions, not on the order.
+    depends on segments and positions, not on the order. Targets of
+    multi-token prediction are taken from the rows before that.
 
     Args:
       rows: the numbers of the rows in `host`, if it does not have all (`rows_here`).
     """
     order = list(context.chunks)
+    for k in range(1, 1 + sum(key.startswith("targets_") for key in abstract)):
+        host = host | further(host, k)
 
     def ordered(x: np.ndarray) -> np.ndarray:
         return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order].reshape(x.shape)

@@ -4,7 +4,7 @@ Everything here computes with local shards, inside the step's one shard_map.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.models.moe import Statistics
-from jaxtrain.shapes import STACK
+from jaxtrain.shapes import MTP_KEYS, MTP_METRICS, STACK
 from jaxtrain.sharding import Placement, all_reduce, to_residual
 from jaxtrain.train.balance import Balance
 from jaxtrain.train.loss import Batch, Loss, LossSpec, Sums, document_log_probs
@@ -20,8 +20,8 @@ from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.zero import Zero
 
 EXPERTS = "experts"
-# The loss of a batch, and the other metrics of its loss (Loss.reports); under EXPERTS the statistics of its experts. Those of a
-# microbatch are weighted by its fraction of the loss's denominator.
+# The loss of a batch, and the other metrics of its loss (Objective.reports); under EXPERTS the statistics of its experts. Those
+# of a microbatch are weighted by its fraction of the loss's denominator.
 Report = tuple[jax.Array, Sums]
 
 
@@ -33,12 +33,51 @@ class Objective:
     loss: Loss
     spec: LossSpec
     balance: Balance | None = None  # the auxiliary losses of experts, in addition to the first
+    mtp_layers: int = 0  # modules of multi-token prediction
+    mtp_weight: float = 0.0  # of the mean of their losses
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the sums that a step reports in addition to the loss."""
+        return (*self.loss.reports, *(MTP_METRICS if self.mtp_layers else ()))
 
     @property
     def nothing(self) -> Report:
         """Return the report of no microbatch."""
         zero = jnp.zeros((), jnp.float32)
-        return zero, dict.fromkeys(self.loss.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
+        return zero, dict.fromkeys(self.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
+
+    def of_model(self, model: Any, micro: Batch, total: jax.Array, mtp_totals: Sequence[jax.Array]) -> tuple[jax.Array, Report]:
+        """Return the objective of a microbatch and the report, as `__call__` does, from the model with its weights.
+
+        Args:
+          total, mtp_totals: of `total_count` and `mtp_counts`.
+        """
+        rows = micro["tokens"], micro["segments"], micro["positions"]
+        hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
+        if not self.mtp_layers:
+            return self(hidden, statistics, model.head_VD, micro, total)
+        # Module k reads the token k positions later: the target of module k - 1.
+        later = [micro["targets"], *(micro[f"targets_{k}"] for k in range(1, self.mtp_layers))]
+        further, of_experts = model.further_hidden(hidden, later, *rows[1:])
+        if self.balance:
+            made: Any = (statistics, *of_experts)
+            statistics = jnp.concatenate(made)
+        value, (loss, sums) = self(hidden, statistics, model.head_VD, micro, total)
+        of_mtp = self._mtp(further, model.head_VD, micro, mtp_totals)
+        return value + self.mtp_weight * of_mtp, (loss, sums | dict.fromkeys(MTP_METRICS, of_mtp))
+
+    def _mtp(self, further: Sequence[jax.Array], head_VD: Any, micro: Batch, totals: Sequence[jax.Array]) -> jax.Array:
+        """Return this device's share of the mean of the modules' losses, each a mean over the tokens that have its target."""
+        p, spec = self.placement, dataclasses.replace(self.spec, z_loss=0.0)
+        alike = p.size(p.replica_axes(("batch", "residual")))
+        value = jnp.zeros((), jnp.float32)
+        with jax.named_scope("mtp"), jax.named_scope("loss"):
+            for k, (hidden_BTD, total) in enumerate(zip(further, totals, strict=True), start=1):
+                of_module = {key: to_residual(micro[f"{key}_{k}"], (), p) for key in MTP_KEYS}
+                made: Any = self.loss.function(hidden_BTD, head_VD, micro | of_module, spec)
+                value += made / total / alike / self.mtp_layers
+        return value
 
     def __call__(
         self, hidden_BTD: jax.Array, statistics: Statistics, head_VD: Any, micro: Batch, total: jax.Array
@@ -67,7 +106,16 @@ class Objective:
 
 def total_count(batch: Batch, objective: Objective) -> jax.Array:
     """Return the denominator of a batch's summed losses, f32 (): 1 if it would be 0."""
-    total = all_reduce(objective.loss.count(batch), objective.placement.token_axes)
+    return _divisor(objective.loss.count(batch), objective)
+
+
+def mtp_counts(batch: Batch, objective: Objective) -> list[jax.Array]:
+    """Return the weight of the targets of each module of multi-token prediction, f32 (): 1 if it would be 0."""
+    return [_divisor(batch[f"weights_{k + 1}"].sum(), objective) for k in range(objective.mtp_layers)]
+
+
+def _divisor(count: jax.Array, objective: Objective) -> jax.Array:
+    total = all_reduce(count, objective.placement.token_axes)
     # A batch without targets has no gradient, and must not divide by zero. A positive total below 1 is kept.
     return jnp.where(total > 0, total, 1.0)
 
@@ -95,7 +143,7 @@ def make_gradients(
     learnt_axes = part(definition.axes, trained)
 
     def gradients(params: Params, batch: Batch) -> tuple[Report, Params]:
-        total = total_count(batch, objective)
+        total, mtp_totals = total_count(batch, objective), mtp_counts(batch, objective)
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
         learnt = part(base, trained)
@@ -105,9 +153,7 @@ def make_gradients(
 
         def loss_of(rest: Params, into: Params, micro: Batch) -> tuple[jax.Array, Report]:
             model = definition.bind(zero.microbatch_weights(base, copies, rest, into, adds))
-            rows = micro["tokens"], micro["segments"], micro["positions"]
-            hidden, statistics = model.hidden_and_statistics(*rows) if objective.balance else (model(*rows), ())
-            return objective(hidden, statistics, model.head_VD, micro, total)
+            return objective.of_model(model, micro, total, mtp_totals)
 
         differentiate = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
 

@@ -105,7 +105,8 @@ def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangeme
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
-    return Balance(run.moe, run.model.num_experts, stage_layout.turns, stage_layout.order, moves)
+    layout = stage_layout.turns, stage_layout.order
+    return Balance(run.moe, run.model.num_experts, *layout, moves, run.model.mtp_layers)
 
 
 def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
@@ -141,7 +142,7 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
     of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
     how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
     spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs)
-    return Objective(placement, find_loss(run.loss.name), spec, balance)
+    return Objective(placement, find_loss(run.loss.name), spec, balance, run.model.mtp_layers, run.loss.mtp_weight)
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:
@@ -183,7 +184,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     # The arrays.
     state = abstract_state(definition, tx, placement, offload, trained, stage_layout)
     rows = run.train.global_batch // run.train.grad_accum
-    batch = abstract_batch(placement, (run.train.grad_accum, rows, run.data.seq_len), run.loss.of_pairs)
+    shape = run.train.grad_accum, rows, run.data.seq_len
+    batch = abstract_batch(placement, shape, run.loss.of_pairs, run.model.mtp_layers)
     eval_batch = abstract_batch(placement, (1, rows, run.data.seq_len), run.loss.of_pairs)
 
     # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
@@ -206,13 +208,14 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         spike=run.train.loss_spike_sigma,
         balance=balance,
     )
-    held_out = dataclasses.replace(objective, spec=dataclasses.replace(objective.spec, z_loss=0.0), balance=None)
+    without_z = dataclasses.replace(objective.spec, z_loss=0.0)
+    held_out = dataclasses.replace(objective, spec=without_z, balance=None, mtp_layers=0)
     sums = dict.fromkeys(objective.loss.reports, P())
     eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P(), sums))
     of_documents = placement.spec((None, "batch", None))
     log_probs = placement.shard_map(make_log_probs(definition, zero, held_out, in_fp8, pipe), in_specs, of_documents)
 
-    metrics = ("loss", "grad_norm", "lr", "verdict", *objective.loss.reports, *(EXPERT_METRICS if balance else ()))
+    metrics = ("loss", "grad_norm", "lr", "verdict", *objective.reports, *(EXPERT_METRICS if balance else ()))
     whole = replicated(placement)
     in_shardings = shardings(state.params), shardings(eval_batch)
     return Program(

@@ -13,7 +13,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.monitor import MfuAlert, Monitor
 from jaxtrain.plan.expect import Watch
 from jaxtrain.progress import Console
-from jaxtrain.shapes import EXPERT_METRICS, REWARD_METRICS
+from jaxtrain.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
 from jaxtrain.train import guard, step
 from jaxtrain.train.batch import HostBatch
 from jaxtrain.train.services import Services
@@ -28,7 +28,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     verdict: int  # guard.TAKEN, or the reason why the step was skipped
-    more: dict[str, float]  # EXPERT_METRICS of a model with experts, REWARD_METRICS of a loss of pairs
+    more: dict[str, float]  # EXPERT_METRICS, MTP_METRICS and REWARD_METRICS, as far as the run has them
     batch: HostBatch  # the rows of this process
 
     @property
@@ -62,7 +62,7 @@ class PendingMetrics:
             return None
         (done, metrics, batch), self._pending = self._pending, None
         found = jax.device_get(metrics)
-        more = {name: float(found[name]) for name in (*REWARD_METRICS, *EXPERT_METRICS) if name in found}
+        more = {name: float(found[name]) for name in (*REWARD_METRICS, *MTP_METRICS, *EXPERT_METRICS) if name in found}
         loss, norm, lr = (float(found[name]) for name in ("loss", "grad_norm", "lr"))
         return StepMetrics(done, loss, norm, lr, int(found["verdict"]), more, batch)
 

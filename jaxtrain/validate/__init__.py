@@ -84,6 +84,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     problems += _lora(run, bad)
     problems += _pairs(run, bad)
+    problems += _mtp(run, bad)
     return problems
 
 
@@ -395,6 +396,32 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     if run.loss.z_loss > 0 and "loss.z_loss" not in bad:
         rule = "is not for loss.name=dpo, whose logits loss.beta keeps near those of the reference model"
         yield Problem("loss.z_loss", run.loss.z_loss, rule, "Set 0.")
+
+
+def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+    """Return the settings that multi-token prediction excludes."""
+    m, key = run.model, "model.mtp_layers"
+    if bad & {key, "loss.mtp_weight"}:
+        return
+    if not m.mtp_layers:
+        if run.loss.mtp_weight != (default := config.Loss().mtp_weight):
+            rule = f"is read only with {key}, which is 0"
+            yield Problem("loss.mtp_weight", run.loss.mtp_weight, rule, f"Set {key} to 1, or loss.mtp_weight to {default:g}.")
+        return
+    rules = (
+        (run.loss.name != "cross_entropy", f"the modules have a loss of their own beside cross_entropy, not {run.loss.name}"),
+        (run.lora.rank > 0, "adapters are added to the model's own layers alone, and no other weight is trained"),
+        (run.mesh.stage != 1, f"the modules are on no stage of a pipeline, and mesh.stage = {run.mesh.stage}"),
+        (bool(m.attention_pattern), "the modules are built for models whose layers all see the same"),
+        (m.family not in FAMILIES and "model.family" not in bad, f"the model of {m.family} runs no such modules"),
+    )
+    for broken, rule in rules:
+        if broken:
+            yield Problem(key, m.mtp_layers, rule, "Set 0.")
+            return
+    if "data.seq_len" not in bad and m.mtp_layers >= run.data.seq_len:
+        rule = f"no token of a sequence of data.seq_len = {run.data.seq_len} has a target so far ahead"
+        yield Problem(key, m.mtp_layers, rule, "Set 1.")
 
 
 def _shown(run: RunConfig) -> Iterable[Problem]:

@@ -85,6 +85,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
     ),
     ({"lora.rank": 2}, {"lora.alpha": (8.5, 8.5 / 2)}),
     ({"optimizer.name": "muon"}, {"optimizer.momentum": (0.91, 0.91)}),
+    ({"model.mtp_layers": 1}, {"loss.mtp_weight": (0.37, 0.37)}),
     ({"loss.name": "dpo"}, {"loss.beta": (0.37, 0.37), "loss.label_smoothing": (0.21, 0.21)}),
 ]
 
@@ -188,6 +189,7 @@ SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     ),
     "model.dense_layers": (1, EXPERTS | {"model.dense_d_ff": 48}, dense_layers),
     "model.dense_d_ff": (80, EXPERTS | DENSE, size("params.dense_layers.0.mlp.gate", 1)),
+    "model.mtp_layers": (2, {}, lambda program: len(program.definition.abstract.get("mtp", {}))),
     "model.kv_lora_rank": (24, LATENT, size(LAYER + "attention.wkv_up", 0)),
     "model.q_lora_rank": (24, LATENT, size(LAYER + "attention.wq_up", 0)),
     "model.qk_nope_head_dim": (4, LATENT | {"model.head_dim": 0}, lambda p: size(LAYER + "attention.wkv_up", 2)(p) - 12),

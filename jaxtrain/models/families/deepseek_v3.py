@@ -1,5 +1,6 @@
 """DeepSeek-V3 and R1, and Kimi K2, which has their layers: latent attention, a few dense layers, then many narrow experts."""
 
+import dataclasses
 from typing import Any
 
 from jaxtrain.config import Model
@@ -42,15 +43,31 @@ DENSE = {
 }
 LAYER = {name: tensor for name, tensor in COMMON.items() if "_norm.scale" in name and "{i}" in name}
 LAYER |= {f"layers.{{i}}.attention.{name}": tensor for name, tensor in ATTENTION.items()}
+LAYER |= experts("mlp", gate="gate_proj", up="up_proj", down="down_proj") | {"layers.{i}.mlp.router_bias": BIAS}
+LAYER |= {f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.items()}
+# Modules of multi-token prediction are the layers after the last one. The checkpoint has embedding and head again in each.
+OF_MTP = {
+    "embed_norm.scale": HfTensor("model.layers.{i}.enorm.weight", "D", "D"),
+    "hidden_norm.scale": HfTensor("model.layers.{i}.hnorm.weight", "D", "D"),
+    "embed_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (2 D)", 0),
+    "hidden_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (2 D)", 1),
+    "norm.scale": HfTensor("model.layers.{i}.shared_head.norm.weight", "D", "D"),
+}
+COPIES = {
+    "embed.embedding": "model.layers.{i}.embed_tokens.weight",
+    "head": "model.layers.{i}.shared_head.head.weight",
+}
 TENSORS = {
-    **{name: tensor for name, tensor in COMMON.items() if "{i}" not in name},
-    **{f"dense_{name}": tensor for name, tensor in LAYER.items()},
+    **{name: dataclasses.replace(tensor, copy=COPIES.get(name, "")) for name, tensor in COMMON.items() if "{i}" not in name},
+    **{f"dense_{name}": tensor for name, tensor in LAYER.items() if ".mlp." not in name},
     **{f"dense_layers.{{i}}.mlp.{name}": tensor for name, tensor in DENSE.items()},
     **LAYER,
-    **experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    "layers.{i}.mlp.router_bias": BIAS,
-    **{f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.items()},
+    **{f"mtp.{{i}}.{name}": tensor for name, tensor in OF_MTP.items()},
+    **{name.replace("layers.{i}", "mtp.{i}.block"): tensor for name, tensor in LAYER.items()},
 }
+
+
+NEXT = "num_nextn_predict_layers"
 
 
 def count(s: Settings, key: str) -> int:
@@ -78,8 +95,8 @@ def write_attention(m: Model) -> dict[str, Any]:
 
 def read_experts(s: Settings, _: int) -> dict[str, Any]:
     renormalize = s.flag("norm_topk_prob")
-    for key in ("num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"):
-        s.take(key, None)  # of training, and of layers past the last one
+    for key in ("num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"):
+        s.take(key, None)  # of training
     dense, width = count(s, "first_k_dense_replace"), s.whole("moe_intermediate_size")
     quantized = s.mapping("quantization_config")
     if quantized and quantized.get("quant_method") != "fp8":
@@ -98,6 +115,7 @@ def read_experts(s: Settings, _: int) -> dict[str, Any]:
         "routed_scaling": s.number("routed_scaling_factor"),
         "router_groups": groups,
         "groups_per_token": kept,
+        "mtp_layers": count(s, NEXT) if NEXT in s.given else 0,
     }
 
 
@@ -113,7 +131,7 @@ def write_experts(m: Model) -> dict[str, Any]:
         "routed_scaling_factor": m.routed_scaling,
         "n_group": m.router_groups,
         "topk_group": m.groups_per_token,
-        "num_nextn_predict_layers": 0,
+        NEXT: m.mtp_layers,
     }
 
 
@@ -131,7 +149,7 @@ FORMAT = Format(
     },
     written={"attention_bias": False},
     tied=False,
-    beyond="of multi-token prediction, which is not built",
+    beyond=f"of multi-token prediction, and {NEXT} is 0",
 )
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536}
 V3 = {"dense_layers": 3, "num_experts": 256, "routed_scaling": 2.5, "router_groups": 8, "groups_per_token": 4}

@@ -353,13 +353,13 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     one = flops.attention(run.model, run.data.seq_len)
     # The usual count of training counts the backward pass as twice the forward pass.
     back = flops.differentiates_layers(run)
-    linear = everything.causal - one.causal * run.model.num_layers * (1 + back * (2 + _attention_repeats(run)))
+    linear = everything.causal - one.causal * run.model.step_layers * (1 + back * (2 + _attention_repeats(run)))
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
         each = flops.attention(alike, run.data.seq_len)
-        passes = layers * (1 + back * (backward + _attention_repeats(run)))
+        passes = (layers + run.model.mtp_layers) * (1 + back * (backward + _attention_repeats(run)))
         computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
     groups = run.pipeline.groups if stages > 1 else 1
     idle = schedule_of(run, stages).bubble
@@ -375,7 +375,7 @@ def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Con
     out = [0.0] * context.size
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
-        passes = layers * (1 + backward + _attention_repeats(run))
+        passes = (layers + run.model.mtp_layers) * (1 + backward + _attention_repeats(run))
         mean = flops.attention(alike, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
         by_rank = pairs(context, run.data.seq_len, alike.sliding_window)
         out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]

@@ -57,8 +57,9 @@ PARTS = {
     "attention": ("layers", "embed", "heads"),
     "mlp": ("layers", "embed", "mlp"),
     "experts": ("layers", "experts", "expert_embed", "mlp"),
+    "mtp": ("embed",),
 }
-LAYERS = ("attention", "mlp", "experts", "router")  # parts that are matrices of layers
+LAYERS = ("attention", "mlp", "experts", "router", "mtp")  # parts that are matrices of layers
 # The backward pass of a layer reads these in any case.
 READ_BACKWARD = {"attention_norm", "q", "k", "v", "attention_out", "attention_lse", "mlp_norm", "mlp_gate", "mlp_up"}
 ATTENTION = {"attention_out", "attention_lse"}
@@ -167,7 +168,8 @@ class Layout:
     @property
     def layers(self) -> float:
         """Return the mean number of layers on one device: the longest stage may have one more."""
-        return self.run.model.stacked_layers / self.shards["layers"] + self.run.model.dense_layers
+        m = self.run.model
+        return m.stacked_layers / self.shards["layers"] + m.dense_layers + m.mtp_layers
 
     @property
     def compute_bytes(self) -> int:
@@ -328,8 +330,8 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     run, m = layout.run, layout.run.model
     devices, rows = math.prod(layout.sizes.values()), flops.expert_rows(run)
     gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
-    attention = flops.attention(m, run.data.seq_len).causal * m.num_layers
-    head = 2 * m.d_model * m.vocab_size
+    attention = flops.attention(m, run.data.seq_len).causal * m.step_layers
+    head = flops.heads(m)
     computed = flops.layers(m, rows)
 
     forward = rates.attention_forward_tflops * fastest_attention(backward=False)
@@ -364,7 +366,7 @@ def memory_bound_s(layout: Layout, rates: Rates) -> float:
     swiglu = (3 + 5) * rows / layout.shards["mlp"]
     moved += layout.tokens * layout.layers * c * (norms + swiglu)
     if run.loss.name == "cross_entropy":
-        moved += layout.tokens * (4 + c) * m.vocab_size / layout.shards["vocab"]
+        moved += layout.tokens * (4 + c) * m.vocab_size / layout.shards["vocab"] * (1 + m.mtp_layers)
     return moved / (rates.memory_tb_s * 1e12)
 
 

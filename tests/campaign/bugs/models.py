@@ -4,6 +4,41 @@ from bugs import Bug
 
 BUGS = (
     Bug(
+        "mtp: a target may lie in the next document",
+        "jaxtrain/train/batch.py",
+        'np.where(same, later(host["weights"]), 0)',
+        'np.where(True, later(host["weights"]), 0)',
+        "proofs/test_mtp.py -k targets_lie",
+    ),
+    Bug(
+        "mtp: every module reads the token after",
+        "jaxtrain/train/gradients.py",
+        'later = [micro["targets"], *(micro[f"targets_{k}"] for k in range(1, self.mtp_layers))]',
+        'later = [micro["targets"]] * self.mtp_layers',
+        "proofs/test_mtp.py -k equations",
+    ),
+    Bug(
+        "mtp: losses are added up, without their mean",
+        "jaxtrain/train/gradients.py",
+        "value += made / total / alike / self.mtp_layers",
+        "value += made / total / alike",
+        "proofs/test_mtp.py -k equations",
+    ),
+    Bug(
+        "mtp: the halves of the projection are swapped in checkpoints",
+        "jaxtrain/models/families/deepseek_v3.py",
+        'eh_proj.weight", "D Y", "Y (2 D)", 0)',
+        'eh_proj.weight", "D Y", "Y (2 D)", 1)',
+        "proofs/test_mtp.py -k own_names",
+    ),
+    Bug(
+        "mtp: biases of its routers move as those of the stack's first layers",
+        "jaxtrain/train/balance.py",
+        "row = len(self.rows) + int(path[1].key)",
+        "row = int(path[1].key)",
+        "proofs/test_mtp.py -k routers",
+    ),
+    Bug(
         "schedule: wsd decays a step late",
         "jaxtrain/optim/optimizer.py",
         "[after - decay]",
