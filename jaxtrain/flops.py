@@ -24,6 +24,8 @@ and of the first layers that have no experts (model.dense_layers) 2 * 3 D times 
 active FLOPs only. Where experts take a fixed number of tokens (moe.capacity_factor, in even shares), a GPU computes all of
 their places, filled or not: that is in HFU (`beyond`).
 
+A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas count for it too.
+
 Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
 width H = P + r for queries and keys, of which r are rotated, and of width W for values,
 
@@ -36,7 +38,8 @@ that fill them up are in neither MFU nor HFU.
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 
 from jaxtrain import windows
 from jaxtrain.activations import kept
@@ -149,8 +152,16 @@ def attention(model: Model, seq_len: int) -> Flops:
     return Flops(per_position * causal, per_position * seq_len)
 
 
+def stated(model: Model) -> Callable[[Model, int], Flops] | None:
+    """Return the function `flops` of a family from outside the package, `package.module:name`, if it has one."""
+    module, given, name = model.family.partition(":")
+    return getattr(getattr(importlib.import_module(module), name), "flops", None) if given else None
+
+
 def forward(model: Model, seq_len: int) -> Flops:
-    """Forward FLOPs per token."""
+    """Forward FLOPs per token: those that a family from outside states, else those of the formulas above."""
+    if own := stated(model):
+        return own(model, seq_len)
     linear = layers(model) + 2 * model.d_model * model.vocab_size
     return Flops(linear, linear) + attention(model, seq_len) * model.num_layers
 
@@ -202,9 +213,11 @@ def training(run: RunConfig) -> Flops:
 
     A frozen weight has no gradient, a third of its three GEMMs: with adapters a step is twice the forward pass, and three times
     that of the adapters. Below the lowest layer that is trained gradients are counted that need not be computed, as is the
-    first layer's in the usual count.
+    first layer's in the usual count. Of a family that states its FLOPs the parts are not known: all weights count as trained.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
+    if stated(m):
+        return everything
     head = 2 * m.d_model * m.vocab_size
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else head
@@ -224,12 +237,14 @@ def head(run: RunConfig) -> float:
     return 2.0 * m.d_model * m.vocab_size * (1 + wanted + learns(run, "embed.embedding" if m.tied_head else "head"))
 
 
-def beyond(run: RunConfig) -> Flops:
-    """Return the FLOPs per token that a run computes beside the model's, for HFU.
+def beyond(run: RunConfig) -> Flops | None:
+    """Return the FLOPs per token that a run computes beside the model's, for HFU. None for a family that states its FLOPs.
 
     They are those that remat computes a second time, the second forward matmul with the head of a loss of pairs, and those of
     places of experts beyond an even load. With a capacity below 1 tokens are dropped, and they may be negative.
     """
+    if stated(run.model):
+        return None
     back = passes_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
     twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs

@@ -62,6 +62,7 @@ class Definition:
     stack then comes as `zero.StackWeight` weights, whose gradients can be added layer by layer (`train.accumulate`).
     staged: the model has the parts that a pipeline calls (models.transformer.Transformer), they alone make its result, and
     `layer` computes with parameters of `layers` alone.
+    decodes: the model has what samples are written with, `decode` and `logits`.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
@@ -71,6 +72,7 @@ class Definition:
         state = self._state
         self.uses_plan_run = bool(getattr(module, "uses_plan_run", False))
         self.staged = bool(getattr(module, "staged", False))
+        self.decodes = hasattr(module, "decode") and hasattr(module, "logits")
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
         self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))
