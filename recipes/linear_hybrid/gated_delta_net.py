@@ -130,9 +130,9 @@ class Tokens(NamedTuple):
 
 def log_uniform(low: float, high: float) -> Any:
     """Return an initializer: the logarithm is uniform between those of `low` and `high`."""
-    return lambda key, shape, dtype: jnp.exp(
-        jax.random.uniform(key, shape, jnp.float32, math.log(low), math.log(high))
-    ).astype(dtype)
+    return lambda key, shape, dtype: jnp.exp(jax.random.uniform(key, shape, jnp.float32, math.log(low), math.log(high))).astype(
+        dtype
+    )
 
 
 class GatedDeltaNet(nnx.Module):
@@ -174,8 +174,8 @@ class GatedDeltaNet(nnx.Module):
         q, k, v = heads.trade(q, k, jnp.concatenate([v, ab_BTN2], -1), split)
         v, a_BTN, b_BTN = v[..., :-2], v[..., -2].astype(jnp.float32), v[..., -1].astype(jnp.float32)
         q, k, v = (
-            short_convolution(x, heads.own(taps[...], split), segments_BT)
-            for x, taps in ((q, self.taps_q), (k, self.taps_k), (v, self.taps_v))
+            short_convolution(x, heads.own(getattr(self, f"taps_{name}")[...], split), segments_BT)
+            for name, x in zip("qkv", (q, k, v), strict=True)
         )
         of_values = self.family.value_heads // self.family.key_heads
         q, k = (jnp.repeat(unit(x), of_values, axis=2) for x in (q, k))

@@ -1,4 +1,4 @@
-"""A small hybrid of linear and full attention that learns Python from the standard library's source, on a CPU in minutes.
+"""A small hybrid of linear and full attention. It learns Python from the standard library's source, on a CPU in minutes.
 
 PYTHONPATH=recipes ./run.sh --config=recipes/linear_hybrid/hybrid.py --workdir=runs/hybrid
 PYTHONPATH=recipes ./run.sh plan --config=recipes/linear_hybrid/hybrid.py:1b --topology=h200:8
