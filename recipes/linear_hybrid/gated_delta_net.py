@@ -35,6 +35,8 @@ from jaxtrain.models.remat import Kind, Plan
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import Block, Carry
 
+EXACT = jax.lax.Precision.HIGHEST  # float32: TF32 would round each block of an inverse again
+
 # ---- The recurrence
 
 
@@ -46,7 +48,7 @@ def delta_rule(
     beta_BTN: jax.Array,
     segments_BT: jax.Array,
     chunk: int,
-    precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
+    precision: jax.lax.Precision = EXACT,
 ) -> jax.Array:
     """Return the outputs o of the gated delta rule, (B, T, N, V), with a state in the dtype of the arguments.
 
@@ -91,8 +93,7 @@ def delta_rule(
     kept = from_state[..., -1:]
     system = jnp.tril(beta[..., None] * between * product("...iK,...jK->...ij", k, k), -1)
     right = beta[..., None] * jnp.concatenate([from_state[..., None] * k, v], -1)
-    solved = jax.lax.linalg.triangular_solve(system, right, left_side=True, lower=True, unit_diagonal=True)
-    w, u = jnp.split(solved, [k.shape[-1]], axis=-1)
+    w, u = jnp.split(product("...ij,...jK->...iK", inverse(system), right), [k.shape[-1]], axis=-1)
     scores = between * product("...iK,...jK->...ij", q, k)
     read, write = from_state[..., None] * q, to_state[..., None] * k
 
@@ -105,6 +106,37 @@ def delta_rule(
     state = jnp.zeros((B, N, k.shape[-1], v.shape[-1]), v.dtype)
     o = jax.lax.scan(one, state, (w, u, scores, read, write, kept))[1]
     return jnp.moveaxis(o, (0, 3), (1, 2)).reshape(B, -1, N, v.shape[-1])[:, :T]
+
+
+@jax.custom_vjp
+def inverse(below: jax.Array) -> jax.Array:
+    """Return the inverse of 1 + `below`, (..., C, C), which has no elements but those below the diagonal.
+
+    It grows from blocks of one row to two, four and more. The inverse of [[a, 0], [c, b]] has -b^-1 c a^-1 below its blocks. So
+    only matmuls are needed, which GPUs do faster than cuBLAS solves many small triangular systems.
+    """
+    size, block = below.shape[-1], 1
+    row, column = jnp.arange(size)[:, None], jnp.arange(size)[None]
+    found = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    while block < size:
+        lower = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        c = jnp.where(jnp.broadcast_to(lower, below.shape), below, 0.0)
+        found -= c if block == 1 else jnp.matmul(jnp.matmul(found, c, precision=EXACT), found, precision=EXACT)
+        block *= 2
+    return found
+
+
+def _inverse_fwd(below: jax.Array) -> tuple[jax.Array, jax.Array]:
+    found = inverse(below)
+    return found, found
+
+
+def _inverse_bwd(found: jax.Array, d_found: jax.Array) -> tuple[jax.Array]:
+    turned = jnp.swapaxes(found, -1, -2)
+    return (-jnp.tril(jnp.matmul(jnp.matmul(turned, d_found, precision=EXACT), turned, precision=EXACT), -1),)
+
+
+inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def short_convolution(x_BTNH: jax.Array, taps_NHW: jax.Array, segments_BT: jax.Array) -> jax.Array:

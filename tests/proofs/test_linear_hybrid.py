@@ -54,56 +54,71 @@ def arguments(T: int = T) -> list[np.ndarray]:
 
 
 def by_definition(q, k, v, log_decay, beta, segments):
-    """The delta rule token by token, and the length of the state before each token, in float64."""
+    """The delta rule token by token, and the length of the state that each token finds, in float64."""
 
-    def one(state, token):
+    def one(before, token):
         q, k, v, log_decay, beta, starts = token
-        state = jnp.where(starts[:, None, None, None], 0.0, state) * jnp.exp(log_decay)[..., None, None]
+        state = jnp.where(starts[:, None, None, None], 0.0, before) * jnp.exp(log_decay)[..., None, None]
         u = beta[..., None] * (v - jnp.einsum("BNKV,BNK->BNV", state, k))
-        before, state = state, state + k[..., None] * u[..., None, :]
-        return state, (jnp.einsum("BNKV,BNK->BNV", state, q), jnp.sqrt(jnp.sum(before**2, (-1, -2))), u)
+        state = state + k[..., None] * u[..., None, :]
+        return state, (jnp.einsum("BNKV,BNK->BNV", state, q), jnp.sum(before**2, (-1, -2)))
 
     starts = np.diff(segments, axis=1, prepend=-1) != 0
     tokens = [jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (q, k, v, log_decay, beta, starts)]
-    _, found = jax.lax.scan(one, jnp.zeros((B, N, K, V)), tokens)
-    return [jnp.moveaxis(x, 0, 1) for x in found]
+    o, squares = jax.lax.scan(one, jnp.zeros((B, N, K, V)), tokens)[1]
+    return jnp.moveaxis(o, 0, 1), jnp.moveaxis(squares, 0, 1) ** 0.5
+
+
+def inverse_and_error(system, error):
+    """The inverse of 1 + system as the recipe computes it, and how far float32 may be from it; `error`: of the system."""
+    size, block = len(system), 1
+    row, column = np.indices(system.shape)
+    x, dx = np.eye(size), np.zeros_like(system)
+    while block < size:
+        lower = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        c, dc = lower * system, lower * error
+        p = x @ c
+        dp = dx @ abs(c) + abs(x) @ (dc + size * ROUNDOFF * abs(c))
+        dx = dx + dp @ abs(x) + abs(p) @ (dx + size * ROUNDOFF * abs(x))
+        x, block = x - p @ x, 2 * block
+        dx = dx + ROUNDOFF * abs(x)
+    return x, dx
 
 
 def bound(q, k, v, log_decay, beta, segments):
     """How far outputs in float32 may be from the definition, (B, T, N).
 
-    To first order in the roundoff e, with lengths of vectors and Frobenius norms of matrices. A token multiplies the state by
-    decay (1 - beta k k^T), which lengthens nothing. So the errors that tokens of a document write add up, and what a token
-    writes from a state is at most as long as the state.
+    To first order in the roundoff e, with lengths of vectors and Frobenius norms of matrices. A sum of C log decays has an
+    error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1): so a decay has one of at most ((C + 1) / exp(1) + 4) e. Sums of C
+    or K products, and the factors of each, add up to c = (C + K + 4) e + 2 (that of a decay). Of a chunk that begins with the
+    state S, with X the inverse of 1 + A and r = beta (|v| + |k| |S|):
 
-    A sum of C log decays has an error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1). So a decay has an error of at most
-    r = ((C + 1) / exp(1) + 4) e. A sum of C or K products adds (C + K + 4) e of the products' lengths. With
-    c = (C + K + 4) e + 2 r, of token t in a chunk that begins with the state S, and U_l: u of token l for S = 0:
-
-        size     |S| + sum over the tokens l <= t of its document in the chunk: |k_l| (|U_l| + |k_l| |S|)
-        u        c (|v| + |k| size): a triangular system is solved as if its elements had errors of C e, and W_l is no longer
-                 than k_l
-        S        |k| times that of u, and at the end of a chunk c size
-        o        |q| times the error of the state, and c |q| size
+        A    c beta_i |k_i| |k_j|
+        X    dX, as `inverse_and_error` follows it
+        u    du = (dX + c |X|) r; u itself is no longer than |X| r
+        S    c |S| + sum of |k_j| (du_j + c |u_j|), and the error of the S before: a token multiplies it by decay (1 - beta k k^T),
+             which lengthens nothing
+        o    |q| times the same, over the tokens up to its own
     """
-    chunks = np.arange(T) // CHUNK
-    _, state, _ = (np.asarray(x) for x in by_definition(q, k, v, log_decay, beta, segments))
-    alone = np.asarray(by_definition(q, k, v, log_decay, beta, segments + 100 * chunks)[2])
-    ql, kl, vl, ul = (np.linalg.norm(x, axis=-1) for x in (q, k, v, alone))
+    lengths = np.asarray(by_definition(q, k, v, log_decay, beta, segments)[1])
+    ql, kl, vl = (np.linalg.norm(x, axis=-1) for x in (q, k, v))
     c = (CHUNK + K + 4) * ROUNDOFF + 2 * ((CHUNK + 1) / math.e + 4) * ROUNDOFF
     of = np.zeros((B, T, N))
-    for b in range(B):
-        error = size = np.zeros(N)
-        for t in range(T):
-            if t == 0 or segments[b, t] != segments[b, t - 1]:
-                error = size = np.zeros(N)
-            elif t % CHUNK == 0:
-                error = error + c * size
-            same = [j for j in range(t - t % CHUNK, t + 1) if segments[b, j] == segments[b, t]]
-            begins = state[b, same[0]] * (segments[b, same[0]] == segments[b, same[0] - 1] if same[0] else 0)
-            size = begins + sum(kl[b, j] * (ul[b, j] + kl[b, j] * begins) for j in same)
-            error = error + kl[b, t] * c * (vl[b, t] + kl[b, t] * size)
-            of[b, t] = ql[b, t] * (error + c * size)
+    for b, n in np.ndindex(B, N):
+        error = 0.0
+        for first in range(0, T, CHUNK):
+            at = np.s_[b, first : first + CHUNK]
+            own, k_C, kl_C, beta_C = segments[at], k[at][:, n], kl[at][:, n], beta[at][:, n]
+            carried = lengths[b, first, n] * (own == segments[b, first - 1]) if first else 0.0 * own
+            sums = np.cumsum(log_decay[at][:, n])
+            seen = np.tril(own[:, None] == own[None])
+            decays = seen * np.exp(np.tril(sums[:, None] - sums[None]))
+            system = np.tril(beta_C[:, None] * decays * (k_C @ k_C.T), -1)
+            x, dx = inverse_and_error(system, np.tril(c * beta_C[:, None] * seen * np.outer(kl_C, kl_C), -1))
+            right = beta_C * (vl[at][:, n] + kl_C * carried)
+            du, u = (dx + c * abs(x)) @ right, abs(x) @ right
+            state = (carried > 0) * error + c * carried + seen @ (kl_C * (du + c * u))
+            of[at][:, n], error = ql[at][:, n] * state, state[-1]
     return of
 
 
