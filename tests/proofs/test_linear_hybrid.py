@@ -96,8 +96,8 @@ def bound(q, k, v, log_decay, beta, segments):
         A    c beta_i |k_i| |k_j|
         X    dX, as `inverse_and_error` follows it
         u    du = (dX + c |X|) r; u itself is no longer than |X| r
-        S    c |S| + sum of |k_j| (du_j + c |u_j|), and the error of the S before: a token multiplies it by decay (1 - beta k k^T),
-             which lengthens nothing
+        S    c |S| + sum of |k_j| (du_j + c |u_j|), and the error of the S before: a token multiplies it by
+             decay (1 - beta k k^T), which lengthens nothing
         o    |q| times the same, over the tokens up to its own
     """
     lengths = np.asarray(by_definition(q, k, v, log_decay, beta, segments)[1])
