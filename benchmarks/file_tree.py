@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "modules.md"
-FOLDERS = ("configs", "jaxtrain", "benchmarks")
+FOLDERS = ("configs", "recipes", "jaxtrain", "benchmarks")
 COLUMN = 30  # at which descriptions begin
 LONGEST = 110  # characters: of a longer sentence, the part before its colon is taken
 HEAD = """# Modules

@@ -23,6 +23,8 @@ and of the first layers that have no experts (model.dense_layers) 2 * 3 D times 
 only, for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of
 the buffers, which is in HFU only (`beyond`).
 
+A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas count for it too.
+
 Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
 width H = P + r for queries and keys, r of them rotated, and of width W for values,
 
@@ -39,7 +41,8 @@ A module of multi-token prediction (model.mtp_layers) is one more layer, one mor
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 
 from jaxtrain import windows
 from jaxtrain.activations import kept
@@ -157,8 +160,19 @@ def attention(model: Model, seq_len: int) -> Flops:
     return Flops(per_position * causal, per_position * seq_len)
 
 
+def stated(model: Model) -> Callable[[Model, int], Flops] | None:
+    """Return the function `flops` of a family from outside the package, `package.module:name`, if it has one."""
+    module, given, name = model.family.partition(":")
+    return getattr(getattr(importlib.import_module(module), name), "flops", None) if given else None
+
+
 def forward(model: Model, seq_len: int) -> Flops:
-    """Return forward FLOPs per token of a train step, with the modules of multi-token prediction."""
+    """Return forward FLOPs per token of a train step, with the modules of multi-token prediction.
+
+    A family from outside the package may state them; otherwise they follow from the formulas above.
+    """
+    if own := stated(model):
+        return own(model, seq_len)
     linear = layers(model) + heads(model)
     return Flops(linear, linear) + attention(model, seq_len) * model.step_layers
 
@@ -226,9 +240,11 @@ def training(run: RunConfig) -> Flops:
 
     A frozen weight has no gradient, which is one of its three matmuls. With adapters a step is two forward passes of the base
     and three of the adapters. Input gradients below the lowest trained layer are counted although not needed, as the usual
-    count does for the first layer.
+    count does for the first layer. For a family that states its FLOPs, all weights count as trained.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
+    if stated(m):
+        return everything
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else heads(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
@@ -254,12 +270,16 @@ def head(run: RunConfig) -> float:
     return one * (1 + wanted + weight + m.mtp_layers * (1 + passes_mtp(run) + weight))
 
 
-def beyond(run: RunConfig) -> Flops:
+def beyond(run: RunConfig) -> Flops | None:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
+
+    None for a family that states its FLOPs.
 
     They are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity beyond an
     even load. A capacity below 1 drops tokens, so the result may be negative.
     """
+    if stated(run.model):
+        return None
     back = differentiates_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
     twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs

@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import config
-from jaxtrain.config import RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import alone, read_params
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.attention import Kernel, cached_arrays
-from jaxtrain.models.module import Params
+from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.transformer import Cache, empty_cache
 from jaxtrain.samples import prompts
 from jaxtrain.sharding import Placement, make_placement
@@ -46,6 +46,7 @@ class Sampler:
         name, _ = attention.choose("auto", [(spec, 1) for spec in specs], attention.Hardware.of(placement.mesh.devices.flat[0]))
         kernel, stage_layout = Kernel(name, specs), arrangement(run, placement.size(STAGE))
         self.definition = make_definition(run, self.placement, kernel)
+        check_decodes(run, self.definition)
         self._pipe = make_pipeline(run, self.placement, self.definition, stage_layout) if stage_layout else None
         self._places = stage_layout.places if stage_layout else 0
         self.run = run
@@ -101,6 +102,13 @@ class Sampler:
             token, cache = self._extend(params, cache, new, key, i, temperature, top_p)
             yield int(token)
             new = token.reshape(1, 1)
+
+
+def check_decodes(run: RunConfig, definition: Definition) -> None:
+    """Raise ConfigError for a model from outside the package that cannot write samples."""
+    if not definition.decodes:
+        rule = f"the {run.model.family} model has no decode() and logits(), which write samples"
+        raise ConfigError([Problem("sample.max_tokens", run.sample.max_tokens, rule, "Set 0.")])
 
 
 def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:

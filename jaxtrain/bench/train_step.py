@@ -167,7 +167,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         "remat": run.remat.policy,
         "remat_tensors": run.remat.tensors,
         "remat_auto": auto_remat.words(run) if auto else "",
-        "parameters": flops.parameters(run.model)["total"],
+        "parameters": program.parameters,
         "config_sha256": digest,
         "devices": device_facts(devices),
         "compile_s": time.perf_counter() - compiling,
@@ -288,7 +288,7 @@ def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
 
 def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict[str, Any]:
     """Return tokens per second and utilisations of a step that takes `step_s` on `count` devices."""
-    per_token = flops.training(run)
+    per_token, recomputed = flops.training(run), flops.beyond(run)
     tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
     each = tokens_per_s / count
     return {
@@ -298,7 +298,7 @@ def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict
         "peak_tflops": peak,
         "mfu_causal": flops.mfu(per_token.causal, each, peak),
         "mfu_full": flops.mfu(per_token.full, each, peak),
-        "hfu": flops.mfu((per_token + flops.beyond(run)).causal, each, peak),
+        "hfu": flops.mfu((per_token + recomputed).causal, each, peak) if recomputed else None,
     }
 
 

@@ -63,6 +63,8 @@ class Definition:
 
     staged: the model has the parts that a pipeline calls (models.transformer.Transformer), its result comes from them alone,
     and `layer` uses only parameters of `layers`.
+
+    decodes: the model has `decode` and `logits`, which samples need.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
@@ -72,6 +74,7 @@ class Definition:
         state = self._state
         self.uses_plan_run = bool(getattr(module, "uses_plan_run", False))
         self.staged = bool(getattr(module, "staged", False))
+        self.decodes = hasattr(module, "decode") and hasattr(module, "logits")
         self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.axes: Params = _map(state, _axes)
         self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))

@@ -108,20 +108,22 @@ def read_plan(
 def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline.Roofline) -> Flops:
     per_token = flops.training(run)
     how = run, topology.total, program.kernel.name, program.context
+    by_rank = program.context.size > 1 and not flops.stated(run.model)
     return Flops(
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
         hardware_per_step=timed.flops,
         expected_per_step=roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE)),
         attention_per_step=timed.flops - timed.gemm_flops,
-        attention_by_rank=roofline.attention_by_rank(*how) if program.context.size > 1 else (),
+        attention_by_rank=roofline.attention_by_rank(*how) if by_rank else (),
     )
 
 
 def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
     # In the bubble a stage runs the same kernels, and their results are discarded.
     how = run, topology.total, program.kernel.name, program.context
-    useful = roofline.expected_flops(*how) / roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE))
+    with_bubble = roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE))
+    useful = roofline.expected_flops(*how) / with_bubble if with_bubble else 1.0
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
     # FLOPs at the peak of every GPU during one step: the peak of bfloat16 also under fp8, whose steps multiply in both.

@@ -4,6 +4,7 @@ All arrays are abstract, with shapes and shardings: nothing is allocated. Device
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,12 +78,22 @@ class Program:
         return bool(self.placement.gather_axes("embed")) and sharding.zero == 3 and sharding.gather != "step"
 
     @property
+    def parameters(self) -> int:
+        """The number of the model's parameters, without adapters."""
+        every = self.definition.abstract
+        own = part(every, jax.tree.map(lambda learns: not learns, self.trained)) if self.adapters else every
+        return sum(math.prod(a.shape) for a in jax.tree.leaves(own))
+
+    @property
     def layer_trips(self) -> int:
         """Return the iterations of the loop over layers; 0 without one."""
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
-        return plan.trips(stage_layout.per_group if stage_layout else run.model.stacked_layers)
+        if stage_layout:
+            return plan.trips(stage_layout.per_group)
+        stacked = jax.tree.leaves(self.definition.abstract.get(STACK, {}))  # a layer of the stack may be several of the model's
+        return plan.trips(stacked[0].shape[0]) if stacked else 0
 
     @property
     def rounds(self) -> bool:

@@ -90,6 +90,8 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
         # Samples come late. A missing tokenizer, or one of another model, must not end the run then.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
+        if tokenizer:
+            generation.check_decodes(run, program.definition)
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:

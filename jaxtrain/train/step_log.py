@@ -139,6 +139,6 @@ def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
         num_devices=jax.device_count(),
         flops_causal=per_token.causal,
         flops_full=per_token.full,
-        flops_hardware=(per_token + recomputed).causal,
+        flops_hardware=(per_token + recomputed).causal if recomputed else None,
         peak_flops=peak * 1e12 if peak else None,
     )

@@ -43,7 +43,7 @@ def print_summary(
         f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
         f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {epochs:.2g} epochs"
     )
-    parameters = count(flops.parameters(run.model)["total"])
+    parameters = count(program.parameters)
     met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:

@@ -19,7 +19,7 @@ from pathlib import Path
 from bugs import Bug, all_bugs
 
 REPO = Path(__file__).resolve().parents[2]
-FOLDERS = ("jaxtrain", "tests", "configs", "docs", "benchmarks", "requirements")
+FOLDERS = ("jaxtrain", "tests", "configs", "recipes", "docs", "benchmarks", "requirements")
 FILES = ("pyproject.toml", "README.md", "run.sh", ".python-version")
 LIMIT_S = 600
 

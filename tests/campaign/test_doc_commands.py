@@ -68,7 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_commands_run(page: Path, home: Path, tmp_path: Path):
     clone, tools = tmp_path / "jaxtrain", tmp_path / "tools"
     clone.mkdir()
-    for name in ("jaxtrain", "configs", "tests", "benchmarks"):
+    for name in ("jaxtrain", "configs", "recipes", "tests", "benchmarks"):
         shutil.copytree(REPO / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "pyproject.toml", clone)
     tools.mkdir()

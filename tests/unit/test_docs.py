@@ -201,7 +201,7 @@ def test_links_lead_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_names_of_files_exist(page: Path):
     """Files of this repository that a page names in backticks."""
-    roots = ("jaxtrain/", "configs/", "tests/", "docs/", "benchmarks/", "requirements/")
+    roots = ("jaxtrain/", "configs/", "recipes/", "tests/", "docs/", "benchmarks/", "requirements/")
     for name in re.findall(r"`([\w./-]+)`", page.read_text()):
         if name.startswith(roots):
             assert (REPO / name).exists(), f"{page.name}: {name}"

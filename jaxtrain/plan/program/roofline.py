@@ -345,11 +345,16 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
       context: how the kernel shards a sequence (`Program.context`).
       stages: above 1, the FLOPs of the bubble and of padding layers of a stage count too.
 
+    Returns 0 for a family that states its FLOPs: what remat computes again is not known of it.
+
     Raises ValueError for an unknown kernel.
     """
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
-    everything = flops.training(run) + flops.beyond(run)
+    recomputed = flops.beyond(run)
+    if recomputed is None:
+        return 0.0
+    everything = flops.training(run) + recomputed
     one = flops.attention(run.model, run.data.seq_len)
     # The usual count of training counts the backward pass as twice the forward pass.
     back = flops.differentiates_layers(run)
