@@ -203,21 +203,21 @@ class GatedDeltaNet(nnx.Module):
             checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, getattr(self, f"w{name}").get_value(), n), name) for name in "qkvz"
         )
         ab_BTN2 = jnp.stack([einsum("BTD,DN->BTN", x_BTD, w[...], numerics=n) for w in (self.wa, self.wb)], -1)
-        q, k, v = heads.trade(q, k, jnp.concatenate([v, ab_BTN2], -1), split)
+        q, k, v = heads.shard_heads(q, k, jnp.concatenate([v, ab_BTN2], -1), split)
         v, a_BTN, b_BTN = v[..., :-2], v[..., -2].astype(jnp.float32), v[..., -1].astype(jnp.float32)
         q, k, v = (
-            short_convolution(x, heads.own(getattr(self, f"taps_{name}")[...], split), segments_BT)
+            short_convolution(x, heads.local_heads(getattr(self, f"taps_{name}")[...], split), segments_BT)
             for name, x in zip("qkv", (q, k, v), strict=True)
         )
         of_values = self.family.value_heads // self.family.key_heads
         q, k = (jnp.repeat(unit(x), of_values, axis=2) for x in (q, k))
-        rate_N, shift_N = (heads.own(x[...], split).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift))
+        rate_N, shift_N = (heads.local_heads(x[...], split).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift))
         log_decay_BTN = -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + shift_N)
         with jax.named_scope("delta_rule"):
             scale = self.family.key_dim**-0.5
             how = segments_BT, self.family.chunk, n.precision
             o = delta_rule(scale * q, k, v, log_decay_BTN, jax.nn.sigmoid(b_BTN), *how)
-        o = checkpoint_name(heads.back(o.astype(n.compute), split), "attention_out")
+        o = checkpoint_name(heads.shard_tokens(o.astype(n.compute), split), "attention_out")
         o = (self.norm(o) * jax.nn.silu(z.astype(jnp.float32))).astype(n.compute)
         return dot("BTNH,DNH->BTD", o, self.wo.get_value(), n), cache
 
