@@ -211,7 +211,9 @@ class GatedDeltaNet(nnx.Module):
         )
         of_values = self.family.value_heads // self.family.key_heads
         q, k = (jnp.repeat(unit(x), of_values, axis=2) for x in (q, k))
-        rate_N, shift_N = (heads.local_heads(x[...], split).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift))
+        rate_N, shift_N = (
+            heads.local_heads(x[...], split).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift)
+        )
         log_decay_BTN = -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + shift_N)
         with jax.named_scope("delta_rule"):
             scale = self.family.key_dim**-0.5
