@@ -39,7 +39,11 @@ def main(argv: "list[str]") -> int:
     nearest = wrong[:1] if wrong[0] in known else difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.7)
     fix = "one of " + ", ".join(known)
     if nearest:
-        fix = spelled("python -m jaxtrain." + OTHER_WORDS.get(nearest[0], nearest[0]))
+        command = OTHER_WORDS.get(nearest[0], nearest[0])
+        fix = spelled("python -m jaxtrain." + command + (" --config=FILE" if command == "main" else ""))
+        fix = fix.replace(" main --config", " --config") if by_run_sh else fix  # run.sh trains without a command
+    elif wrong[0].endswith(".py"):
+        fix = spelled("python -m jaxtrain.main --config=" + wrong[0]).replace(" main --config", " --config")
     rule = "belongs behind the module's name" if wrong[0] in known else "is unknown"
     print("error: command = {!r}: {}. Fix: {}.".format(wrong[0], rule, fix), file=sys.stderr)  # noqa: UP032
     return 2

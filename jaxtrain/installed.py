@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.metadata
+import sys
 from pathlib import Path
 
 # Packages that compute.
@@ -25,6 +26,14 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def script(name: str) -> str:
+    """Return a script of this environment as a user types it: its path if it is installed, `.venv/bin/hf`, else its name."""
+    path = Path(sys.executable).with_name(name)
+    if not path.is_file():
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def remedy(extra: str) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -13,7 +14,7 @@ import ml_collections
 
 from jaxtrain import distributed, environment, explain, hardware, launch
 from jaxtrain.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, RunConfig, flatten, to_dict
 from jaxtrain.startup import set_environment, start_jax
 from jaxtrain.validate import validate
 from jaxtrain.validate.layout import mesh_sizes
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         problems += validate(loaded.run, devices, workdir)
     if loaded.file_read and not bundle:
         reported = {p.key for p in problems}
-        problems += [p for p in check_resume(loaded.run, workdir) if p.key not in reported]
+        wrong = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)
+        problems += [p for p in wrong if p.key not in reported]
         if not style and (cluster is None or cluster.process_id == 0):
             problems += check_lock(workdir)
     if style == "text":
@@ -110,6 +112,27 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     if not alone:
         distributed.leave(code)  # Python's own exit waits for the others, for minutes if one of them has failed
     return code
+
+
+def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Problem]:
+    """Return a problem if a command without --config would resume a run with another config than the run has.
+
+    Such a command reads the default config. It is refused if a key differs that it does not set itself.
+    """
+    if any(word.partition("=")[0] == "--config" for word in loaded.launch.argv):
+        return []
+    try:
+        receipt = json.loads((workdir / "receipt.json").read_text())
+        words, stored = shlex.split(receipt["command"]), dict(flatten(receipt["resolved"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    settings = [word for word in words if word.startswith("--config")]
+    own = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
+    now = dict(flatten(to_dict(loaded.run)))
+    if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - own):
+        return []
+    rule = "the folder has a run with other settings, and this command has no --config"
+    return [launch.Problem("--workdir", str(workdir), rule, f"Add those of the run: {shlex.join(settings)}")]
 
 
 def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:

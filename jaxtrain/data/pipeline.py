@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import config
+from jaxtrain import config, installed
 from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.mixture import Mixture, Named, identity, parse_files, parse_schedule, shares
@@ -258,7 +258,8 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
         path,
         "no such file",
         "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
-        "    hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/10BT/*' --local-dir=corpus\n"
+        f"    {installed.script('hf')} download HuggingFaceFW/fineweb-edu --repo-type=dataset "
+        "--include 'sample/10BT/*' --local-dir=corpus\n"
         "    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' "
         f"--tokenizer={tokenizer} --validation=0.001 --output={output}",
     )

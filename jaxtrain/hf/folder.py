@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain import checkpoint, config
+from jaxtrain import checkpoint, config, installed
 from jaxtrain.config import Model, RunConfig
 from jaxtrain.data.template import BYTE_TEMPLATE
 from jaxtrain.data.tokenizer import ByteTokenizer, cached_hub_path
@@ -185,7 +185,7 @@ def locate(name: str) -> Path:
         raise HuggingFaceError(f"{name}: no such folder. Name a model's folder, or hf:NAME of one in the hub's cache.")
     raise HuggingFaceError(
         f"{name}: no such folder, and no model of that name in the hub's cache on this machine. "
-        f"Fetch it with: hf download {hub_name}"
+        f"Fetch it with: {installed.script('hf')} download {hub_name}"
     )
 
 

@@ -534,6 +534,24 @@ def test_405b_on_too_few_gpus_is_refused():
 # --- Explain, help and docs
 
 
+def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A command that has --workdir alone reads the default config, which is another than that of the run."""
+
+    def resume(command: str, *given: str) -> tuple[int, str]:
+        stored = config.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
+        (tmp_path / "receipt.json").write_text(json.dumps({"command": command, "resolved": stored}))
+        return main.main([f"--workdir={tmp_path}", *given, "--explain"]), capsys.readouterr().err
+
+    command = f"python -m jaxtrain.main {TINY} --config.data.source=synthetic --workdir=w"
+    code, said = resume(command)
+    assert code == 2 and said.count("error:") == 1
+    rule = "the folder has a run with other settings, and this command has no --config"
+    assert f"--workdir = '{tmp_path}': {rule}. Add those of the run: {TINY} --config.data.source=synthetic" in said
+    assert resume(command, TINY)[0] == 0, "a change that the user asks for"
+    assert resume(command, "--config.data.source=synthetic", "--config.train.steps=9")[0] == 0, "the same but for one key"
+    assert resume("python -m jaxtrain.main --workdir=w")[0] == 0, "a change in the default config's file"
+
+
 def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main.main([TINY, "--config.train.steps=77", "--explain"]) == 0

@@ -247,9 +247,14 @@ def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(commands.PREFIX, "./run.sh")
     assert commands.spelled(text) == "Check it with: ./run.sh data verify FILE"
     assert commands.main([]) == 0 and "\n  ./run.sh main        train a model" in capsys.readouterr().out
+    for word, fix in (("train", "--config=FILE"), ("configs/a.py", "--config=configs/a.py")):
+        assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"Fix: ./run.sh {fix}.
+")
 
 
-@pytest.mark.parametrize(("word", "nearest"), [("pln", "plan"), ("reciept", "receipt"), ("train", "main"), ("hf", "hf")])
+@pytest.mark.parametrize(
+    ("word", "nearest"), [("pln", "plan"), ("reciept", "receipt"), ("train", "main --config=FILE"), ("hf", "hf")]
+)
 def test_an_unknown_command_is_answered_with_the_nearest(
     word: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -225,6 +225,13 @@ BUGS = (
         "unit/test_distributed.py -k without_an_answer",
     ),
     Bug(
+        "resume: a command without --config takes the default config",
+        "jaxtrain/main.py",
+        "wrong = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)",
+        "wrong = check_resume(loaded.run, workdir)",
+        "unit/test_config.py -k by_oversight",
+    ),
+    Bug(
         "processes: process 0 leaves first",
         "jaxtrain/distributed/peers.py",
         "            self._alone.wait(HEARTBEAT_S)\n",
