@@ -248,8 +248,7 @@ def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPat
     assert commands.spelled(text) == "Check it with: ./run.sh data verify FILE"
     assert commands.main([]) == 0 and "\n  ./run.sh main        train a model" in capsys.readouterr().out
     for word, fix in (("train", "--config=FILE"), ("configs/a.py", "--config=configs/a.py")):
-        assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"Fix: ./run.sh {fix}.
-")
+        assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"Fix: ./run.sh {fix}.\n")
 
 
 @pytest.mark.parametrize(
