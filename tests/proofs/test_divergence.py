@@ -105,7 +105,7 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureF
     workdir = tmp_path / "run"
     assert train(workdir, "poisoned_long", **ROLLBACK) == 0
     said = capsys.readouterr().out
-    assert "3 steps in a row were skipped" in said and "back to step 5, and past batch 6" in said
+    assert "3 steps in a row were skipped" in said and "rolling back to step 5, and skipping batch 6" in said
     assert runs.steps(workdir)[-1] == STEPS
     lines = runs.lines(workdir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "metrics are rewound"
@@ -145,7 +145,7 @@ def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
     for name, parts in (("whole", (16,)), ("resumed", (10, 16))):
         for steps in parts:
             assert train(tmp_path / name, "", data__source=source, train__steps=steps, **how) == 0
-    assert capsys.readouterr().out.count("back to step 5, and past batch 7") == 2
+    assert capsys.readouterr().out.count("rolling back to step 5, and skipping batch 7") == 2
     for name in ("whole", "resumed"):
         lines = [line for line in runs.lines(tmp_path / name) if line["kind"] == "source" and line["source"] == "a.tok"]
         assert {line["step"]: line["weight"] for line in lines} == {
@@ -159,6 +159,6 @@ def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
 def test_rollbacks_that_do_not_help_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "run", "poisoned_for_good", **ROLLBACK) == 76
     said = capsys.readouterr().out
-    assert said.count("back to step 5, and past") == 3 and "after 3 rollbacks to step 5: the data is not the only cause" in said
+    assert said.count("rolling back to step 5, and skipping") == 3 and "after 3 rollbacks to step 5: the data is not the only cause" in said
     assert train(tmp_path / "nothing", "poisoned_for_good", **ROLLBACK, checkpoint__every_steps=0) == 76
     assert "there is no checkpoint to roll back to" in capsys.readouterr().out
