@@ -46,7 +46,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.remat.policy = "auto"
     if variant["120b"]:
         # Experts are sharded inside a node, and their weights are gathered between nodes. Up to 64 GPUs share one copy of
-        # weights and moments, 20 GiB on each of 64. With 64 the step peaks at 129 GiB by plan.
+        # weights and moments, 20 GiB on each of 64. With 64 the step needs 129.3 GiB by plan.
         config.mesh.expert = 8
         config.mesh.data = max(1, variant.gpus // 64)
 

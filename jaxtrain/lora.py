@@ -98,7 +98,7 @@ def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
     """Raise CheckpointError if the base in `path`, whose digest is `found`, is not the base that the adapters belong to."""
     if found != meta["base"]["digest"]:
         raise CheckpointError(
-            f"the weights in {path} are not the base of the adapters of step {meta['step']} were trained beside: their digest "
+            f"the weights in {path} are not the base of the adapters of step {meta['step']}: their digest "
             f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
             "--base of a command)."
         )

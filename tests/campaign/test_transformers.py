@@ -179,7 +179,7 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
     changed = {k for k in base if not np.array_equal(base[k], merged[k])}
     assert changed == {k for k in base if "_proj.weight" in k}
     other = hugging_face.write(tmp_path / "other", name, scale=0.31, vocab=264)
-    with pytest.raises(CheckpointError, match="are not the base of the adapters of step 4 were trained beside"):
+    with pytest.raises(CheckpointError, match="are not the base of the adapters of step 4: their digest"):
         exported(tmp_path / "run", tmp_path / "none", base=str(other))
 
     hugging_face.reference()

@@ -250,7 +250,7 @@ def test_another_base_is_refused(trained, tmp_path, capsys):
     capsys.readouterr()
     before = runs.steps(folder)
     assert runs.train(config, folder, **moved, train__steps=18) == 1
-    assert "are not the base of the adapters of step 17 were trained beside" in capsys.readouterr().out
+    assert "are not the base of the adapters of step 17: their digest" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="are not those"):
         generation.load(str(folder), jax.devices()[:1])
     assert runs.steps(folder) == before
