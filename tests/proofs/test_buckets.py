@@ -79,7 +79,7 @@ def test_damage_is_detected(bucket: Bucket, capsys: pytest.CaptureFixture[str]):
     bucket.remove(max(bucket.names(f"{RUN}/3/"), key=bucket.size))
     with pytest.raises(Damaged, match=r"not what was saved.*checkpoint\.step=1"):
         check_restore(found, 2)
-    with pytest.raises(Damaged, match=r"is gone.*checkpoint\.step=2"):
+    with pytest.raises(Damaged, match=r"is missing.*checkpoint\.step=2"):
         check_restore(found, 3)
     assert main(["verify", f"{bucket.url}/{RUN}"]) == 1
     out = capsys.readouterr().out

@@ -61,7 +61,8 @@ def test_adapters_stand_beside_the_base_they_were_trained_with():
     assert lora.base_path(meta) == lora.base_path(meta, "there") == "there/checkpoints/4"
     assert lora.base_path(meta, "moved") == "moved"
     lora.check_same(meta, "moved", "abc")
-    with pytest.raises(CheckpointError, match=r"weights in moved are not the base of the adapters of step 7: .* is abd, and was abc"):
+    expected = r"weights in moved are not the base of the adapters of step 7: .* is abd, and was abc"
+    with pytest.raises(CheckpointError, match=expected):
         lora.check_same(meta, "moved", "abd")
     with pytest.raises(CheckpointError, match="names no base"):
         lora.base_path(meta | {"base": None})
