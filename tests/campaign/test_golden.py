@@ -7,6 +7,8 @@ The steps are compiled by XLA:GPU for described GPUs: the configs as they ship f
 import functools
 import json
 import re
+import subprocess
+import sys
 
 import golden_plans
 import plans
@@ -18,7 +20,6 @@ from jaxtrain import installed, launch
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.program import traffic
-from jaxtrain.plan.report import terminal
 from jaxtrain.plan.search import parallel
 from jaxtrain.train.program import build
 
@@ -52,13 +53,21 @@ def test_shipped_configs_execute_what_the_formula_says(name):
     assert plan.flops.hardware_per_step == pytest.approx(plan.flops.expected_per_step, rel=0.01)
 
 
+@functools.cache
+def printed_plan() -> list[str]:
+    """The words that the command of the pages prints, where cuDNN is asked for its workspace."""
+    command = [sys.executable, "-m", "jaxtrain.plan", "--config=configs/llama3_8b.py", "--topology=h200:8", "--cudnn=library"]
+    done = subprocess.run(command, cwd=launch.REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
 def test_pages_show_the_plan_of_llama3_8b_as_it_is(page):
-    """Line for line, as far as the page shows it."""
-    plan = planned("llama3_8b").plan
-    assert plan
+    """Its first three lines, which both pages have."""
     (shown,) = re.findall(r"^```text\n(fits: .*?)```$", (launch.REPO / page).read_text(), re.DOTALL | re.MULTILINE)
-    assert shown.split()[:40] == terminal.text(plan).split()[:40]
+    assert len(shown.split()) >= 40
+    assert shown.split()[:40] == printed_plan()[:40]
 
 
 def test_llama3_70b_fits_one_node():

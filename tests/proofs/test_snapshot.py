@@ -110,11 +110,11 @@ def test_what_was_in_the_way_while_it_got_ready_is_tried_again(monkeypatch: pyte
     run = helpers.tiny(SMALL)
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     together = snapshot.compile_together
-    monkeypatch.setattr(snapshot, "together", lambda leaves: 1 / 0)
+    monkeypatch.setattr(snapshot, "compile_together", lambda leaves: 1 / 0)
     assert isinstance(snapshots.prepare().exception(), ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
         snapshots.take(current)
-    monkeypatch.setattr(snapshot, "together", together)
+    monkeypatch.setattr(snapshot, "compile_together", together)
     assert equal(snapshots.take(current).tensors, {name: np.array(x) for name, x in to_tensors(current).items()})
 
 
