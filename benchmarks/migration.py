@@ -59,7 +59,10 @@ def table() -> str:
     """Return the table."""
     lines = [f"| jaxtrain | {' | '.join(TRAINERS)} |", "|---" * (1 + len(TRAINERS)) + "|"]
     for setting in SETTINGS:
-        cells = [setting if setting == DERIVED else f"`{setting}`", *(flag(trainer, setting) for trainer in TRAINERS)]
+        cells = [
+            f"[{DERIVED}](#difference-1-the-batch)" if setting == DERIVED else f"`{setting}`",
+            *(flag(trainer, setting) for trainer in TRAINERS),
+        ]
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
     return "\n".join(lines) + "\n"
 
