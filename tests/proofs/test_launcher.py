@@ -114,7 +114,7 @@ def test_the_site_is_built_anew_and_its_tools_stay_installed(machine: Machine):
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
-        ("trian", {}, r"^error: command = 'trian': is unknown\. Fix: \S*/run\.sh main\.$"),
+        ("trian", {}, r"^error: command = 'trian': is unknown\. Fix: \S*/run\.sh --config=FILE\.$"),  # near `train`
         ("lnit", {}, r"^error: command = 'lnit': is unknown\. Fix: \S*/run\.sh lint\.$"),
         ("config", {}, r"^error: command = 'config': is unknown\. Fix: one of main, preflight, "),  # a module, and no command
         ("docs --open", {}, r"^run\.sh: docs --open: it takes --serve alone\. Fix: ./run\.sh docs --serve$"),
