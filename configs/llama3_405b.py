@@ -9,8 +9,8 @@ The last on each node, as docs/cluster.md says. Its plan needs none of them:
 
     ./run.sh plan --config=configs/llama3_405b.py --topology=h200:8x16
 
-Say how many GPUs there are, 64 times a power of two, and batch, mesh and moments follow (docs/cluster.md has the plan of each
-size): --config=configs/llama3_405b.py:gpus=1024
+Say how many GPUs there are, 64 times a power of two, and batch, mesh and moments follow
+(docs/evidence/layouts.md has the plan of each size): --config=configs/llama3_405b.py:gpus=1024
 """
 
 import ml_collections

@@ -16,7 +16,7 @@ memory, which leaves memory for a batch of 64 by accumulation; docs/memory.md co
     --config=configs/llama3_70b.py:int8
     --config=configs/llama3_70b.py:f32
 
-Say how many GPUs there are, and batch, mesh and remat follow (docs/cluster.md has the plan of each size):
+Say how many GPUs there are, and batch, mesh and remat follow (docs/evidence/layouts.md has the plan of each size):
 
     --config=configs/llama3_70b.py:gpus=64
 """

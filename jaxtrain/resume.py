@@ -1,5 +1,4 @@
 """The table of keys that a resumed run may change, with the effect of each change, and the comparison of two configs by it.
-Uses no jax and no files. `receipt`, `parity` and the cache of `plan` read the table too.
 
 No jax, no files. `receipt`, `parity` and the cache of `plan` read the table too.
 """
@@ -39,43 +38,45 @@ TABLE = (
     Row(
         ("mesh.*", "sharding.*"),
         "free",
-        "placement; the numbers stay, up to rounding; but with moe.capacity_factor above 0 the tokens that experts drop depend "
-        "on mesh.* and sharding.rules.*: then only if named in checkpoint.allow_change",
+        "placement: values differ by rounding. With moe.capacity_factor above 0, mesh.* and sharding.rules.* decide which "
+        "tokens experts drop: then only if named in checkpoint.allow_change",
         LAYOUT,
     ),
     Row(
         ("attention.impl", "attention.ulysses", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
         "free",
-        "how the same function is computed; with moe.capacity_factor and mesh.seq, parallel.context is asked about as "
-        "mesh.* is",
+        "the same step. With moe.capacity_factor and mesh.seq, parallel.context and attention.ulysses decide which tokens "
+        "experts drop: then only if named in checkpoint.allow_change",
         LAYOUT,
     ),
-    Row(("moe.impl", "moe.buffer"), "free", "how the same function is computed", LAYOUT),
-    Row(("train.accumulate", "loss.chunk"), "free", "how the same step is computed", LAYOUT),
-    Row(("train.memory_fraction",), "free", "how the same step is computed", MACHINE),
+    Row(("moe.impl", "moe.buffer"), "free", "the same step", LAYOUT),
+    Row(("train.accumulate", "loss.chunk"), "free", "the same step", LAYOUT),
+    Row(("train.memory_fraction",), "free", "the same step", MACHINE),
     Row(
         ("train.grad_accum",),
         "free",
-        "how the same step is computed; but moe.balance_loss, moe.z_loss and moe.capacity_factor are those of a "
-        "microbatch: with them only if named in checkpoint.allow_change",
+        "the same step. moe.balance_loss, moe.z_loss and moe.capacity_factor apply to a microbatch: with them only if named in "
+        "checkpoint.allow_change",
         LAYOUT,
     ),
-    Row(("train.max_minutes", "train.timeouts"), "free", "when a run stops", NOTHING),
-    Row(("train.sdc_check_every",), "free", "how often results are checked for corruption", TIME),
-    Row(("train.on_divergence", "train.max_skipped_steps"), "free", "when a run stops, or goes back to a checkpoint", INPUTS),
-    Row(("train.loss_spike_sigma",), "free", "steps from here on; what earlier ones were compared with is stored in any case"),
-    Row(("env.*",), "free", "how GPUs are run; other algorithms of NCCL's add in another order", NOTHING),
-    Row(("train.deterministic",), "free", "other kernels: the numbers differ by rounding", MACHINE),
-    Row(("train.steps",), "free", "a run may become longer or shorter; a schedule that ends with the last step ends then"),
+    Row(("train.max_minutes", "train.timeouts"), "free", "training does not depend on it", NOTHING),
+    Row(("train.sdc_check_every",), "free", "training does not depend on it", TIME),
+    Row(("train.on_divergence", "train.max_skipped_steps"), "free", "after skipped steps, a run stops or rolls back", INPUTS),
+    Row(("train.loss_spike_sigma",), "free", "applies to later steps; checkpoints have the earlier losses in any case"),
+    Row(("env.*",), "free", "NCCL's algorithms add in different orders: values differ by rounding", NOTHING),
+    Row(("train.deterministic",), "free", "other kernels: values differ by rounding", MACHINE),
+    Row(
+        ("train.steps",), "free", "a run may become longer or shorter; a schedule of all steps then ends with the new last step"
+    ),
     Row(
         ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),
         "free",
-        "the learning rate is a function of the step alone, nothing of it is stored",
+        "the learning rate is a function of the step alone",
     ),
     Row(
         ("data.source", "data.source_schedule"),
         "free",
-        "the mixture may change; each source then continues where it stopped, and a new one begins",
+        "each source continues at its position, and a new one begins",
         INPUTS,
     ),
     Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it", TIME),
@@ -85,41 +86,46 @@ TABLE = (
             "profile.dump_hlo",
         ),
         "free",
-        "what is written, and where",
+        "training does not depend on it",
         NOTHING,
     ),
     Row(
         ("sample.*", "profile.start", "profile.steps", "checkpoint.every_steps", "checkpoint.step"),
         "free",
-        "when something is written, or read",
+        "training does not depend on it",
         TIME,
     ),
     Row(
         ("train.seed",),
         "free",
-        "used at a run's start only: no effect on a resumed one, but for how dtypes.params=bf16 rounds updates",
+        "used only at a run's start; with dtypes.params=bf16 also to round updates",
         INPUTS,
     ),
-    Row(("model.init_std",), "free", "used at a run's start only"),
-    Row(("init.*",), "free", "used at a run's start only; with adapters, their base's path: another base is refused", INPUTS),
+    Row(("model.init_std",), "free", "used only at a run's start"),
+    Row(
+        ("init.*",),
+        "free",
+        "used only at a run's start; with adapters, the path of their base: another base is refused",
+        INPUTS,
+    ),
     Row(
         ("data.seq_len", "train.global_batch"),
         "ask",
         "the data position counts sequences of this length in batches of this size",
     ),
-    Row(("data.seed",), "ask", "another order of the data: some is seen twice, some never", INPUTS),
-    Row(("data.packing", "data.max_segments"), "ask", "another cut of the data: some is seen twice, some never"),
+    Row(("data.seed",), "ask", "another order of the data: some sequences repeat, some are never used", INPUTS),
+    Row(("data.packing", "data.max_segments"), "ask", "other sequences: some text repeats, some is never used"),
     Row(
         ("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place", INPUTS
     ),
     Row(("loss.name", "loss.z_loss", "loss.beta", "loss.label_smoothing"), "ask", "losses before and after do not compare"),
-    Row(("loss.mtp_weight",), "ask", "part of the recipe: DeepSeek-V3 lowered it once, late in training"),
+    Row(("loss.mtp_weight",), "ask", "part of the recipe"),
     Row(
         ("moe.capacity_factor", "moe.balance_loss", "moe.sequence_balance_loss", "moe.z_loss", "moe.bias_rate"),
         "ask",
-        "part of the recipe: which tokens experts drop, and how routers learn to spread them",
+        "part of the recipe",
     ),
-    Row(("model.rope_*", "model.local_rope_base"), "ask", "positions mean something else; meant for stretching the context"),
+    Row(("model.rope_*", "model.local_rope_base"), "ask", "positions have another meaning; use it to stretch the context"),
     Row(
         (
             "model.sliding_window",
@@ -147,11 +153,11 @@ TABLE = (
     Row(
         ("optimizer.weight_decay", "optimizer.clip_norm", "optimizer.groups"),
         "ask",
-        "part of the recipe, unlike the learning rate seldom changed on purpose",
+        "part of the recipe",
     ),
-    Row(("optimizer.offload",), "free", "where moments rest; the numbers stay", MACHINE),
+    Row(("optimizer.offload",), "free", "the same step", MACHINE),
     Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
-    Row(("lora.alpha",), "ask", "the same adapters compute another function"),
+    Row(("lora.alpha",), "ask", "the same weights compute another function"),
     Row(("lora.rank", "lora.targets", "train.freeze"), "never", "other tensors are trained and have moments"),
     Row(
         (
@@ -165,7 +171,7 @@ TABLE = (
             "model.num_experts",
         ),
         "never",
-        "other tensors, or the same ones read differently",
+        "other tensors, or another meaning of the same tensors",
     ),
     Row(
         (
@@ -179,7 +185,7 @@ TABLE = (
         "never",
         "adds or removes tensors, or changes their shapes",
     ),
-    Row(("model.vocab_size",), "never", "other tensors"),
+    Row(("model.vocab_size",), "never", "adds or removes tensors, or changes their shapes"),
 )
 
 EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # of a microbatch each
@@ -228,7 +234,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
             reason = "moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values"
             row = dataclasses.replace(row, change="ask", reason=reason)
         if name == "data.max_segments" and {before[name], after[name]} == {0, config.MOST_DOCUMENTS}:
-            row = dataclasses.replace(row, change="free", reason="the same cut of the data")
+            row = dataclasses.replace(row, change="free", reason="the same sequences")
         if row.change == "free" and _decides_drops(name, before, after):
             row = dataclasses.replace(row, change="ask", reason="with moe.capacity_factor above 0, experts drop other tokens")
         if row.change == "free" or (row.change == "ask" and name in _matching(allowed, [name])):
@@ -300,9 +306,17 @@ def _shown(name: str, values: Mapping[str, Any]) -> str:
 
 
 def markdown() -> str:
-    """Return the table as docs/checkpoints.md shows it."""
-    words = {"free": "freely, with a note", "ask": "only if named in `checkpoint.allow_change`", "never": "never"}
-    lines = ["| keys | may change | why |", "|---|---|---|"]
-    for row in TABLE:
-        lines.append(f"| {', '.join(f'`{k}`' for k in row.keys)} | {words[row.change]} | {row.reason} |")
-    return "\n".join(lines)
+    """Return the tables as docs/checkpoints.md shows them: one for each kind of change, keys of one reason in one row."""
+    headings = {
+        "free": "Freely, with a note in the log",
+        "ask": "Only if named in `--config.checkpoint.allow_change=KEY,KEY`",
+        "never": "Never",
+    }
+    lines: list[str] = []
+    for change, heading in headings.items():
+        keys: dict[str, list[str]] = {}
+        for row in (row for row in TABLE if row.change == change):
+            keys.setdefault(row.reason, []).extend(f"`{key}`" for key in row.keys)
+        lines += [f"**{heading}:**", "", "| keys | reason |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in keys.items()] + [""]
+    return "\n".join(lines).rstrip()

@@ -3,7 +3,7 @@
 It is written before the first step and completed at the end, so a killed run has one too. The file holds the newest attempt at
 its top level and a summary of every other attempt under `attempts`. An attempt that finds all steps done joins `attempts` at
 its end: the top level stays that of the attempt that trained. If an attempt has no `exit_code`, it was killed or still runs.
-docs/observing.md lists the fields.
+docs/observing.md describes the contents.
 """
 
 import hashlib
