@@ -53,8 +53,8 @@ def set_compile_cache(run: RunConfig) -> None:
     """Keep compiled programs in `paths.cache`, small ones too, so that a restart takes seconds. "": keep none.
 
     Programs for several CPU devices are compiled again in each process. XLA:CPU (jaxlib 0.11.2) loaded some of them wrongly:
-    all-gathers of independent loops met in one rendezvous, which corrupted memory and ended the process. The present step has
-    not shown it in 25 loads of five layouts, too few to trust the cache.
+    all-gathers of independent loops joined the same rendezvous, which corrupted memory and ended the process. The present step
+    loaded correctly 25 times on five layouts, too few to trust the cache.
     """
     if not run.paths.cache:
         return

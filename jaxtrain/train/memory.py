@@ -121,21 +121,25 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{ways}"
 
 
-def check_host_memory(program: Program, limit_gib: float, waiting: int = 0) -> None:
+def check_host_memory(program: Program, limit_gib: float, offloaded_activations: int = 0) -> None:
     """Raise OutOfMemory if the arrays in host memory exceed the memory that may be pinned.
 
-    These are the copies of the state for a save, offloaded moments, and offloaded activations, `waiting` bytes of each device.
+    These are the copies of the state for a save, offloaded moments, and offloaded activations.
+
+    Args:
+      limit_gib: memory that this process may pin, GiB.
+      offloaded_activations: bytes of each device.
     """
     # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
     held = jax.tree.leaves(program.saved(program.state))
     saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
-    each = waiting + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
+    each = offloaded_activations + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
     resting = each * program.placement.mesh.size / jax.process_count() / 2**30
     if saved + resting > limit_gib:
-        what = f"what is offloaded takes {size(resting)}, and a checkpoint" if resting else "a checkpoint"
+        offloaded = f" Offloaded arrays take {size(resting)}." if resting else ""
         raise OutOfMemory(
-            f"out of host memory: {what} goes there first and takes {size(saved)}; {size(limit_gib)} may be pinned.\n"
-            f"Set {HOST_LIMIT} higher if the host has more to give, dtypes.m and dtypes.v to bf16 or int8 for a smaller state, "
+            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned.{offloaded}\n"
+            f"Set {HOST_LIMIT} higher if the host has more memory, dtypes.m and dtypes.v to bf16 or int8 for a smaller state, "
             "or use more nodes."
         )
 

@@ -58,8 +58,8 @@ def test_memory_is_counted_where_it_is():
     everything = compiler.local_bytes((program.state, program.batch))
     assert compiler.local_bytes(compiler.on_device(program)) == pytest.approx(everything - resting, abs=8)
     whole = sum(np.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.state)) / 2**30
-    with pytest.raises(memory.OutOfMemory, match="what is offloaded"):
+    with pytest.raises(memory.OutOfMemory, match="Offloaded arrays take "):
         memory.check_host_memory(program, 1.01 * whole)
     memory.check_host_memory(program, 2 * whole)
-    with pytest.raises(memory.OutOfMemory, match="what is offloaded"):  # activations wait there too
-        memory.check_host_memory(program, 2 * whole, waiting=2**30)
+    with pytest.raises(memory.OutOfMemory, match="Offloaded arrays take "):  # activations too
+        memory.check_host_memory(program, 2 * whole, offloaded_activations=2**30)

@@ -199,5 +199,5 @@ def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
 def test_a_host_without_room_for_a_checkpoint_is_named():
     program = build(config(LOOP), devices(NODE))
     memory.check_host_memory(program, 100.0)
-    with pytest.raises(memory.OutOfMemory, match="takes 89.7. GiB; 64.00 GiB may be pinned"):
+    with pytest.raises(memory.OutOfMemory, match="copies 89.7. GiB to the host; 64.00 GiB may be pinned"):
         memory.check_host_memory(program, 64.0)

@@ -317,6 +317,15 @@ def test_the_readme_is_short_and_leads_to_every_page():
     assert {p.name for p in (REPO / "docs").glob("*.md")} <= linked | others
 
 
+REFERENCE = {"config.md", "commands.md", "modules.md", "coming_from.md", "presets.md", "migration.md"}
+OF_CONTRIBUTORS = {"architecture.md", "testing.md"}
+
+
+def test_the_pages_of_users_are_short():
+    pages = [p for p in (REPO / "docs").glob("*.md") if p.name not in REFERENCE | OF_CONTRIBUTORS]
+    assert sum(len(p.read_bytes()) for p in pages) <= 130_000
+
+
 def test_generated_pages_are_up_to_date():
     assert (REPO / "docs" / "config.md").read_text() == explain.markdown(), (
         "run: python -m jaxtrain.main --explain=markdown > docs/config.md"

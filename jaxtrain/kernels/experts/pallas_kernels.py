@@ -64,9 +64,10 @@ def staging(static: Static, dtype: Any) -> Any:
 
 
 def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
-    """Return the index-th of `across` x `along` tiles: NEIGHBOURS across, then the same ones further along.
+    """Return the (across, along) position of the index-th tile.
 
-    So tiles that are computed at the same time share their operands in the cache.
+    Tiles are ordered in bands of NEIGHBOURS positions across. Within a band, `across` varies fastest. Tiles that are computed
+    at the same time then share operands in the cache.
     """
     band = NEIGHBOURS * along
     first = index // band * NEIGHBOURS

@@ -25,7 +25,7 @@ BUGS = (
         "unit/test_buffers.py -k rows_make_no_gradient",
     ),
     Bug(
-        "memory: what is offloaded counts on the device",
+        "memory: offloaded arrays count on the device",
         "jaxtrain/plan/program/assignment.py",
         "if a.color != HOST and not a.is_thread_local]",
         "if not a.is_thread_local]",
