@@ -2,10 +2,11 @@
 
 The logits of a batch (B x T x V) are never in memory at once: a scan takes C tokens at a time, computes their logits and loss,
 and keeps the gradients of hidden states and head. The head is gathered once before the scan and its gradient reduced once after
-it. The backward pass only multiplies these gradients by that of the loss.
+it. The backward pass only multiplies these gradients by the incoming gradient of the loss.
 
-Runs inside a shard_map: each device holds its own tokens and a slice of the vocabulary; `vocab_axes` names the mesh axes of
-that slice. Softmax across slices as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+The function runs inside a shard_map: each device holds its own tokens and a shard of the vocabulary. `vocab_axes` names the
+mesh axes that shard the vocabulary. Softmax over the shards is as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053,
+section 3).
 """
 
 import jax
@@ -26,7 +27,9 @@ def chunked_cross_entropy(
     gradients: bool,
     head_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Return the weighted sum of -log p(target) + z_loss log(Z)^2 over this device's n tokens, and its gradients.
+    """Return the weighted sum of -log p(target) + z_loss log(Z)^2 over this device's n tokens, and the sum's gradients.
+
+    Z is the sum of the exponentials of a token's logits.
 
     Args:
       x_nD: hidden states, compute dtype.
@@ -34,15 +37,16 @@ def chunked_cross_entropy(
       targets_n: int32 ids in the global vocabulary.
       weights_n: f32; 0 drops a token.
       chunk: tokens whose logits exist at one time.
-      softcap: logits become c tanh(l / c); 0: off.
-      z_loss: added to each token's loss, times the square of the log of its sum of exponentials; 0: off.
-      vocab_axes: mesh axes that shard the vocabulary, () if none does.
-      gradients: also compute them.
-      head_gradient: also compute that of the head.
+      softcap: logits become c tanh(l / c), with c = softcap; 0: off.
+      z_loss: coefficient of log(Z)^2; 0: off.
+      vocab_axes: mesh axes that shard the vocabulary; () if the vocabulary is not sharded.
+      gradients: also compute d_x and d_head.
+      head_gradient: with `gradients`, compute d_head as well.
 
-    Returns (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's terms:
-    the caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. losses: -log p(target) of each token,
-    without its weight; None with gradients.
+    Returns:
+      (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's terms: the
+      caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. losses: -log p(target) of each token,
+      without its weight; None with `gradients`.
     """
     n, D = x_nD.shape
     V = head_DV.shape[1]

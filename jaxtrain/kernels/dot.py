@@ -32,7 +32,7 @@ def dot(eqn: str, x: jax.Array, w: Weight, numerics: Numerics) -> jax.Array:
         raise ValueError(
             f"{eqn}: the result must have the tokens of x, then the dimensions of w that are not contracted, in order"
         )
-    # Tokens are one dimension: of matmuls with more dimensions XLA's CPU compiler accumulates some gradients in bfloat16.
+    # Tokens are flattened, because XLA's CPU compiler accumulates some gradients in bfloat16 for matmuls with more dimensions.
     x_nk = x.reshape(-1, math.prod(x.shape[t:]))
     w = w.reshape(*w.shape[:at], -1, *w.shape[at + len(contracted) :])
     with jax.named_scope(eqn):

@@ -1,8 +1,7 @@
 """Token embedding over a sharded table: devices exchange embeddings of tokens instead of the table.
 
-Each device looks up its columns, and its rows of the vocabulary, for all tokens of the devices that share the table.
-All-to-alls then bring the columns of a device's own tokens together. They carry B x T x D values; gathering the table would
-carry V x D.
+Each device looks up its shard of the table's rows and columns, for all tokens of the devices that shard the table. All-to-alls
+then bring the columns of a device's own tokens together. They send B x T x D values; gathering the table would send V x D.
 """
 
 import jax
@@ -14,15 +13,15 @@ TABLE: Axes = ("vocab", "embed")
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, p: Placement, columns: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-    """Return the rows of the table for this device's tokens, (B, T, D) in the layout of the residual stream.
+    """Return the embeddings of this device's tokens, (B, T, D) in the layout of the residual stream.
 
     A token's gradient is the sum over all its occurrences. It is accumulated in float32, the dtype of the look-up: in bfloat16
     the sum of a frequent token would stop growing after a few hundred terms.
 
     Args:
       table_VD: this device's shard.
-      tokens_BT: int32 ids below the global V, of the tokens inside blocks.
-      columns: mesh axes that shard the columns of `table_VD`; () if it is gathered.
+      tokens_BT: int32 ids below the global V, of this device's tokens inside transformer blocks.
+      columns: mesh axes that shard the columns of `table_VD`; () if the columns are gathered.
       dtype: of the result.
     """
     rows, sequence, batch = p.mesh_axes("vocab"), p.mesh_axes("sequence"), p.mesh_axes("batch")
@@ -36,7 +35,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, p: Placement, columns: tupl
     x_BTD = jnp.take(table_VD.astype(jnp.float32), row_BT, axis=0, mode="clip").astype(dtype)
     x_BTD = jnp.where(((row_BT >= 0) & (row_BT < V))[:, :, None], x_BTD, 0) if rows else x_BTD
 
-    # S: devices of the sequence whose tokens were gathered; each gets back its own.
+    # S: devices of the sequence whose tokens were gathered. Each device gets back the embeddings of its own tokens.
     x_BSTD = x_BTD.reshape(x_BTD.shape[0], p.size(of_sequence), -1, x_BTD.shape[2])
     x_BSTD = to_residual(x_BSTD, rows, p, dim=2)
     x_BSTD = all_to_all(x_BSTD, of_sequence, split=1, concat=3)

@@ -1,16 +1,16 @@
 """Matmuls in 8-bit floating point: the three matmuls of a linear layer, of tensors with one scale each.
 
     y  = x  w      x and w in e4m3 (4 exponent and 3 mantissa bits, largest 448)
-    dx = dy w'     dy in e5m2 (largest 57344): gradients need range more than digits
+    dx = dy w'     dy in e5m2 (largest 57344): gradients need range more than precision
     dw = x' dy     the x of the forward pass
 
-A tensor is divided by its scale, which brings its largest element into the type's top binade or the one below ("current
-scaling", from the tensor itself and not from earlier steps: no state, nothing in checkpoints), and rounded to nearest. Formats
-after Micikevicius et al. 2022 (arXiv:2209.05433).
+A tensor is divided by its scale and rounded to nearest. The scale brings the tensor's largest element into the type's top
+binade or the binade below. Scales come from the tensor itself and not from earlier steps ("current scaling"), so they need no
+state and no checkpoint. Formats are those of Micikevicius et al. 2022 (arXiv:2209.05433).
 
 Scales are powers of two, so scaling is exact. The rounding of an element depends on the scale only near zero, below about 2^-13
-of the largest (2^-28 in e5m2): an element is rounded equally on a device with other tokens. The two gradients of `gated_linear`
-use a bound of their largest element instead.
+of the largest (2^-28 in e5m2): an element is rounded equally on a device with other tokens. In `gated_linear`, the scales of
+the two projections' gradients come from a bound of the largest element instead.
 
 Scales of activations and gradients are local to a device: they need no collective, and each result is scaled before it is
 summed over devices. A weight has one scale for each layer, over all of its shards, so an all-gather of the 8-bit shards needs
@@ -43,8 +43,8 @@ SMALLEST = 2.0**-125
 def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the scale of tensors whose largest magnitudes are `amax`, f32: a power of two, above amax / (largest of dtype).
 
-    It is 1 if amax is 0. It is NaN if amax is infinite or NaN, so that all of the tensor becomes NaN: a conversion to 8 bits
-    would turn infinities into large finite numbers and hide a divergence.
+    The scale is 1 if amax is 0. The scale is NaN if amax is infinite or NaN, so that all of the tensor becomes NaN: a
+    conversion to 8 bits would turn infinities into large finite numbers and hide a divergence.
     """
     ratio = amax.astype(jnp.float32) / float(jnp.finfo(dtype).max)
     exponent = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -74,7 +74,7 @@ class Float8:
 
     bits: Any  # e4m3, as the same bits in uint8
     scale: Any  # f32, (L,) or ()
-    gradient: Any = None  # in use: an array of the gathered weight's shape, whose gradient is that of the weight
+    gradient: Any = None  # in a matmul: an array of the gathered weight's shape, whose gradient is the weight's gradient
 
 
 jax.tree_util.register_dataclass(Float8, ["bits", "scale", "gradient"], [])
@@ -85,7 +85,7 @@ def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
 
     Args:
       stacked: axis 0 counts layers, and each layer has a scale.
-      over: mesh axes that shard the weight: the scale is that of all shards.
+      over: mesh axes that shard the weight. The scale is computed from all shards.
     """
     amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))
     scale = scale_of(jax.lax.pmax(amax, tuple(over)) if over else amax, E4M3)
@@ -103,11 +103,10 @@ def multiply(
     out: jnp.dtype,
     sums: jax.lax.Precision = FULL,
 ) -> jax.Array:
-    """Return a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`; for stacks of matrices, one result each.
+    """Return a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`. Stacks of matrices give a stack of results.
 
-    sums: the accumulation that XLA requests from cuBLASLt. FULL sums in float32. FAST accumulates with fewer bits in the tensor
-    cores (on Hopper, where it is faster): enough for the forward pass, too few for gradients, which are sums over thousands of
-    tokens.
+    sums: the accumulation that XLA requests from cuBLASLt. FULL sums in float32. FAST is faster on Hopper, where tensor cores
+    accumulate with fewer bits: enough for the forward pass, too few for gradients, which are sums over thousands of tokens.
     """
     a, b = ((m.astype(jnp.bfloat16) * s.reshape(()).astype(jnp.bfloat16)) for m, s in ((a_MK, a_scale), (b_NK, b_scale)))
     stacked, last = tuple(range(a.ndim - 2)), a.ndim - 1
@@ -122,7 +121,7 @@ class _Matrices:
 
     @property
     def letters(self) -> tuple[str, str, str]:
-        """Return the dimensions of x, of the weight, of the result."""
+        """Return the einsum letters of x, of the weight, and of the result."""
         inputs, y = self.eqn.split("->")
         xs, ws = inputs.split(",")
         return xs, ws, y
@@ -163,8 +162,9 @@ def gated_linear(
 ) -> jax.Array:
     """Return down(activation(gate(x)) * up(x)), (B, T, D): `dot` three times, with fewer passes over gradients.
 
-    The scale of both projections' gradients comes from a bound of their elements: the largest gradient of the gated product
-    times the largest factor. So one pass computes and rounds them; their own largest element would need two more passes.
+    The scales of both projections' gradients come from a bound of their elements: the largest gradient of the gated product
+    times the largest factor. So one pass computes and rounds the gradients. Scales from their largest elements would need two
+    more passes.
 
     activation: 0 at 0, with a slope of at most SLOPE.
     """
@@ -187,14 +187,14 @@ SCALE = "fp8_scale"  # name of scalars that every remat policy saves: recomputin
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Whether a matmul receives a bound of its gradients, and whether it returns one. Static.
+    """Whether a matmul's backward pass returns a bound of x's gradient, and whether it receives a bound of y's. Static.
 
-    A tensor can be accompanied by a scalar, which is zero in the forward pass. The gradient of that scalar is not a derivative:
-    it is at least the largest magnitude of the tensor's gradient.
+    A tensor can be accompanied by a scalar, which is zero in the forward pass. The gradient of that scalar is not a derivative,
+    but a bound: at least the largest magnitude of the tensor's gradient.
     """
 
-    before: bool = False  # it returns that of x's gradient
-    after: bool = False  # it receives that of y's gradient
+    before: bool = False  # returns a bound of x's gradient
+    after: bool = False  # receives a bound of y's gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

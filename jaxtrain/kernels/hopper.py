@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64  # of a warpgroup's matmul
 COMPUTING = 2  # warpgroups that compute; the one after them loads
 GROUPS = "warpgroup"  # the axis of warpgroups
-# Registers of a thread: 65,536 for 3 x 128 threads, in eights.
+# Registers of a computing and of a loading thread, multiples of 8: a multiprocessor has 65,536 for 3 x 128 threads.
 MUCH, LITTLE = 240, 24
 
 
@@ -28,11 +28,11 @@ class Slots(NamedTuple):
     free: Any
 
     def slot(self, step: jax.Array) -> jax.Array:
-        """Return the slot of a step."""
+        """Return the index of a step's slot."""
         return jax.lax.rem(step, jnp.int32(self.ready.shape[0]))
 
     def fill(self, step: jax.Array, sources: tuple[Any, ...]) -> None:
-        """Copy a tile of each array into the step's slot, once it is free."""
+        """Copy a tile of each array into the step's slot, once the slot is free."""
         at = self.slot(step)
         plgpu.barrier_wait(self.free.at[at])
         for source, ref in zip(sources, self.refs, strict=True):
@@ -46,12 +46,12 @@ class Slots(NamedTuple):
 
     def release(self, step: jax.Array, interpret: bool) -> None:
         """Let the step's slot be filled again."""
-        if interpret:  # its race detector requires a fence between loads and a later copy; the barrier is one
+        if interpret:  # the interpreter's race detector requires a fence between loads and a later copy, beside the barrier
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self.slot(step)])
 
     def each(self, what: Callable[[Any], None]) -> None:
-        """Call `what` for all slots: release all before the first step, or wait for all after the last."""
+        """Call `what` with the `free` barrier of each slot: arrive before the first step, or wait after the last step."""
         for at in range(self.ready.shape[0]):
             what(self.free.at[at])
 
@@ -64,7 +64,7 @@ def slots(*refs: Any) -> Slots:
 
 
 def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], pipelines: tuple[Slots, ...]) -> None:
-    """Run `compute(index)` in the warpgroups that compute, and `load()` in the one that loads."""
+    """Run `compute(index)` in the warpgroups that compute, and `load()` in the warpgroup that loads."""
     which = jax.lax.axis_index(GROUPS)
 
     @pl.when(which < COMPUTING)

@@ -15,7 +15,7 @@ class Numerics:
     compute: jnp.dtype  # activations, gathered weights
     reduce: jnp.dtype  # weight gradients in their reduction over devices
     params: jnp.dtype  # master weights
-    vectors: jnp.dtype = DTYPES["f32"]  # of master weights: scales of norms and biases
+    vectors: jnp.dtype = DTYPES["f32"]  # master weights that are scales of norms or biases
 
     @property
     def precision(self) -> jax.lax.Precision:

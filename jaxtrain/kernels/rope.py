@@ -55,7 +55,7 @@ def yarn_scaling(
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor of queries and of keys for a context that is `factor` times as long."""
+    """Return YaRN's factor of queries and of keys, for a context `factor` times as long as the original."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

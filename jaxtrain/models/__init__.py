@@ -1,4 +1,4 @@
-"""Model families by name. Importing this imports no jax, so that a config can be read and checked without it."""
+"""Model families by name. This module imports no jax, so that a config can be read and checked without it."""
 
 import difflib
 import importlib
@@ -23,10 +23,11 @@ FAMILIES = {
 
 
 def family(name: str) -> Any:
-    """Return the module of a family in FAMILIES, or for `package.module:name` that object, which must have `build`.
+    """Return the module of a family in FAMILIES; for `package.module:name`, return the named object, which must have `build`.
 
     Raises:
-      ValueError: no such family. ImportError, AttributeError: no such module, or no such name in it.
+      ValueError: no such family.
+      ImportError, AttributeError: no such module, or no such name in the module.
     """
     module, given, attribute = name.partition(":")
     if given:
@@ -38,12 +39,12 @@ def family(name: str) -> Any:
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Return the keys of config.Model of every published size by its name. Keys that are not named stay at their defaults."""
+    """Return keys of config.Model by preset, a published model size. Other keys stay at their defaults."""
     return {preset: {"family": name} | keys for name in FAMILIES for preset, keys in family(name).PRESETS.items()}
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Return one of `presets`, for a config file: `config.model.update(preset("llama3.1_70b"))`.
+    """Return the keys of config.Model of one preset, for a config file: `config.model.update(preset("llama3.1_70b"))`.
 
     Raises:
       ConfigError: no such preset.

@@ -23,7 +23,7 @@ from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.remat import Kind
 from jaxtrain.sharding import Placement, index
 
-KIND_SWITCH = "attention_kind"  # the scope of a choice by the kind of a layer: plans weigh its branches by `kind_shares`
+KIND_SWITCH = "attention_kind"  # scope of a switch over the kinds of layers; the plan weights its branches by `kind_shares`
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
@@ -32,13 +32,13 @@ def kv_copies(model: Model, placement: Placement) -> int:
 
 
 def kind_shares(model: Model) -> tuple[float, ...]:
-    """Return the share of each kind among the layers of the stack, by `Kernel.specs`."""
+    """Return the share of each kind among the layers of the stack; a kind is an index into `Kernel.specs`."""
     kinds = layer_kinds(model)
     return tuple(kinds.count(kind) / len(kinds) for kind in range(max(kinds) + 1))
 
 
 def layer_kinds(model: Model) -> tuple[int, ...]:
-    """Return, for each layer of the stack, its kind: an index into `Kernel.specs`. Dense layers before it are of kind 0."""
+    """Return the kind of each layer of the stack, an index into `Kernel.specs`. Dense layers before the stack have kind 0."""
     letters = windows.kinds(model)[model.dense_layers :]
     known = list(dict.fromkeys(letters))
     return tuple(known.index(letter) for letter in letters)
@@ -49,11 +49,11 @@ class Kernel:
     """The chosen attention kernel, its specs, and how the sequence is sharded over devices."""
 
     name: str
-    specs: tuple[Spec, ...]  # of each kind of layer; they differ in their windows
+    specs: tuple[Spec, ...]  # of each kind of layer; kinds differ in their windows
     split: Split = Split()
 
     def prepare(self, rows: Rows) -> tuple[Any, ...]:
-        """Return the kernel's description of a batch, once for all layers of a kind."""
+        """Return the kernel's description of a batch for each kind of layer; all layers of a kind share it."""
         return tuple(context.prepare(rows, spec, self.name, self.split) for spec in self.specs)
 
     def __call__(
@@ -67,8 +67,11 @@ class Kernel:
     ) -> jax.Array:
         """Return the attention of this device's queries, (B, T, N, H).
 
-        kind: of the layer; an array in a loop over layers of several kinds, which compiles all of them.
-        sinks_N: with model.attention_sinks, of this device's heads.
+        Args:
+          q: (B, T, N, H). k, v: (B, S, K, H).
+          prepared: the result of `prepare`.
+          kind: the layer's kind; an array in a loop over layers of several kinds, which compiles the kernels of all kinds.
+          sinks_N: the sinks of this device's heads; None without model.attention_sinks.
         """
 
         def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
@@ -83,8 +86,8 @@ class Kernel:
 class Shared(NamedTuple):
     """The arrays of a batch that all layers share."""
 
-    prepared: tuple[Any, ...]  # the kernel's view of documents, by kind of layer
-    rotary: tuple[tuple[jax.Array, jax.Array], ...]  # tables of cos and sin, f32 (B, T, H/2); one pair, or one by kind of layer
+    prepared: tuple[Any, ...]  # the kernel's description of the batch, by kind of layer
+    rotary: tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin), f32 (B, T, H/2) each: one pair, or a pair by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
     real_BT: Any  # bool, False for padding; None if the model does not use it
 
@@ -104,7 +107,7 @@ def tables_of(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
 
 
 def appended(cache: Any, new: Any, at: jax.Array) -> Any:
-    """Return a layer's cached arrays, (B, S, ...) each, with new tokens written from `at` on."""
+    """Return a layer's cached arrays, (B, S, ...) each, with the arrays `new` of T tokens written from index `at` on."""
     return tuple(
         jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), at, axis=1) for old, x in zip(cache, new, strict=True)
     )
@@ -117,7 +120,7 @@ class Attention(nnx.Module):
         D, N, K, H = model.d_model, model.num_heads, model.num_kv_heads, model.head_dim
         dtype = ctx.numerics.params
         self.copies = kv_copies(model, ctx.placement)
-        kv_heads = "kv_heads" if self.copies == 1 else None  # fewer than there are ranks cannot be sharded
+        kv_heads = "kv_heads" if self.copies == 1 else None  # fewer heads than ranks cannot be sharded
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype, dot=True)
         self.wk = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype, dot=True)
         self.wv = param(rngs, (D, K, H), ("embed", kv_heads, "head_dim"), normal(std), dtype, dot=True)
@@ -137,7 +140,7 @@ class Attention(nnx.Module):
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
     def _own_head(self, w: Any) -> Any:
-        """Return this device's key/value head, if several devices share one: for a weight (..., K, H), (..., 1, H)."""
+        """Return w (..., K, H); if several devices share a key/value head, return only this device's head, (..., 1, H)."""
         if self.copies == 1:
             return w
         if isinstance(w, Float8):
@@ -156,8 +159,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
         """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard the heads. Also return the cache.
 
-        cache: None, or this layer's (k, v), each (B, S, K, H): new keys are written at `shared.write_at`, and the queries
-        attend to all of it.
+        cache: None, or this layer's (k, v), each (B, S, K, H). New keys and values are written at `shared.write_at`, and the
+        queries attend to all keys of the cache.
         """
         n, m, bias = self.ctx.numerics, self.model, self.model.qkv_bias
         q = self._project(x_BTD, "wq", self.bq if bias else None)
@@ -193,7 +196,7 @@ def rotary_frequencies(model: Model) -> jax.Array:
 
 
 def rotary_factor(model: Model) -> float:
-    """Return the factor of the rotary tables, and so of rotated queries and of rotated keys: of YaRN, else 1."""
+    """Return YaRN's factor of the rotary tables, and so of rotated queries and of rotated keys; 1 without YaRN."""
     m = model
     if m.rope_scaling != "yarn":
         return 1.0
@@ -207,8 +210,8 @@ def rotary_factor(model: Model) -> float:
 def score_factor(model: Model) -> float:
     """Return DeepSeek's factor of attention scores under YaRN, the square of mscale; 1 without rope_mscale_all_dim.
 
-    Only multi-head latent attention multiplies by it. Its heads have dimensions that are not rotated, to which the factor of
-    the rotary tables does not apply.
+    Only multi-head latent attention multiplies scores by this factor. Its heads have dimensions that are not rotated, to which
+    the factor of the rotary tables does not apply.
     """
     if model.rope_scaling != "yarn" or not model.rope_mscale_all_dim:
         return 1.0
@@ -225,14 +228,14 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:
-    """Return (heads, width) of both arrays that a layer caches of a token, and the logical axis of their heads."""
+    """Return (heads, width) of both arrays that a layer caches for a token, and the logical axis of the heads."""
     if model.kv_lora_rank:
         return ((1, model.kv_lora_rank), (1, model.qk_rope_head_dim)), None
     return ((model.num_kv_heads * kv_copies(model, placement), model.head_dim),) * 2, "kv_heads"
 
 
 def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
-    """Return everything that depends on the batch alone, computed once for all layers."""
+    """Return the arrays that depend on the batch alone, computed once for all layers. write_at: None without a cache."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
     return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT)

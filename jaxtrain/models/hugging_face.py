@@ -1,8 +1,8 @@
-"""The format of a family's Hugging Face checkpoints: names of tensors, and keys of config.json with jaxtrain's. Imports no jax.
+"""The format of a family's Hugging Face checkpoints: tensor names and config.json keys, with jaxtrain's. Imports no jax.
 
 config.json has two forms. transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both in
-`rope_parameters`, by type of layer if layers differ. Both forms are read, and an export holds both. A missing key is refused
-if the default of transformers for it would silently change the numbers.
+`rope_parameters`, by type of layer if layers differ. Both forms are read, and an export contains both. A missing key is an
+error if transformers' default for that key would silently change the numbers.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxtrain import windows
 from jaxtrain.config import Model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Keys without effect on the logits: of training, of generation, of transformers itself.
+# Keys without effect on the logits: keys for training, for generation, and for transformers itself.
 WITHOUT_EFFECT = frozenset(
     (
         *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path"),
@@ -31,7 +31,7 @@ _NO_DEFAULT: Any = object()
 
 
 class HuggingFaceError(ValueError):
-    """A Hugging Face folder that cannot be read, or a model that its formats cannot represent. Names the key or tensor."""
+    """An unsupported Hugging Face folder, or a model that no Hugging Face format represents. Names the key or tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,10 @@ class HfTensor:
             experts along its first axis, E.
         ours: axes of jaxtrain's array.
         theirs: axes of the array in the checkpoint. An axis 2 holds two of jaxtrain's arrays.
-        half: the index of this array in that axis.
+        half: the index of jaxtrain's array in the axis 2.
         interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers are interleaved pairs.
-        exact: float32, for any dtype of the other tensors.
-        copy: name of the same tensor again in each module of multi-token prediction, with {i} for its layer.
+        exact: the tensor is exported in float32, whatever the export's dtype.
+        copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
 
     name: str
@@ -114,7 +114,12 @@ EXPERTS_TOGETHER = {
 
 
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, HfTensor]:
-    """Return the tensors of a feed-forward block of experts, one an expert; `block` is its name, the others its matrices'."""
+    """Return the tensors of a feed-forward block of experts, with separate tensors for each expert.
+
+    Args:
+      block: the block's name in the checkpoint.
+      gate, up, down: names of the matrices in the checkpoint.
+    """
     one = f"model.layers.{{i}}.{block}.experts.{{e}}."
     return {
         "layers.{i}.mlp.router": HfTensor(f"model.layers.{{i}}.{block}.gate.weight", "D E", "E D"),
@@ -147,22 +152,22 @@ class Settings:
         return default
 
     def whole(self, key: str, default: Any = _NO_DEFAULT) -> int:
-        """Return a whole number above 0, as `take`."""
+        """Return the value of a key, as `take` does; it must be a whole number above 0."""
         return self._checked(key, default, int, "a whole number above 0")
 
     def number(self, key: str, default: Any = _NO_DEFAULT) -> float:
-        """Return a number, as `take`."""
+        """Return the value of a key, as `take` does; it must be a number."""
         return float(self._checked(key, default, (int, float), "a number"))
 
     def flag(self, key: str, default: Any = _NO_DEFAULT) -> bool:
-        """Return true or false, as `take`."""
+        """Return the value of a key, as `take` does; it must be true or false."""
         value = self.take(key, default)
         if not isinstance(value, bool):
             raise HuggingFaceError(f"{self.path}: {key} = {value!r}: must be true or false.")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """Return an object of JSON; {} if the key is missing or null."""
+        """Return the value of a key, a JSON object; {} if the key is missing or null."""
         return self._checked(key, {}, dict, "an object of JSON, or null")
 
     def _checked(self, key: str, default: Any, kind: Any, rule: str) -> Any:
@@ -172,19 +177,19 @@ class Settings:
         return value
 
     def nullable(self, key: str) -> Any:
-        """Return the value of a key that must be present and may be null: transformers has a default other than null for it."""
+        """Return the value of a key that must be present and may be null, because transformers' default for it is not null."""
         if key not in self._left:
             raise HuggingFaceError(f"{self.path}: no key {key!r}. Add it, null where the model was trained without.")
         return self._left.pop(key)
 
     def only(self, key: str, value: Any, why: str) -> None:
-        """Refuse every value but one; a missing key passes."""
+        """Raise HuggingFaceError if the key is present with another value than `value`. why: the error's reason."""
         given = self.take(key, value)
         if given != value:
             raise HuggingFaceError(f"{self.path}: {key} = {given!r}: {why}.")
 
     def refuse_unknown(self) -> None:
-        """Refuse keys that were not read and may change the logits."""
+        """Raise HuggingFaceError if keys remain that were not read and may change the logits."""
         self.only("attention_dropout", 0.0, "jaxtrain has no dropout; set it to 0.0 to go on without")
         left = sorted(key for key in self._left.keys() - WITHOUT_EFFECT if self._left[key] is not None)
         if left:
@@ -200,8 +205,8 @@ class Part:
     """Some keys of config.json, and the keys of config.Model that they set.
 
     Attributes:
-        read: return keys of config.Model, from config.json and the number of layers.
-        write: return keys of config.json; the inverse.
+        read: returns keys of config.Model, from config.json and the number of layers.
+        write: returns keys of config.json; the inverse of `read`.
     """
 
     read: Callable[[Settings, int], dict[str, Any]]
@@ -213,20 +218,21 @@ class Format:
     """The Hugging Face checkpoints of a family.
 
     Attributes:
-        model_type: in config.json.
-        architecture: the class of transformers, in config.json.
-        tensors: by jaxtrain's names.
+        model_type: the value of model_type in config.json.
+        architecture: the class name in transformers, in config.json.
+        tensors: the checkpoint's tensors, by jaxtrain's names.
         parts: keys of config.json in addition to the sizes that all families have.
         model: keys of config.Model with one value in all models of the family.
-        fixed: keys of config.json that must have one value, with reasons.
+        fixed: keys of config.json that must have one value, and the reason for each.
         written: further keys of an export.
-        activation: in config.json.
-        activation_key: its key in an export.
-        head_dim: its key in config.json: optional | required | absent (always hidden_size / num_attention_heads).
-        attention_bias: attention_bias in config.json.
-        beyond: why tensors of layers past the last one are not used; "": they are refused.
+        activation: the activation's name in config.json.
+        activation_key: the activation's key in an export.
+        head_dim: whether config.json has the key head_dim: optional | required | absent (always hidden_size /
+            num_attention_heads).
+        attention_bias: the value of attention_bias in config.json.
+        beyond: why tensors of layers after the last layer are not used; "": such tensors are an error.
         tied: model.tied_head if config.json has no tie_word_embeddings, a key that transformers 4 omits for the default of the
-            class. None: it is required.
+            class. None: the key is required.
     """
 
     model_type: str
@@ -244,7 +250,7 @@ class Format:
     beyond: str = ""
 
     def read(self, s: Settings) -> dict[str, Any]:
-        """Return keys of config.Model. Raises HuggingFaceError for a value that jaxtrain does not build."""
+        """Return keys of config.Model. Raises HuggingFaceError for a value that jaxtrain does not support."""
         for name in ("hidden_act", "hidden_activation"):
             if (given := s.take(name, None)) not in (None, self.activation):
                 rule = f"models of this family are built with {self.activation!r} only"
@@ -273,7 +279,7 @@ class Format:
         return out
 
     def write(self, model: Model) -> dict[str, Any]:
-        """Return keys of config.json. A setting without a key in the format is lost: read the result back to compare."""
+        """Return keys of config.json. Settings without a key in the format are lost; to detect them, read the result back."""
         out = {
             "hidden_size": model.d_model,
             "intermediate_size": model.d_ff,
@@ -317,9 +323,10 @@ def _old_rope(s: Settings) -> dict[str, Any]:
 
 
 def _not_built(kind: Any, given: Mapping[str, Any]) -> str:
-    """Return why a rope_type is refused.
+    """Return why a rope_type is an error.
 
-    A packed row holds documents of several lengths, and a cache holds keys that were rotated when the sequence was shorter.
+    Frequencies that depend on the sequence length do not fit jaxtrain. A packed row has documents of several lengths, and a
+    cache has keys that were rotated when the sequence was shorter.
     """
     if kind not in ("dynamic", "longrope"):
         return "is not supported"
@@ -352,7 +359,7 @@ def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str
     if kind in ("llama3", "yarn"):
         out["rope_original_len"] = s.whole("original_max_position_embeddings")
     if kind == "yarn":
-        # transformers, too, reads a 0 as the default.
+        # transformers also reads 0 as the default.
         out["rope_beta_fast"] = s.number("beta_fast", 0.0) or 32.0
         out["rope_beta_slow"] = s.number("beta_slow", 0.0) or 1.0
         out["rope_truncate"] = s.flag("truncate", True)
@@ -410,7 +417,7 @@ def _write_rope_by_kind(model: Model) -> dict[str, Any]:
 
 
 ROPE = Part(_read_rope, _write_rope)
-# Layers with a sliding window have their own base, which is never scaled.
+# Layers with a sliding window have their own rotary base, and no rotary scaling.
 ROPE_BY_KIND = Part(_read_rope_by_kind, _write_rope_by_kind)
 
 
@@ -418,7 +425,7 @@ ROPE_BY_KIND = Part(_read_rope_by_kind, _write_rope_by_kind)
 
 
 def _layer_types(s: Settings, layers: int) -> str | None:
-    """Return a letter for each layer (`windows.LOCAL`, `windows.GLOBAL`) by `layer_types`; None without that key."""
+    """Return a letter for each layer (`windows.LOCAL`, `windows.GLOBAL`) from `layer_types`; None without that key."""
     kinds = s.take("layer_types", None)
     if kinds is None:
         return None
@@ -448,7 +455,7 @@ def _write_layer_types(model: Model) -> list[str]:
 
 
 def window_by_layer(pattern: str) -> Part:
-    """Return the part for a family whose layers differ; `pattern`: used if config.json has no `layer_types`."""
+    """Return the part for a family whose layers differ. pattern: repeated letters of layers, if there is no `layer_types`."""
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         window = s.nullable("sliding_window")
@@ -461,7 +468,7 @@ def window_by_layer(pattern: str) -> Part:
 
 
 def window_of_all_layers(read: Callable[[Settings], int | None]) -> Part:
-    """Return the part for a family whose layers all have the window, or none; `read` returns it from config.json."""
+    """Return the part for a family in which all layers have the same window or none. read: returns the window, or None."""
 
     def of(s: Settings, layers: int) -> dict[str, Any]:
         window = read(s)
@@ -494,7 +501,7 @@ def _write_qwen_windows(model: Model) -> dict[str, Any]:
     }
 
 
-# By `layer_types`; before that key existed, all layers from `max_window_layers` on.
+# Layers have a window by `layer_types`. Without that key, as in earlier versions, all layers from `max_window_layers` on do.
 QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
 
 
@@ -502,7 +509,7 @@ QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
 
 
 def gemma_part(pattern: Callable[[Settings], str]) -> Part:
-    """Return the part of Gemma 2 and 3; `pattern` returns the kinds of layers if config.json has no `layer_types`."""
+    """Return the part of Gemma 2 and 3. pattern: returns the repeated letters of layers, if there is no `layer_types`."""
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         s.only("use_bidirectional_attention", False, "jaxtrain has causal attention only")
@@ -522,7 +529,7 @@ def gemma_part(pattern: Callable[[Settings], str]) -> Part:
     def write(model: Model) -> dict[str, Any]:
         divisor = float(f"{(model.attn_logit_scale or model.head_dim**-0.5) ** -2:.12g}")
         return {
-            # transformers requires an integer if the value is one.
+            # transformers requires the type int if the value is whole.
             "query_pre_attn_scalar": int(divisor) if divisor == int(divisor) else divisor,
             "attn_logit_softcapping": model.attention_softcap or None,
             "final_logit_softcapping": model.logit_softcap or None,

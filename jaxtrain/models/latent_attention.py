@@ -1,15 +1,15 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are projections of a narrow latent.
 
-Of a token's state x, with R = kv_lora_rank, and for each of N heads:
+For a token's hidden state x, with R = kv_lora_rank and N heads:
 
     latent, k_rope = split(x wkv_down)                  R numbers, and a rotary key that all heads share
     k_nope, v      = split(norm(latent) wkv_up)         for each head
-    q_nope, q_rope = split(norm(x wq_down) wq_up)       for each head; or of x wq, if q_lora_rank is 0
+    q_nope, q_rope = split(norm(x wq_down) wq_up)       for each head; split(x wq) if q_lora_rank is 0
     score          = (q_nope k_nope + rotated(q_rope) rotated(k_rope)) scale
 
 Training computes the keys and values of all heads, for the same kernels as other models. Values may be narrower than keys.
 Decoding caches only the latent and the rotated key, R + qk_rope_head_dim numbers a token. It applies wkv_up to queries and
-outputs instead (the paper's absorbed form): attention with one key head of R + qk_rope_head_dim numbers.
+outputs instead of keys and values (the paper's absorbed form). Attention then has one key head of R + qk_rope_head_dim numbers.
 """
 
 import math
@@ -31,7 +31,7 @@ from jaxtrain.models.remat import Kind
 
 DOWN = ("embed", None)
 UP = ("embed", "heads", "head_dim")  # the latent is sharded like the model dimension of other weights
-# DeepSeek's and transformers' code have this constant in the norms of latents, and norm_eps in all others.
+# In DeepSeek's and transformers' code, the norms of latents use this constant, and all other norms use norm_eps.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -60,7 +60,10 @@ class LatentAttention(nnx.Module):
         return self.lora(name, x, dot(eqn, x, getattr(self, name).get_value(), self.ctx.numerics))
 
     def _queries(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the unrotated and the rotated part of queries, with the model's scale: (B, T, N, .) each."""
+        """Return the unrotated part (B, T, N, qk_nope_head_dim) and the rotated part (B, T, N, qk_rope_head_dim) of queries.
+
+        Both are multiplied by the model's factor of scores, beyond the 1 / sqrt(head_dim) of kernels.
+        """
         m = self.model
         if m.q_lora_rank:
             latent_BTF = checkpoint_name(self._dot("BTD,DF->BTF", x_BTD, "wq_down"), "q_latent")
@@ -99,12 +102,12 @@ class LatentAttention(nnx.Module):
         return self._dot("BTNH,DNH->BTD", o_BTNH, "wo"), cache
 
     def _absorbed(self, q_nope: jax.Array, q_rope: jax.Array, cache: Any, shared: Shared, kind: Kind) -> jax.Array:
-        """Return the output of attention to a cache, (B, T, N, v_head_dim)."""
+        """Return the output of attention to the cache in the absorbed form, (B, T, N, v_head_dim)."""
         m, n = self.model, self.ctx.numerics
         of_keys, of_values = jnp.split(self.lora.merged("wkv_up", self.wkv_up.get_value()), [m.qk_nope_head_dim], axis=-1)
         latents, keys = (a.astype(q_nope.dtype) for a in cache)
         q_BTNF = jnp.concatenate([einsum("BTNH,FNH->BTNF", q_nope, of_keys, numerics=n), q_rope], -1)
-        # Kernels divide by the root of this width, and the model by that of head_dim.
+        # Kernels divide scores by the root of the width of q_BTNF, but the model divides by the root of head_dim.
         widened = math.sqrt(q_BTNF.shape[-1] / m.head_dim)
         q_BTNF = (q_BTNF.astype(jnp.float32) * widened).astype(q_BTNF.dtype)
         o_BTNF = self.kernel(q_BTNF, jnp.concatenate([latents, keys], -1), latents, shared.prepared, kind)

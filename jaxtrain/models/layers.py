@@ -1,4 +1,4 @@
-"""The small parts of a transformer: norm, embedding, feed-forward. All compute with this device's shards."""
+"""The norm, embedding and feed-forward modules of a transformer. All compute with this device's shards."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class Context:
     structure: Structure = Structure()
     lora: Lora = Lora()
     moe: Moe = Moe()
-    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the number of equal layers
+    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the number of layers in the stack
 
 
 class RMSNorm(nnx.Module):
@@ -44,7 +44,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the norm of x, (..., dim)."""
+        """Return x normalised and scaled, (..., dim)."""
         with jax.named_scope("norm"):
             return rms_norm(x, self.scale[...], self.eps, self.offset)
 
@@ -57,7 +57,7 @@ class Embed(nnx.Module):
         self.ctx = ctx
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Return rows of the table, (B, T, D) in the residual layout. Only ZeRO-1 gathers the table for the look-up."""
+        """Return the tokens' embeddings, (B, T, D) in the residual layout. Only ZeRO-1 gathers the table for the look-up."""
         p, table, zero = self.ctx.placement, self.embedding.get_value(), self.ctx.zero
         if zero.reduce_once:
             return embed(zero.gather_weight(table, TABLE), tokens_BT, p, (), self.ctx.numerics.compute)
@@ -66,7 +66,7 @@ class Embed(nnx.Module):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return GPT-OSS's gate, both factors clamped: (up + 1) gate sigmoid(1.702 gate)."""
+    """Return GPT-OSS's activation, (up + 1) gate sigmoid(1.702 gate), with clamped gate and up."""
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
     return (up + 1) * gate * jax.nn.sigmoid(SIGMOID_GAIN * gate)
 
@@ -76,7 +76,7 @@ NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-# Structure.activation -> the hidden values of a feed-forward block, of its gate and its up projection (Shazeer 2020,
+# Structure.activation -> the function of the gate and the up projection in a feed-forward block (Shazeer 2020,
 # arXiv:2002.05202).
 GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "silu": lambda gate, up: NONLINEARITIES["silu"](gate) * up,
@@ -86,7 +86,7 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 class GatedLinear(nnx.Module):
-    """down(f(gate(x), up(x))), with f of GATED."""
+    """A gated feed-forward block, down(f(gate(x), up(x))), with f from GATED."""
 
     def __init__(self, d_model: int, d_ff: int, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         dtype = ctx.numerics.params

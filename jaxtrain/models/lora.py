@@ -1,8 +1,8 @@
 """Low-rank adapters of linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + alpha / rank (x a) b.
 
-For each adapted weight W there are two parameters, in the submodule `lora` of W's own module: `W_a`, W's input dimensions by
-the rank, and `W_b`, the rank by W's output dimensions. They are sharded as those dimensions of W are; the rank is not sharded.
-b starts at zero, so training starts with the base model.
+For each adapted weight W there are two parameters, in the submodule `lora` of W's own module: `W_a` with shape (W's input
+dimensions, rank), and `W_b` with shape (rank, W's output dimensions). W's dimensions are sharded as in W, and the rank is not
+sharded. b starts at zero, so training starts with the base model.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from flax import nnx
 from jaxtrain.kernels.dot import dot
 from jaxtrain.models.module import Initializer, constant, param
 
-MODULE = "lora"  # of the adapters of one module, and part of each one's name
+MODULE = "lora"  # the submodule of a module's adapters, and a part of each adapter parameter's name
 A, B = "_a", "_b"
-# The equation that `dot` gets with each weight that can be adapted: it shows which dimensions are inputs.
+# The einsum equation of each weight that can be adapted: it shows which dimensions of the weight are inputs.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
@@ -28,12 +28,12 @@ EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The adapters of a model; none with rank 0. Static."""
+    """The settings of a model's adapters; no adapters if the rank is 0. Static."""
 
     rank: int = 0
     alpha: float = 0.0
     targets: tuple[str, ...] = ()  # names of weights
-    params: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))  # of the adapters' own master weights
+    params: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))  # dtype of the adapters' master weights
 
     @property
     def scale(self) -> float:
@@ -47,13 +47,13 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_of(weight: str, half: str) -> str:
-    """Return the name of one half, A or B, of a weight's adapter: layers.0.mlp.up has layers.0.mlp.lora.up_a."""
+    """Return the name of a weight's adapter parameter: layers.0.mlp.lora.up_a for layers.0.mlp.up. half: A or B."""
     module, dot, name = weight.rpartition(".")
     return f"{module}{dot}{MODULE}.{name}{half}"
 
 
 def uniform(fan_in: int) -> Initializer:
-    """Return an initializer: uniform in +-1 / sqrt(fan_in), drawn in float32, as torch's `kaiming_uniform_` in PEFT."""
+    """Return an initializer: uniform in +-1 / sqrt(fan_in), drawn in float32, as PEFT's use of `kaiming_uniform_`."""
     bound = 1 / math.sqrt(fan_in)
     return lambda key, shape, dtype: jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
@@ -68,9 +68,11 @@ def equations(eqn: str) -> tuple[str, str]:
 
 
 class Adapters(nnx.Module):
-    """The adapters of those `weights` of a module that `lora.targets` names; none if the rank is 0.
+    """The adapters of a module's weights; no adapters if the rank is 0.
 
-    of: the module, with its weights.
+    Args:
+      of: the module.
+      weights: names of its weights that can be adapted. Only those in `lora.targets` are.
     """
 
     def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):
@@ -92,18 +94,18 @@ class Adapters(nnx.Module):
 
         Args:
           x, y: input and result of `dot` with the adapted weight.
-          prepared: applied to b, as to the weight, before the matmul.
+          prepared: a function that is applied to b before the matmul, as the caller applied it to the weight.
         """
         if name not in self.names:
             return y
         n, (down, up) = self.ctx.numerics, equations(EQUATIONS[name])
         with jax.named_scope(MODULE):
-            # Scaled at the narrow dimension: after b, the backward pass would make a scaled copy of y's whole gradient.
+            # The factor is applied before b: after b, the backward pass would make a scaled copy of y's whole gradient.
             h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
             return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
 
     def merged(self, name: str, w: jax.Array) -> jax.Array:
-        """Return a gathered weight with its adapter added if `name` is adapted, else `w`."""
+        """Return the gathered weight `w`, with its adapter added if `name` is adapted."""
         if name not in self.names:
             return w
         a, b = (getattr(self, name + half)[...].astype(jnp.float32) for half in (A, B))
@@ -111,5 +113,5 @@ class Adapters(nnx.Module):
 
 
 def _letters(eqn: str) -> str:
-    """Return the letters of the weight."""
+    """Return the weight's letters in an einsum equation."""
     return eqn.split("->")[0].split(",")[1]

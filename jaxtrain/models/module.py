@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtrain.sharding import Axes, Placement
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
-Params = dict[str, Any]  # nested dict of arrays, or of anything else of the same structure
+Params = dict[str, Any]  # nested dict of arrays, or of other values in the same structure
 
 
 def normal(std: float) -> Initializer:
-    """Return an initializer: normal, mean 0, drawn in float32 so that every master dtype rounds the same numbers."""
+    """Return an initializer: normal with mean 0, drawn in float32 so that every master dtype rounds the same numbers."""
     return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
@@ -37,10 +37,11 @@ def param(
     dot: bool = False,
     exact: bool = False,
 ) -> nnx.Param:
-    """Return a parameter with logical axes. They are under jaxtrain's own metadata key, which flax never interprets.
+    """Return a parameter with logical axes. The axes are under jaxtrain's own metadata key, which flax never interprets.
 
-    dot: only `kernels.dot.dot`, or for experts `kernels.experts.feed_forward`, multiplies by it, so it may be stored in 8 bits.
-    exact: it is used in its storage dtype, and never rounded to the compute dtype.
+    dot: the parameter is only used by `kernels.dot.dot`, or for experts by `kernels.experts.feed_forward`. So it may be stored
+      in 8 bits.
+    exact: the parameter is used in its storage dtype, and never rounded to the compute dtype.
     """
     if len(shape) != len(axes):
         raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, not {axes}")
@@ -48,7 +49,7 @@ def param(
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
-    """Return `num` copies of a module, each with its own initial values, stacked on a new first axis of every parameter."""
+    """Return `num` copies of a module, stacked on a new first axis of every parameter. Each has its own initial values."""
     keys = jax.random.split(rngs.params(), num)
     return jax.vmap(lambda key: make(nnx.Rngs(params=key)))(keys)
 
@@ -58,11 +59,11 @@ class Definition:
 
     abstract: shapes and dtypes of the parameters. axes: their logical axes. dots, exact: the flags of `param`.
 
-    uses_plan_run: the model runs its stack of layers by `remat.Plan.run`, once and completely, with unchanged weights. The
-    stack then comes as `zero.StackWeight` weights, whose gradients can be added layer by layer (`train.accumulate`).
+    uses_plan_run: the model runs its stack of layers by `remat.Plan.run`, once, with all layers and unchanged weights. The
+    weights of the stack are then `zero.StackWeight`, whose gradients can be added layer by layer (`train.accumulate`).
 
-    staged: the model has the parts that a pipeline calls (models.transformer.Transformer), its result comes from them alone,
-    and `layer` uses only parameters of `layers`.
+    staged: the model has the methods that a pipeline calls (models.transformer.Transformer) and computes its result by these
+    methods alone, and `layer` uses only parameters of `layers`.
 
     decodes: the model has `decode` and `logits`, which samples need.
     """
@@ -85,7 +86,7 @@ class Definition:
         return jax.tree.map(placement.spec, self.axes, is_leaf=lambda a: isinstance(a, tuple))
 
     def init(self, key: jax.Array) -> Params:
-        """Return initial values. Call it under jit with out_shardings: the numbers are the same on every mesh."""
+        """Return initial values of the parameters. Call it under jit with out_shardings: the values are equal on every mesh."""
         return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], lambda p: p.get_value())
 
     def bind(self, params: Params) -> Any:
@@ -106,7 +107,7 @@ def part(tree: Params, chosen: Params) -> Params:
 
 
 def filled(tree: Params, some: Params) -> Params:
-    """Return `tree` with its leaves replaced by those that `some`, a subtree, has."""
+    """Return `tree` with the leaves of `some`, a subtree, in place of its own."""
     return {
         name: filled(value, some.get(name, {})) if isinstance(value, dict) else some.get(name, value)
         for name, value in tree.items()
@@ -114,7 +115,7 @@ def filled(tree: Params, some: Params) -> Params:
 
 
 def names(tree: Params) -> Params:
-    """Return each leaf's name, without layer numbers: layers.attention.wq."""
+    """Return the tree with each leaf's dotted name in place of the leaf: layers.attention.wq."""
     path_name = lambda path, _: ".".join(str(key.key) for key in path)  # noqa: E731
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
 
@@ -131,7 +132,7 @@ def is_vector(name: str) -> bool:
 
 
 def _axes(p: Any) -> Axes:
-    """Return the logical axes of a parameter; those of a stack have a first axis, 'layers'."""
+    """Return the logical axes of a parameter; the first axis of a parameter in a stack is 'layers'."""
     axes = p.get_metadata("axes")
     return ("layers", *axes) if len(p.get_value().shape) > len(axes) else axes
 
@@ -141,7 +142,7 @@ def _map(state: Any, f: Callable[[Any], Any]) -> Params:
 
 
 def _filled(state: Any, params: Params) -> nnx.State:
-    """Return the state with these values. Parameters keep their metadata, whose axes decide how each is gathered."""
+    """Return the state with these values. Parameters keep their metadata, whose axes decide how a parameter is gathered."""
     return nnx.State(
         {k: v.replace(params[k]) if isinstance(v, nnx.Variable) else _filled(v, params[k]) for k, v in state.items()}
     )

@@ -1,4 +1,4 @@
-"""A feed-forward block of experts: each token goes through the few experts that its router chooses, and a shared one."""
+"""A feed-forward block of experts: a router chooses a few experts for each token; a shared expert processes all tokens."""
 
 from typing import Any
 
@@ -18,14 +18,15 @@ DROPPED = COLUMNS.index("dropped")
 
 
 class ExpertsMLP(nnx.Module):
-    """sum over the chosen e of share_e down_e(f(gate_e(x), up_e(x))), plus shared(x) if the model has a shared expert.
+    """A feed-forward block of experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    After Shazeer et al. 2017 (arXiv:1701.06538). The router's weight and bias keep their storage dtype and are used in float32.
+    The result is the sum over the chosen experts e of share_e down_e(f(gate_e(x), up_e(x))), plus shared(x) if the model has a
+    shared expert. The router's weight and bias keep their storage dtype and are used in float32.
     """
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         E, D, F, dtype = model.num_experts, model.d_model, model.d_ff, ctx.numerics.params
-        # With adapters too it is stored like master weights, and not in the compute dtype.
+        # The router is stored like master weights also with adapters, where other weights have the compute dtype.
         self.router = param(rngs, (D, E), ROUTER, normal(std), ctx.lora.params, exact=True)
         if model.router_bias:
             self.router_bias = param(rngs, (E,), (None,), constant(0.0), jnp.dtype(jnp.float32), exact=True)
@@ -53,9 +54,7 @@ class ExpertsMLP(nnx.Module):
         )
 
     def _biases(self) -> kernel.Biases | None:
-        """Return the experts' biases.
-
-        If devices shard F, only one of them has the output's bias, because their outputs are summed."""
+        """Return the experts' biases. If devices shard F, only one device has the output's bias, because outputs are summed."""
         if not self.model.expert_bias:
             return None
         first = index(self.ctx.placement.mesh_axes("mlp")) == 0
@@ -65,7 +64,7 @@ class ExpertsMLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard F. Also return the layer's statistics.
 
-        real_BT: bool, False for padding, which no expert takes.
+        real_BT: bool, False for padding, which goes to no expert.
         """
         m, p, k = self.model, self.ctx.placement, self.model.experts_per_token
         with jax.named_scope("router"):
@@ -89,16 +88,16 @@ class ExpertsMLP(nnx.Module):
         return y_BTD + self.shared(x_BTD) if m.shared_d_ff else y_BTD, statistics
 
 
-Statistics = Any  # of all layers so far, f32 (layers, 5 + experts); () of a model without experts
+Statistics = Any  # router statistics of all layers so far, f32 (layers, 5 + experts); () for a model without experts
 
 
 def no_statistics(model: Model, ctx: Context, layers: int = 0) -> Statistics:
-    """Return the statistics before the first layer. layers: their number; 0: that of the stack."""
+    """Return the statistics before the first layer, all 0. layers: number of layers; 0: the layers of the stack."""
     if not model.num_experts:
         return ()
     return jnp.zeros((layers or ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
 
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:
-    """Return statistics with another layer's row, shifted in at the end: after all layers, row i is that of the i-th."""
+    """Return statistics with the next layer's row (5 + E,) shifted in at the end. After all layers, row i is layer i's."""
     return jnp.concatenate([statistics[1:], row[None]])

@@ -1,10 +1,11 @@
-"""Activation checkpointing, and how layers that are stacked on axis 0 follow each other in the program.
+"""Activation checkpointing, and the order of layers that are stacked on axis 0: a loop, or one layer after the other.
 
-The activations that can be saved, and the ones that each policy saves, are in jaxtrain/activations.py.
+The activations that can be saved, and the activations that each policy saves, are in jaxtrain/activations.py.
 
-A loop compiles one group of `remat.every` layers, and often the last group apart. It pays for that at run time: saved
-activations are copied into stacks and out of them again. Unrolled (parallel.scan_layers=false), any layer's collectives can
-overlap with the next layer's arithmetic, and only gradients are stacked. Compile time grows with the number of layers.
+A loop compiles one group of `remat.every` layers, and in most cases the last group separately. The cost at run time is that
+saved activations are copied into stacks and out of the stacks again. Without a loop (parallel.scan_layers=false), a layer's
+collectives can overlap with the next layer's arithmetic, and only gradients are stacked. Then compile time grows with the
+number of layers.
 """
 
 import dataclasses
@@ -20,24 +21,25 @@ from jaxtrain.kernels.experts.routing import CHOICE
 from jaxtrain.kernels.fp8 import SCALE
 from jaxtrain.zero import ComputeCopy, StackCheck, StackWeight, zeros
 
-# The kind of a layer: an int where it is known when the program is traced, an int32 () where a loop runs several kinds.
+# The kind of a layer: an int if it is known when the program is traced, an int32 () if a loop runs several kinds.
 Kind = int | jax.Array
-# (x, layer, what all layers share, kind) -> x, which may be several arrays
+# (x, layer, arrays that all layers share, kind) -> x, which may be several arrays
 Body = Callable[[Any, Any, Any, Kind], Any]
 
-# Gathered weights (zero.py). No policy saves them, not even `none`: those of every layer would be in memory at once. They are
-# saved of the last group alone, whose backward pass comes next, and of all layers if sharding.gather = forward.
+# Gathered weights (zero.py). No policy saves them, not even `none`: the gathered weights of every layer would be in memory at
+# once. Exceptions: the last group, whose backward pass comes next, and all layers if sharding.gather = forward.
 WEIGHT = ("weight",)
-# Every policy saves the expert choice, k integers per token: the backward pass must route tokens to the same experts. And
-# scales of FP8 that a pass over their tensor would have to find again.
+# Every policy saves the expert choice, k integers per token: the backward pass must route tokens to the same experts. Every
+# policy also saves FP8 scales whose recomputation would need a pass over the tensor.
 ALWAYS = (CHOICE, SCALE)
-SLOTS = "slots"  # the scope of writes to buffers of saved activations; plans find them by it
+SLOTS = "slots"  # the scope of writes to buffers of saved activations; the plan recognises these writes by it
 
 
 def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """The policy `none`. To reject the name alone is not enough: the array before it got the name would be saved instead.
+    """Return whether the policy `none` saves an operation's result: it saves all results except gathered weights.
 
-    A gather is one operation, `sharding.all_gather_weight`, and the only custom_vjp_call that remat policies see.
+    To reject the name alone is not enough: the array before the operation that names it would be saved instead. A gather is
+    one operation, `sharding.all_gather_weight`, and the only custom_vjp_call in the traced layers.
     """
     return primitive.name != "custom_vjp_call" and not (primitive.name == "name" and params["name"] in WEIGHT)
 
@@ -47,26 +49,26 @@ class Plan:
     """A remat policy, ready for use. Static."""
 
     policy: str
-    keep: tuple[str, ...]  # names of saved activations; `none` and `dots` choose by operation instead
+    keep: tuple[str, ...]  # names of activations saved on the device; `none` and `dots` choose by operation instead
     offload: tuple[str, ...]  # names of activations saved in host memory
     every: int
-    keep_weights: bool = False  # gathered ones are saved for the backward pass
-    unroll: bool = False  # layers one by one in the program; no loop
-    # A loop's backward pass loads saved activations only once the incoming gradient exists. False over a tensor axis: there XLA
-    # keeps a second, transposed stack of each, so they are copied out of the stack first.
+    keep_weights: bool = False  # gathered weights are saved for the backward pass
+    unroll: bool = False  # layers are one by one in the program, without a loop
+    # A loop's backward pass loads saved activations only once the incoming gradient exists. False with a tensor axis, where XLA
+    # would keep a second, transposed stack of each activation: then activations are copied out of the stack first.
     delays_load: bool = True
 
     def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
-        """Return `body` as a function that saves what the policy says. `in_loop`: it will be the body of a loop.
+        """Return `body` under `jax.checkpoint` with this policy. in_loop: the result will be the body of a loop.
 
-        Arguments that are Python ints stay so.
+        Arguments that are Python ints are static.
         """
         policies = jax.checkpoint_policies
         names = (*ALWAYS, *WEIGHT) if self.keep_weights else ALWAYS
         if self.policy == "none":
             policy = policies.everything_saveable if self.keep_weights else anything_but_weights
         elif self.policy == "dots":
-            # By operation and not by name: with qk-norm, the backward pass needs the matmul's output, not the named q.
+            # This policy chooses by operation: with qk-norm, the backward pass needs the matmul's output, not the named q.
             policy = policies.save_from_both_policies(
                 policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*names)
             )
@@ -82,27 +84,27 @@ class Plan:
 
         def checkpointed(*args: Any) -> Any:
             static = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
-            # Scan bodies are compiled apart, so XLA cannot merge the recomputation with the original. Elsewhere it would.
+            # XLA compiles scan bodies separately, so it cannot merge the recomputation with the original. Elsewhere it would.
             return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop, static_argnums=static)(*args)
 
         return checkpointed
 
     @property
     def layers_each(self) -> int:
-        """Layers under one checkpoint."""
+        """Return the number of layers under one checkpoint."""
         return 1 if self.policy == "none" else self.every
 
     def trips(self, num_layers: int) -> int:
-        """Return the iterations of the loop over layers; 0 without one."""
+        """Return the number of iterations of the loop over layers; 0 without a loop."""
         return len(self._groups(num_layers)[0])
 
     def run(self, body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
         """Return `body(x, layer, shared, kind)` applied to each of the layers stacked on axis 0, in order.
 
         Args:
-          layers: a tree of arrays. If any are `StackWeight`, the others have no gradient.
+          layers: a tree of stacked arrays. If some are `StackWeight`, all others have no gradient.
           shared: arrays that all layers share; gradients through them are dropped.
-          kinds: of each layer, a number for `body`; the same for all that are alike.
+          kinds: the kind of each layer, passed to `body`.
         """
         stack, learnt, fixed, into = flatten(layers)
         if stack.check is None:
@@ -112,11 +114,11 @@ class Plan:
         return self._run(body, x, stack, learnt, fixed, into, shared, kinds)
 
     def _groups(self, num_layers: int) -> tuple[range, list[range]]:
-        """Return the first layers of the groups that a loop runs, and the groups that follow it one by one."""
+        """Return the first layer of each group that a loop runs, and the groups after the loop, which run one by one."""
         n = self.layers_each
         groups = [range(i, min(i + n, num_layers)) for i in range(0, num_layers, n)]
-        # The backward pass of the last group comes next: outside of the loop its activations are not stacked. (Under `dots` XLA
-        # would merge its attention with the recomputation.)
+        # The last group runs outside of the loop: its backward pass comes next, and its activations need no stack. Under `dots`
+        # it stays in the loop, because XLA would merge its attention with the recomputation.
         if self.unroll:
             looped = 0
         elif self.policy == "dots":
@@ -127,7 +129,7 @@ class Plan:
 
     @property
     def _last(self) -> "Plan":
-        """The plan of the last group: it saves its gathered weights too, and sends nothing to the host and back."""
+        """Return the plan of the last group. It saves the gathered weights as well, and offloads no activations."""
         return dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
 
     def _run(
@@ -141,11 +143,11 @@ class Plan:
         shared: Any,
         kinds: Sequence[int],
     ) -> Any:
-        """`run`, with a backward pass of its own.
+        """Compute `run` with an explicit backward pass.
 
-        It adds each layer's gradient to the sum of earlier microbatches at once (`Stack.adds`): autodiff would first stack
-        those of all layers beside the sum. Or it makes a stack of gradients when it begins, in the dtype of `into`: XLA would
-        make that of autodiff before the forward pass.
+        With `Stack.adds`, the backward pass adds each layer's gradient to the sum of earlier microbatches at once. Autodiff
+        would first stack the gradients of all layers beside the sum. Otherwise the backward pass starts with an empty stack of
+        gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
         """
         looped, rest = self._groups(len(kinds))
         n = self.layers_each
@@ -183,15 +185,15 @@ class Plan:
 
             for group, vjp in reversed(list(zip(rest, saved, strict=True))):
                 dx, sums = back(dx, sums, vjp, group[0], len(group))
-                # XLA would fuse the updates of all layers into one kernel, which selects among all layers for each element.
+                # Without the barrier, XLA fuses the updates of all layers into one kernel that selects a layer per element.
                 sums = [jax.lax.optimization_barrier(total) for total in sums]
             if looped:
 
                 def one(carry: tuple[Any, Any, jax.Array], _: None) -> tuple[Any, None]:
                     dx, sums, count = carry
                     i = len(looped) - 1 - count
-                    # The compiler unrolls this loop, and would recompute two layers at a time and hold both. So the index of
-                    # saved activations depends on the gradient. That of weights does not: they can be gathered early.
+                    # The compiler unrolls this loop, and would recompute two layers at a time, both in memory. So the index of
+                    # saved activations depends on the gradient. The index of weights does not: they can be gathered early.
                     dx, then = jax.lax.optimization_barrier((dx, i)) if self.delays_load else (dx, i)
                     vjp = jax.tree.map(lambda saved: at(saved, then), vjps)
                     vjp = vjp if self.delays_load else jax.lax.optimization_barrier(vjp)
@@ -217,8 +219,8 @@ def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> 
 def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times: int) -> tuple[Any, Any]:
     """Return the last x of `x, saved = step(x, i)`, and `saved` of all iterations, stacked on axis 0.
 
-    As a scan does it, but its stacks are made no sooner than `x`: XLA would make them long before, and hold them beside those
-    of the microbatch before. Arrays in host memory are left to the scan.
+    The result is that of a scan, but the stacks are allocated no sooner than `x`. XLA would allocate a scan's stacks much
+    earlier, while the stacks of the previous microbatch are still in memory. Arrays in host memory are stacked by the scan.
 
     The loop counts in its carry. XLA starts a gather an iteration early only if the index of the layer is the loop's counter.
     """
@@ -249,7 +251,7 @@ def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times
 
 
 def save_at(stack: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
-    """Return a buffer of saved activations with `x` in its place."""
+    """Return a stack of saved activations with `x` at index i."""
     with jax.named_scope(SLOTS):
         return jax.lax.dynamic_update_slice_in_dim(stack, x[None], i, 0, allow_negative_indices=False)
 
@@ -266,7 +268,7 @@ def several(body: Body) -> Callable[..., Any]:
 
 
 def kinds_at(kinds: Sequence[int], first: Any, count: int) -> list[Kind]:
-    """Return the kinds of `count` layers from `first`, which may be an int32 (): ints where all layers are alike."""
+    """Return the kinds of `count` layers from `first`, as ints if `first` is an int or all layers have the same kind."""
     if isinstance(first, int) or len(set(kinds)) == 1:
         return [kinds[0] if len(set(kinds)) == 1 else kinds[first + q] for q in range(count)]
     return [jnp.asarray(kinds, jnp.int32)[first + q] for q in range(count)]
@@ -288,24 +290,24 @@ def layer_at(layers: Any, i: jax.Array | int) -> Any:
 
 
 def put_at(stack: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
-    """Return a stack of gradients with one layer's in its place."""
+    """Return a stack of gradients with layer i's gradient set to `g`."""
     return jax.lax.dynamic_update_slice_in_dim(stack, g[None].astype(stack.dtype), i, 0, allow_negative_indices=False)
 
 
 def add_at(total: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
-    """Return a stack of sums with one layer's gradient added in its place."""
-    # As slices: of a layer with one dimension less XLA would make two kernels and a copy between them.
+    """Return a stack of sums with `g` added to layer i's sum."""
+    # The sum is of slices with a layer axis: without this axis XLA would make two kernels and a copy between them.
     old = jax.lax.dynamic_slice_in_dim(total, i, 1, allow_negative_indices=False)
     return jax.lax.dynamic_update_slice_in_dim(total, old + g[None].astype(total.dtype), i, 0, allow_negative_indices=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The structure of stacked layers, and which of its arrays are differentiated. Static."""
+    """The structure of stacked layers, and which of their arrays are differentiated. Static."""
 
     tree: Any
-    learns: tuple[bool, ...]
-    check: StackCheck | None = None  # of layers that are differentiated
+    learns: tuple[bool, ...]  # whether each leaf of the tree is differentiated
+    check: StackCheck | None = None  # of the `StackWeight` leaves; None if there are none
 
     @property
     def adds(self) -> bool:
@@ -313,26 +315,26 @@ class Stack:
         return self.check is not None and self.check.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        """Return the layers, or one of them, from their arrays."""
+        """Return a stack of layers, or one layer, from its differentiated and its other arrays."""
         found = iter(learnt), iter(fixed)
         return jax.tree.unflatten(self.tree, [next(found[not learns]) for learns in self.learns])
 
     def differentiate(
         self, f: Callable[..., Any], x: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, kinds: Sequence[Kind]
     ) -> tuple[Any, Any]:
-        """Return `f(x, layers, shared, *kinds)` of `count` layers from `first`, and its vjp without the weights' residuals."""
+        """Return `f(x, layers, shared, *kinds)` for `count` layers from `first`, and its vjp without weights as residuals."""
 
         def of(x: Any, learnt: list[Any], fixed: list[Any], shared: Any) -> Any:
             return f(x, [self.layers(*arrays) for arrays in zip(learnt, fixed, strict=True)], shared, *kinds)
 
         args = x, *(self._at(arrays, first, count) for arrays in (learnt, fixed)), shared
-        # Weights are looked up again in the backward pass: as residuals a loop would stack copies of them.
+        # The backward pass indexes the stacks of weights again: if weights were residuals, a loop would stack copies of them.
         return jax.vjp(of, *args, saveable_args=(True, False, False, False), in_nzs=(True, True, False, False))
 
     def backward(
         self, vjp: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, dy: Any
     ) -> tuple[Any, list[list[jax.Array]]]:
-        """Return the gradient of x, and for each layer those of its differentiated arrays."""
+        """Return the gradient of x, and for each layer the gradients of its differentiated arrays."""
         weights = (self._at(arrays, first, count) for arrays in (learnt, fixed))
         dx, grads, _, _ = vjp.replace(args_res=(vjp.args_res[0], *weights, shared))(dy)
         return dx, grads
@@ -343,9 +345,9 @@ class Stack:
 
 
 def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Return the structure of stacked layers, their differentiated arrays, their other arrays, and `into` of the former.
+    """Return the structure of stacked layers, their differentiated arrays, their other arrays, and `into` of each StackWeight.
 
-    Differentiated are the weights, or the masters of copies, that are `StackWeight`.
+    The differentiated arrays are the weights that are `StackWeight`. Of a `ComputeCopy`, only the master is differentiated.
     """
 
     def is_learnt(w: Any) -> bool:
@@ -365,7 +367,7 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
 
 
 def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True) -> Plan:
-    """Return the plan of the config's `remat` section and `sharding.gather`; `validate` has checked names and actions.
+    """Return the plan for the config's `remat` section and `sharding.gather`, which `validate` has checked.
 
     unroll, delays_load: see Plan.
     """

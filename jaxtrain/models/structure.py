@@ -9,8 +9,8 @@ from typing import Any
 class Structure:
     """Properties of all sizes of a family that no other model needs, so they are not config keys."""
 
-    activation: str = "silu"  # of gate and up projection: silu | gelu_tanh | clamped_swiglu (models/layers.py, GATED)
-    norm_offset: bool = False  # norms multiply by 1 + scale, also those of queries and keys
+    activation: str = "silu"  # of the feed-forward block: silu | gelu_tanh | clamped_swiglu (models/layers.py, GATED)
+    norm_offset: bool = False  # all norms, also of queries and keys, multiply by 1 + scale
     scaled_embedding: bool = False  # embeddings are multiplied by the root of d_model
 
 
@@ -18,10 +18,10 @@ SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff
 
 
 def presets(rows: Mapping[str, Sequence[Any]], **shared: Any) -> dict[str, dict[str, Any]]:
-    """Return keys of config.Model by preset. Keys that are not named stay at their defaults.
+    """Return keys of config.Model by preset. Other keys stay at their defaults.
 
     Args:
-      rows: for each preset the values of SIZES (head_dim 0: d_model / num_heads), and a dict of further keys if it has any.
+      rows: for each preset, the values of SIZES (head_dim 0: d_model / num_heads), and optionally a dict of further keys.
       shared: keys of all presets.
     """
     found = {}

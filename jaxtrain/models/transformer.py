@@ -28,9 +28,9 @@ from jaxtrain.sharding import Placement, all_gather, to_block, to_residual
 class Cache:
     """Keys and values of the tokens so far, for sampling."""
 
-    kv: tuple[jax.Array, jax.Array]  # of the stack of layers, each (L, B, S, K, H); or a model's latents and rotated keys
-    dense: tuple[tuple[jax.Array, jax.Array], ...]  # of each dense layer before it, (B, S, K, H)
-    segments_BS: jax.Array  # 0 where nothing is written yet
+    kv: tuple[jax.Array, jax.Array]  # of the stack, (L, B, S, K, H) each; with latent attention, latents and rotated keys
+    dense: tuple[tuple[jax.Array, jax.Array], ...]  # of each dense layer before the stack, (B, S, K, H)
+    segments_BS: jax.Array  # 0 for tokens that are not written yet
     positions_BS: jax.Array
     length: jax.Array  # int32 (): tokens written, the same in every row
 
@@ -39,25 +39,25 @@ jax.tree_util.register_dataclass(Cache, ["kv", "dense", "segments_BS", "position
 
 
 def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, places: int = 0) -> Cache:
-    """Return an empty cache for `length` tokens in each of `batch` rows. places: length of the stack; 0: its layers."""
+    """Return an empty cache for `length` tokens in each of `batch` rows. places: as in `layers.Context`."""
     arrays, _ = cached_arrays(model, placement)
 
     def empty(*layers: int) -> Any:
         return tuple(jnp.zeros((*layers, batch, length, *of_token), dtype) for of_token in arrays)
 
-    # Separate arrays throughout: the cache is donated, and no buffer can be donated twice.
+    # All arrays are separate, because the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
     kv, dense = empty(places or model.stacked_layers), tuple(empty() for _ in range(model.dense_layers))
     return Cache(kv, dense, segments_BS, positions_BS, jnp.zeros((), jnp.int32))
 
 
-Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual stream, and statistics of the experts
+Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual stream, and the routers' statistics
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with sandwich_norm both terms are normalised too.
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x)). With sandwich_norm, both added terms are normalised too.
 
-    dense: the feed-forward block has no experts, whatever the model has.
+    dense: the feed-forward block has no experts, even in a model with experts.
     """
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs, dense: bool = False):
@@ -76,10 +76,10 @@ class Block(nnx.Module):
         self.sandwich_norm, self.attention_out_bias, self.ctx = model.sandwich_norm, model.attention_out_bias, ctx
 
     def __call__(self, carry: Carry, shared: Shared, kind: Kind, cache: Any) -> tuple[Carry, Any]:
-        """Return the residual stream after this layer, and the cache.
+        """Return the residual stream and the statistics after this layer, and the cache.
 
-        Norms and sums compute with the tokens of the residual layout. Each half of the block gathers those of all
-        tensor-parallel devices, and its output, a partial sum, is reduce-scattered (Korthikanti et al. 2022,
+        Norms and sums compute with the tokens of the residual layout. Attention and the feed-forward block each gather the
+        tokens of all tensor-parallel devices, and their outputs, partial sums, are reduce-scattered (Korthikanti et al. 2022,
         arXiv:2205.05198).
 
         kind: which of the model's kinds of layers this is (`models.attention.layer_kinds`).
@@ -107,10 +107,10 @@ class Block(nnx.Module):
 
 
 class DenseLayers(nnx.Module):
-    """The first layers of a model with experts, which have none: one after the other, not stacked.
+    """The first layers of a model with experts, which have dense feed-forward blocks. They are not stacked.
 
-    They are few, and unlike the others. In a pipeline they belong to no stage, as the embedding does: all stages compute them
-    for the microbatch that enters. That takes as long as if the first stage did, since the others would wait.
+    In a pipeline they belong to no stage, like the embedding: all stages compute them for the microbatch that enters. This
+    takes as long as if only the first stage computed them, because the other stages would wait.
     """
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
@@ -120,17 +120,17 @@ class DenseLayers(nnx.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers in order."""
+        """Return the layers in order."""
         return [getattr(self, str(i)) for i in range(self.count)]
 
 
 class MtpModule(nnx.Module):
-    """Module k of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): it predicts token i + k + 1.
+    """Module k of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): at token i it predicts token i + k + 1.
 
         h_k = norm(block(norm(emb(token i+k)) embed_proj + norm(h_k-1) hidden_proj))
 
-    The matrices are halves of the paper's M_k. h_0 are the model's hidden states after the final norm. Embedding and head are
-    the model's own.
+    embed_proj and hidden_proj are the two halves of the paper's M_k. h_0 are the model's hidden states after the final norm.
+    Embedding and head are shared with the model.
     """
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
@@ -147,8 +147,8 @@ class MtpModule(nnx.Module):
         """Return the block's output, before the last norm, and the statistics of its experts.
 
         Args:
-          carry: embeddings of the tokens k positions later, and empty statistics.
-          hidden_BTD: h_k-1, both in the residual layout.
+          carry: embeddings of the tokens k positions later, in the residual layout, and empty statistics.
+          hidden_BTD: h_k-1, in the residual layout.
         """
         (x_BTD, statistics), n = carry, self.ctx.numerics
         with jax.named_scope("mtp_proj"):
@@ -158,7 +158,7 @@ class MtpModule(nnx.Module):
 
 
 class MtpModules(nnx.Module):
-    """The modules of multi-token prediction, in order: not stacked, since there is one or a few."""
+    """The modules of multi-token prediction, in order. They are not stacked, because models have one or a few."""
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         self.count = model.mtp_layers
@@ -167,12 +167,12 @@ class MtpModules(nnx.Module):
 
     @property
     def modules(self) -> list[MtpModule]:
-        """The modules, from the first."""
+        """Return the modules in order."""
         return [getattr(self, str(i)) for i in range(self.count)]
 
 
 class Transformer(nnx.Module):
-    """Tokens to final hidden states; `head_VD` turns those into logits."""
+    """A decoder that maps tokens to final hidden states. `head_VD` maps hidden states to logits."""
 
     def __init__(self, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs):
         self.embed = Embed(model.vocab_size, model.d_model, model.init_std, ctx, rngs)
@@ -189,19 +189,19 @@ class Transformer(nnx.Module):
 
     @property
     def uses_plan_run(self) -> bool:
-        """Whether the stack of layers is run by `remat.Plan.run`: once, whole, with the weights unchanged (`Definition`)."""
+        """Whether `remat.Plan.run` runs the stack of layers: once, with all layers and unchanged weights (`Definition`)."""
         return True
 
     @property
     def staged(self) -> bool:
-        """Whether the model can be split into pipeline stages: its `__call__` is the one that runs the parts below in order."""
+        """Whether the model can be split into pipeline stages: no subclass overrides `__call__` or `hidden_and_statistics`."""
         own = type(self)
         calls = own.__call__, own.hidden_and_statistics
         return calls == (Transformer.__call__, Transformer.hidden_and_statistics) and isinstance(self.remat, Plan)
 
     @property
     def head_VD(self) -> Any:
-        """The output head as the step holds it: the loss gathers it."""
+        """Return the output head, sharded; the loss gathers it."""
         return (self.embed.embedding if self.model.tied_head else self.head).get_value()
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -214,7 +214,7 @@ class Transformer(nnx.Module):
     def hidden_and_statistics(
         self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array
     ) -> tuple[jax.Array, Statistics]:
-        """Return the same, and the statistics of all layers' experts (kernels/experts/routing.py)."""
+        """Return the result of `__call__`, and the routers' statistics of all layers (kernels/experts/routing.py)."""
         shared = self.share(segments_BT, positions_BT)
         carry = self.enter(tokens_BT, shared)
         with jax.named_scope("layers"):
@@ -224,12 +224,13 @@ class Transformer(nnx.Module):
     def further_hidden(
         self, hidden_BTD: jax.Array, tokens: Sequence[jax.Array], segments_BT: jax.Array, positions_BT: jax.Array
     ) -> tuple[list[jax.Array], list[Statistics]]:
-        """Return the hidden states of each module of multi-token prediction, and the statistics of its experts.
+        """Return the hidden states and the router's statistics of each module of multi-token prediction.
 
         Args:
-          hidden_BTD: of the model, after its final norm.
-          tokens: for each module k the token k positions later, (B, T). At the last k positions of a document it belongs to
-            another one. Attention is causal, so only these positions depend on it, and their weights are 0.
+          hidden_BTD: the model's hidden states after its final norm.
+          tokens: for each module k, the tokens k positions later, (B, T). At the last k positions of a document, the later
+            token belongs to another document. Attention is causal, so only these positions depend on the later token, and
+            their loss weights are 0.
         """
         shared, run = self.share(segments_BT, positions_BT), self.remat.checkpoint(self.mtp_layer, in_loop=False)
         made, statistics = [], []
@@ -242,11 +243,11 @@ class Transformer(nnx.Module):
         return made, statistics
 
     def mtp_layer(self, carry: Carry, module: MtpModule, hidden_BTD: jax.Array, shared: Shared) -> Carry:
-        """Run one module of multi-token prediction, but for its last norm, with its weights gathered inside the checkpoint."""
+        """Run one module of multi-token prediction without its last norm. Its weights are gathered inside the checkpoint."""
         return self.ctx.zero.gather_module(module)(carry, hidden_BTD, shared)
 
     def share(self, segments_BT: jax.Array, positions_BT: jax.Array) -> Shared:
-        """Return the arrays of a batch that all layers share: rotary tables, and the kernel's masks."""
+        """Return the arrays of a batch that all layers share: rotary tables, and the kernel's description of the batch."""
         with jax.named_scope("attention"):
             rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
             return share(self.model, self.kernel, rows)
@@ -262,7 +263,7 @@ class Transformer(nnx.Module):
         return carry
 
     def enter_with_cache(self, tokens_BT: jax.Array, shared: Shared, cache: Cache) -> tuple[Carry, Cache]:
-        """Return the same, and the cache with the tokens of the dense layers in it."""
+        """Return the result of `enter`, and the cache with the new keys and values of the dense layers."""
         carry, dense = self.embed_tokens(tokens_BT), []
         for block, kv in zip(self.dense_layers.blocks if self.model.dense_layers else (), cache.dense, strict=True):
             carry, kv = self.layer_with_cache(carry, block, shared, 0, kv)
@@ -274,12 +275,12 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
             if self.ctx.structure.scaled_embedding:
-                # The factor is rounded to the type of activations first, as where such models were trained.
+                # The factor is rounded to the dtype of activations first, as in the code that trained these models.
                 x_BTD = x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
             return x_BTD, no_statistics(self.model, self.ctx, layers)
 
     def layer(self, carry: Carry, block: Block, shared: Shared, kind: Kind) -> Carry:
-        """Run one layer. Its weights are gathered here, inside the checkpoint, so that they are freed after it."""
+        """Run one layer. Its weights are gathered here, inside the checkpoint, so that they are freed after the layer."""
         return self.ctx.zero.gather_module(block)(carry, shared, kind, None)[0]
 
     def layer_with_cache(self, carry: Carry, block: Block, shared: Shared, kind: Kind, kv: Any) -> tuple[Carry, Any]:
@@ -287,13 +288,13 @@ class Transformer(nnx.Module):
         return self.ctx.zero.gather_module(block)(carry, shared, kind, kv)
 
     def final_hidden(self, carry: Carry, norm: RMSNorm | None = None) -> tuple[jax.Array, Statistics]:
-        """Return the last layer's output after the final norm, or another, and the statistics of all layers."""
+        """Return the last layer's output after a norm, and the statistics of all layers. norm: None for the final norm."""
         x_BTD, statistics = carry
         with jax.named_scope("final_norm"):
             return self.ctx.zero.gather_module(norm or self.final_norm)(x_BTD), statistics
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Append T tokens of one document to every row of the cache. Return their hidden states and the cache."""
+        """Append T tokens to the document in each row of the cache. Return their hidden states and the cache."""
         shared, cache = self.append(tokens_BT, cache)
         kinds = layer_kinds(self.model)
         alike = len(set(kinds)) == 1
@@ -321,8 +322,10 @@ class Transformer(nnx.Module):
         return shared, Cache(cache.kv, cache.dense, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """f32 (B, T, V), on every device. For sampling and checks: training never holds the
-        logits of a whole batch (loss.py)."""
+        """Return the logits, f32 (B, T, V), on every device, for sampling and checks.
+
+        Training never has the logits of a whole batch in memory (loss.py).
+        """
         head_VD = self.ctx.zero.gather_weight(self.head_VD, TABLE)
         precision = self.ctx.numerics.precision
         logits = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, precision=precision, preferred_element_type=jnp.float32)

@@ -2,21 +2,21 @@
 
 Each implementation is a file with these functions:
 
-    unsupported(spec, hardware) -> str | None       why it cannot do this, or None
-    prepare(rows, spec) -> pytree                   its description of the batch, made once and shared by all layers
+    unsupported(spec, hardware) -> str | None       why the kernel does not support the spec, or None
+    prepare(rows, spec) -> pytree                   the kernel's description of the batch, made once and shared by all layers
     attention(q_BTNH, k_BSKH, v_BSKH, prepared, spec) -> o_BTNH
 
 and three more, from which kernels/context builds attention over keys on several devices:
 
-    describe_block(rows, spec, diagonal) -> pytree  its description of a block, made once
+    describe_block(rows, spec, diagonal) -> pytree  the kernel's description of a block, made once
     block_forward(q, k, v, described, spec, diagonal) -> (o_BTNH, lse_BNT)
     block_backward(q, k, v, o, lse, do, described, spec, diagonal) -> (dq, dk, dv)
 
 A block is a set of queries and some of their keys: on the diagonal the keys of the same tokens, otherwise only earlier keys.
-Its output is normalised by its own log-sum-exp, f32. The backward pass takes the output and log-sum-exp of all blocks together,
-and returns this block's term of the gradients, to be summed in f32. A query without visible keys in a block has output 0 and a
-log-sum-exp of -1e30. A window applies on the diagonal only (kernels/context/window.py has it over several devices). Learnt
-sinks change the output and the log-sum-exp of a block outside the kernels (sinks.py).
+A block's output is normalised by the block's own log-sum-exp, f32. The backward pass takes the output and log-sum-exp of all
+blocks together, and returns this block's term of the gradients, to be summed in f32. A query without visible keys in a block
+has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagonal only; kernels/context/window.py implements
+windows over several devices. Learnt sinks change the output and the log-sum-exp of a block outside the kernels (sinks.py).
 
 A token attends to the tokens of its own document at or before its own position. The mask depends on `segments` and `positions`
 alone, not on a token's index in the array (except for `cudnn`, which needs rows in order). Scores are scaled by 1/sqrt(H).
@@ -38,23 +38,23 @@ EMULATED, KERNEL = "emulated", "kernel"  # the forward pass in e4m3: in XLA on C
 
 
 class Unsupported(ValueError):
-    """No kernel, or not the chosen one, supports a request."""
+    """An error: the configured kernel, or every kernel with `auto`, does not support the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A request to a kernel; static."""
+    """The properties of attention that a kernel must support; static under jit."""
 
     head_dim: int
     dtype: str  # "f32" or "bf16"
-    packed: bool  # several documents in a row; otherwise one, without padding
+    packed: bool  # several documents in a row; False: one document in a row, without padding
     max_segments: int  # documents in a row, at most
-    window: int = 0  # a token attends to this many positions, itself included; 0: all before it
+    window: int = 0  # a token attends to this many positions, itself included; 0: no window
     softcap: float = 0.0  # scores become c tanh(s / c); 0: off
     cached: bool = False  # queries are the newest tokens only, keys come from a cache
-    deterministic: bool = False  # the same bits each time are required
+    deterministic: bool = False  # repeated runs must give equal bits
     sinks: bool = False  # each head has a learnt logit in the sum of softmax (sinks.py)
-    value_dim: int = 0  # width of values, if narrower than keys; 0: head_dim
+    value_dim: int = 0  # head size of values, if smaller than that of keys; 0: head_dim
     fp8: str = ""  # EMULATED or KERNEL: the forward pass multiplies in e4m3 (fp8.py)
 
 
@@ -72,7 +72,7 @@ class Hardware:
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """Return the properties of a device, present or only described, that kernels depend on."""
+        """Return the properties that kernels depend on, of a device or of a compiler's description of a device."""
         if device.platform == "cpu":
             return cls("cpu")
         major, _, minor = str(device.compute_capability).partition(".")
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     kv_positions: jax.Array
 
 
-# A new kernel is one file and one entry. The order is that of `auto`: the first that supports the request.
+# A new kernel is one file and one entry here. `auto` takes the first entry that supports the spec.
 IMPLEMENTATIONS = {
     "cudnn": "jaxtrain.kernels.attention.cudnn",
     "pallas": "jaxtrain.kernels.attention.pallas",
@@ -98,7 +98,7 @@ IMPLEMENTATIONS = {
 
 
 def implementation(name: str, spec: Spec) -> Any:
-    """Return the module of an implementation, with the forward pass that the spec asks for."""
+    """Return the module of an implementation; with `spec.fp8`, a `Forward8` around the module."""
     if name not in IMPLEMENTATIONS:
         raise Unsupported(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
     base = importlib.import_module(IMPLEMENTATIONS[name])
@@ -106,9 +106,15 @@ def implementation(name: str, spec: Spec) -> Any:
 
 
 def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
-    """Return (kernel, reason). Raises Unsupported if a named kernel cannot do it; `auto` takes the first that can.
+    """Return (kernel, reason). `auto` takes the first kernel that supports all layers, and skips slow kernels.
 
-    `auto` skips slow kernels. asked: the spec and the sequence length for each kind of layer.
+    Args:
+      name: `auto`, or the name of a kernel.
+      asked: the spec and the sequence length for each kind of layer.
+      hardware: the hardware of the run's devices.
+
+    Raises:
+      Unsupported: the named kernel, or every kernel with `auto`, does not support some layer.
     """
 
     def unable(name: str) -> str | None:
@@ -133,5 +139,5 @@ def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> 
 
 
 def _slow(name: str, seq_len: int) -> str | None:
-    """Return why `auto` skips a kernel that supports the request, or None."""
+    """Return why `auto` skips a kernel that supports the spec, or None."""
     return f"holds all {seq_len} x {seq_len} scores" if name == "reference" and seq_len > 1024 else None

@@ -1,7 +1,7 @@
 """Attention in blocks of queries, in XLA: it holds the scores of one block at a time, forward and backward.
 
-For GPUs that cuDNN's packed kernels do not serve, and for long sequences on CPU. Each block's scores are recomputed in the
-backward pass, so memory is O(block x S) and not O(T x S).
+It is for GPUs that cuDNN's packed kernels do not support, and for long sequences on CPU. Each block's scores are recomputed in
+the backward pass, so memory is O(block x S) and not O(T x S).
 """
 
 import jax
@@ -15,19 +15,19 @@ BLOCK = 256  # queries at a time
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return None: it can do everything that the reference can."""
+    """Return None: this kernel supports every spec."""
     return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:
-    """Return the rows: the mask follows from them."""
+    """Return the rows: `visible` computes the mask from their segments and positions."""
     return rows
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
-    """Implement `attention` of the package. T is padded to a multiple of the block with queries without visible keys."""
+    """Implement `attention` of the package. T is padded to a multiple of BLOCK; the added queries have no visible keys."""
     T, dtype = q_BTNH.shape[1], k_BSKH.dtype
-    # So that the blocks' gradients are summed in float32.
+    # Keys and values are float32 outside the scan, so that the blocks' gradients are summed in float32.
     k_f32, v_f32 = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
 
     @jax.checkpoint
@@ -59,7 +59,7 @@ def _joined(x: jax.Array, T: int) -> jax.Array:
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Rows:
-    """Return the rows: the mask follows from them."""
+    """Return the rows: `visible` computes the mask from their segments and positions."""
     return rows
 
 

@@ -1,9 +1,9 @@
 """cuDNN's flash attention, for causal, packed and sliding-window rows with grouped queries.
 
-jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp, so this binds the underlying primitives, in a
-private module of jax. tests/unit/test_attention.py fails with a plain message when a jax release changes them. They must run
-inside a shard_map that is manual over the whole mesh, as models/attention.py does: there jax does not use the primitive's
-partitioning callback, whose pointer would defeat the persistent compile cache.
+jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp. So this module binds the underlying primitives,
+which are in a private module of jax. tests/unit/test_attention.py fails with a plain message when a jax release changes the
+primitives. The primitives must run inside a shard_map that is manual over the whole mesh, as in models/attention.py. In such a
+shard_map jax does not use the primitive's partitioning callback, whose pointer would defeat the persistent compile cache.
 
 The custom_vjp here names both residuals, "attention_out" and "attention_lse", so that a remat policy can save them and the
 kernel need not run forward twice.
@@ -31,18 +31,18 @@ NO_SCORE_MOD = {"score_mod": None} if _takes_score_mod else {}
 
 WORKSPACE = 5 << 29  # bytes, 2.5 GiB: a backward pass is cut into parts with at most this workspace
 TILE = 128  # queries of a thread block of the kernel
-TILES = 256  # least number in a part, so that it fills the 132 multiprocessors of an H100 or H200 about twice
+TILES = 256  # least number of tiles in a part, so that a part fills the 132 multiprocessors of an H100 or H200 about twice
 
 
 class Packed(NamedTuple):
     """cuDNN's description of packed rows."""
 
-    lengths_BM: jax.Array  # tokens of each document, of padding last; -1: no such document
+    lengths_BM: jax.Array  # tokens of each document, and last of padding; -1: no such document
     offsets_BM: jax.Array  # (B, M + 1): where each document begins in its row; -1 elsewhere
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return why cuDNN cannot do this, or None. Limits: cuDNN 9's flash attention on Ampere and Hopper."""
+    """Return why cuDNN does not support the spec, or None. The limits are those of cuDNN 9 on Ampere and Hopper."""
     if hardware.platform != "gpu":
         return "needs an NVIDIA GPU"
     if spec.cached:
@@ -68,15 +68,15 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
 def prepare(rows: Rows, spec: Spec) -> Packed | None:
     """Return lengths and offsets of the documents in each row. A document must be contiguous, and so must padding.
 
-    Padding counts as one more document. cuDNN leaves outputs of tokens without a document undefined. Writing zeros there would
-    be one more pass over queries, keys, values and output, forward and backward, in every layer.
+    Padding counts as one more document, because cuDNN leaves the outputs of tokens without a document undefined. Writing zeros
+    to these outputs would be one more pass over queries, keys, values and output, forward and backward, in every layer.
     """
     if not spec.packed:
         return None
     lengths_BM, starts_BM = _documents(rows.q_segments, spec)
     exists_BM = lengths_BM > 0
-    # The primitive moves the entries of all rows that are not -1 to the front and reads lengths and offsets in pairs. So there
-    # must be equally many of both: a closing offset after the last document would shift those of the next row.
+    # The primitive moves the entries of all rows that are not -1 to the front and reads lengths and offsets in pairs. So their
+    # numbers must be equal: a closing offset after the last document would shift the offsets of the next row.
     offsets_BM = _closed(jnp.where(exists_BM, starts_BM, -1))
     return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM)
 
@@ -89,7 +89,7 @@ def _documents(segments_BT: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array
 
 
 def _closed(offsets_BM: jax.Array) -> jax.Array:
-    """Return the offsets with the one unused entry more that the primitive needs."""
+    """Append the unused last offset that the primitive needs."""
     return jnp.pad(offsets_BM, ((0, 0), (0, 1)), constant_values=-1)
 
 
@@ -99,7 +99,7 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
 
 
 def _operands(q: jax.Array, queries: Packed | None, keys: Packed | None) -> tuple[jax.Array, ...]:
-    """Return the primitive's further operands: bias, lengths and offsets of queries and keys, page tables; empty if unused."""
+    """Return the primitive's operands after v: bias, lengths and offsets of queries and keys, page tables; empty if unused."""
     none = jnp.zeros(0, q.dtype)
     if queries is None or keys is None:
         return (none,) * 7
@@ -168,15 +168,15 @@ def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, determini
 
         E N T 4      for each query, the sum of output times gradient, in float32: softmax's gradient needs it
         E N T 4H     the gradient of queries, in float32: blocks of keys add to it in any order
-        E N T 2S     instead of these, if the result must be deterministic: the gradient of all scores, in bfloat16
+        E N T 2S     instead of E N T 4H, if the result must be deterministic: the gradient of all scores, in bfloat16
         E N S 4H     if keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
 
     The formula is that of cuDNN 9.23 on Hopper, derived from the sizes it reports (tests/unit/test_assignment.py). A few KiB
     for alignment are left out.
 
     Args:
-      E: sequences that XLA passes to cuDNN. A packed row counts once per document, and once for padding: XLA multiplies the
-          batch by these (FixDimsForRaggedOffset in its cuda_dnn.cc), each with the tokens of a whole row.
+      E: sequences that XLA passes to cuDNN. A packed row counts once per document, and once for padding, each time with the
+          tokens of a whole row (FixDimsForRaggedOffset in XLA's cuda_dnn.cc).
       T, S: queries and keys of a row.
       N, K, H: query heads, key/value heads, head_dim.
     """
@@ -190,12 +190,14 @@ def part_of(
 ) -> tuple[int, int]:
     """Return (rows, query heads) of each part of a backward pass.
 
-    B rows of T queries and S keys, heads as of `workspace_bytes`. documents: of a row, padding included; 1 for rows that are
-    not packed.
+    The division has the fewest parts with a workspace of at most WORKSPACE each. If no division has such parts, it has the
+    parts with the least workspace. Each part has at least TILES tiles of queries, unless there is only one part. A part has all
+    query heads of one or more key/value heads, or some query heads of one key/value head.
 
-    These are the fewest parts with a workspace of at most WORKSPACE each, or else the parts with the least workspace. No part
-    has fewer than TILES tiles of queries. A part has the queries of whole groups of key/value heads, or some of the queries of
-    one.
+    Args:
+      B: rows of the batch.
+      T, S, N, K, H: as in `workspace_bytes`.
+      documents: documents of a row, with padding as one more; 1 for rows that are not packed.
     """
     group = N // K
     heads = [N // parts for parts in range(1, K + 1) if K % parts == 0]
@@ -226,8 +228,8 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (dq, dk, dv), computed part after part (`part_of`).
 
-    stats_of: returns the primitive's operand for a part, from `stats`, the part's rows and query heads, and the queries of
-    those rows.
+    stats_of: returns the primitive's log-sum-exp operand for a part. Its arguments are `stats`, the part's rows, the part's
+    query heads, and `queries` of those rows.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     documents = queries.lengths_BM.shape[1] if queries else 1
@@ -258,7 +260,7 @@ def _backward(
         )
 
     def joined(xs: list[jax.Array], share: int) -> jax.Array:
-        """Join gradients in the order of parts. Each `share` of consecutive parts have the same heads and are summed in f32."""
+        """Join gradients in the order of parts. Each `share` consecutive parts share a key/value head and are summed in f32."""
         if share > 1:
             xs = [
                 functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)
@@ -274,13 +276,14 @@ def _backward(
     return joined(dq, 1), joined(dk, shared), joined(dv, shared)
 
 
-# ---- Blocks: see the package's docstring. The private primitives return a float32 log-sum-exp, and accept that of all blocks.
+# ---- Blocks: see the package's docstring. The private primitives return a block's log-sum-exp in float32, and the backward
+# primitive accepts the log-sum-exp of all blocks.
 
 
 class Block(NamedTuple):
     """cuDNN's description of a block of packed rows.
 
-    Every entry exists, if only with no tokens. So entry i of the kernel's per-document results is entry i here.
+    A document without tokens has length 0, not -1. So entry i of the kernel's per-document results is entry i here.
     """
 
     queries: Packed
@@ -290,8 +293,9 @@ class Block(NamedTuple):
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
     """Return the description of a block.
 
-    Of keys before the queries, only the last document can extend into the first document of the queries. The two ends form one
-    rectangle without a mask."""
+    If the keys precede the queries, only the last document of the keys can continue in the queries, as their first document.
+    Its keys and queries form one rectangle without a mask.
+    """
     if not spec.packed:
         return None
     if diagonal:
@@ -363,12 +367,12 @@ def _in_document(documents: Packed, T: int) -> jax.Array:
 
 
 def _inside(documents: Packed, T: int) -> jax.Array:
-    """Return which tokens of each row are in any document, bool (B, T): the kernel leaves the others undefined."""
+    """Return which tokens of each row are in a document, bool (B, T). The kernel's results for other tokens are undefined."""
     return _in_document(documents, T).any(axis=1)
 
 
 def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
-    """Return the kernel's (B x M, N, T), counted from each document's first token, as (B, N, T)."""
+    """Return the kernel's numbers (B x M, N, T), indexed from each document's first token, as (B, N, T)."""
     B, M = documents.lengths_BM.shape
     stats_BMNT = stats.reshape(B, M, -1, T)
     document_BT = jnp.argmax(_in_document(documents, T), axis=1)

@@ -5,8 +5,9 @@
     p  = exp(s - largest s of the query)             f32, as is their sum
     o  = round(256 p) v8 scale_v / (256 sum of p)    256 p in e4m3; tensor cores sum over a tile of keys, f32 adds tiles
 
-The backward pass is that of the configured kernel, in bf16, from q, k, v before rounding, and from this output and log-sum-exp.
-So its weights exp(s - lse) use scores in bf16, and their sum differs from 1 by the error of lse.
+The backward pass is that of the configured kernel, in bf16. Its inputs are q, k, v before rounding, and the output and
+log-sum-exp of the e4m3 forward pass. So its weights exp(s - lse) use scores from bf16 q and k, and the sum of the weights
+differs from 1 by the error of lse.
 
 The kernel is in pallas_kernels.py. On CPU, XLA computes with the same rounding, and with all T x S scores in memory.
 """
@@ -23,27 +24,27 @@ from jaxtrain.kernels.attention import EMULATED, NOTHING, Hardware, Rows, Spec, 
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, SHIFT
 from jaxtrain.kernels.fp8 import E4M3, rounded, scale_of
 
-LARGEST = 192  # head_dim; above, two accumulators of a tile do not fit the registers
+LARGEST = 192  # head_dim; with a larger one, two accumulators of a tile do not fit the registers
 
 
 class Prepared(NamedTuple):
-    """The description of the batch for each pass."""
+    """The kernels' descriptions of the batch for the forward and the backward pass."""
 
     forward: Any  # pallas.Prepared without tiles of the backward pass; emulated: Rows
-    backward: Any  # of `base.describe_block`
+    backward: Any  # the result of `base.describe_block`
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward8:
     """An implementation of attention (see the package's docstring) with its forward pass in e4m3.
 
-    base: the module of the implementation that does the backward pass.
+    base: the module of the implementation that computes the backward pass.
     """
 
     base: Any
 
     def unsupported(self, spec: Spec, hardware: Hardware) -> str | None:
-        """Return why it cannot do this, or None."""
+        """Return why the forward pass in e4m3 or the base does not support the spec, or None."""
         if spec.dtype != "bf16":
             return f"with attention.forward=fp8 needs bf16, not {spec.dtype}"
         if hardware.platform == "gpu":
@@ -54,7 +55,7 @@ class Forward8:
         return self.base.unsupported(spec, hardware)
 
     def prepare(self, rows: Rows, spec: Spec) -> Prepared:
-        """Return the descriptions of whole rows for both passes."""
+        """Return the descriptions of the batch for both passes."""
         return self.describe_block(rows, spec, diagonal=True)
 
     def attention(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
@@ -84,7 +85,7 @@ class Forward8:
         spec: Spec,
         diagonal: bool,
     ) -> tuple[jax.Array, ...]:
-        """Return the gradients of q, k and v by the base."""
+        """Return the gradients of q, k and v, computed by the base."""
         operands = q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, do_BTNH
         return self.base.block_backward(*operands, described.backward, spec, diagonal)
 
@@ -128,7 +129,7 @@ def _forward(
 
 
 def _emulated(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the kernel's output and log-sum-exp, except for the order of sums."""
+    """Return the output and log-sum-exp of `pallas.forward_fp8`, with sums in another order."""
     (B, T, N, H), K = q8.shape, k8.shape[2]
     factor, of_values = (scales_BN2[..., i].reshape(B, K, N // K, 1) for i in range(2))
     q, k, v = (x.astype(jnp.float32) for x in (q8.reshape(B, T, K, N // K, H), k8, v8))

@@ -37,16 +37,16 @@ from jaxtrain.kernels.attention.pallas_kernels import (
 from jaxtrain.kernels.attention.tiles import NEVER, count, padded, visits
 from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 
-LONGEST = 128  # tokens of the longest tile of any kernel; a multiple of all others
-LARGEST = 256  # head_dim; above, a tile's accumulator does not fit the registers
+LONGEST = 128  # tokens of the longest tile of any kernel; a multiple of all other tiles' tokens
+LARGEST = 256  # head_dim; with a larger one, a tile's accumulator does not fit the registers
 PREFIX = "jaxtrain_attention_"  # of the kernels' names
 # Parameters of the interpreter, for tests on a CPU; None: compile. Each warpgroup waits in a thread of XLA's CPU client. With
 # two threads, one for each core or device, the interpreter hangs, so tests have eight devices.
 INTERPRET: plgpu.InterpretGPUParams | None = None
 
 
-# Padded head_dim -> tiles of each kernel: of those tried, the largest that the assembler fits into registers and shared memory,
-# except for a few bytes. benchmarks/attention_tiles.py shows the sizes.
+# Padded head_dim -> tiles of each kernel. They are the largest tiles tried that the assembler fits into registers and shared
+# memory, with at most a few bytes of register spills. benchmarks/attention_tiles.py shows the sizes.
 SIZES: dict[int, dict[str, Tile]] = {
     64: {FORWARD: Tile(128, 128, 4), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 4), KEYS: Tile(64, 128, 4)},
     128: {FORWARD: Tile(128, 128, 2), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 128, 2)},
@@ -56,27 +56,27 @@ SIZES: dict[int, dict[str, Tile]] = {
 
 
 def width(head_dim: int) -> int:
-    """Return head_dim padded to whole chunks."""
+    """Return head_dim padded to a multiple of CHUNK."""
     return count(head_dim, CHUNK) * CHUNK
 
 
 def tiles(head_dim: int) -> dict[str, Tile]:
-    """Return the tiles of each kernel."""
+    """Return the tile sizes of each kernel, by the kernel's name."""
     return SIZES[width(head_dim)]
 
 
 class Prepared(NamedTuple):
     """Segments and positions, padded to whole tiles, and the tiles to visit for each tile. Padded keys have segment NEVER."""
 
-    queries_of: jax.Array  # (B, 2, T)
-    keys_of: jax.Array  # (B, 2, S)
-    forward: jax.Array  # by tiles of queries, (B, tiles, 4)
-    queries: Any = None  # by tiles of queries; None without a backward pass
-    keys: Any = None  # by tiles of keys
+    queries_of: jax.Array  # segments and positions of queries, (B, 2, T)
+    keys_of: jax.Array  # segments and positions of keys, (B, 2, S)
+    forward: jax.Array  # for each tile of queries, the tiles of keys to visit (tiles.visits), (B, tiles, 4)
+    queries: Any = None  # the same for the kernel of queries' gradients; None without a backward pass
+    keys: Any = None  # for each tile of keys, the tiles of queries to visit; None without a backward pass
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return why it cannot do this, or None."""
+    """Return why these kernels do not support the spec, or None."""
     if spec.cached:
         return "is not used with a key/value cache"
     if hardware.platform != "gpu":
@@ -92,7 +92,7 @@ def unsupported(spec: Spec, hardware: Hardware) -> str | None:
 
 
 def prepare(rows: Rows, spec: Spec) -> Prepared:
-    """Return the tiles to visit for each tile, once per batch."""
+    """Return the batch's segments and positions, and the tiles to visit in each kernel."""
     forward, rows = prepare_forward(rows, spec, FORWARD), _documents(rows, spec)
     of = tiles(spec.head_dim)
     queries, keys = (visits(rows, spec, of[name].queries, of[name].keys, by_keys=name == KEYS) for name in (QUERIES, KEYS))
@@ -100,7 +100,7 @@ def prepare(rows: Rows, spec: Spec) -> Prepared:
 
 
 def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
-    """Return the tiles of a forward kernel alone: FORWARD or FORWARD_FP8."""
+    """Return `Prepared` for a forward kernel alone. name: FORWARD or FORWARD_FP8."""
     rows, tile = _documents(rows, spec), tiles(spec.head_dim)[name]
     keys = jnp.where(rows.kv_segments > 0, rows.kv_segments, NEVER)
     return Prepared(
@@ -111,7 +111,7 @@ def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
 
 
 def _documents(rows: Rows, spec: Spec) -> Rows:
-    """Return rows with their segments; a row that is not packed is one document."""
+    """Return the rows; if they are not packed, with 1 as the segment of all tokens."""
     if spec.packed:
         return rows
     return rows._replace(q_segments=jnp.ones_like(rows.q_segments), kv_segments=jnp.ones_like(rows.kv_segments))
@@ -145,7 +145,7 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
-    """Return the tiles to visit in a block."""
+    """Return the block's segments and positions, and the tiles to visit in each kernel."""
     return prepare(rows, spec)
 
 
@@ -177,7 +177,10 @@ def block_backward(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output in `dtype` (default: q's) and log-sum-exp in f32 (B, N, T). causal: the keys are those of the queries."""
+    """Return output in `dtype` (default: q's) and log-sum-exp in f32 (B, N, T).
+
+    causal: keys and queries are of the same tokens; it only chooses the kernel's name.
+    """
     T, H = q.shape[1], q.shape[3]
     q, k, v = map(_filled, (q, k, v))
     B, filled, N, _ = q.shape
@@ -201,7 +204,7 @@ def forward_fp8(
     q8, k8, v8 = map(_filled, (q8, k8, v8))
     B, filled, N, _ = q8.shape
     shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
-    # Keys last: WGMMA reads 8-bit numbers only along the contracted dimension.
+    # Values have the keys' axis last: WGMMA reads 8-bit numbers only along the contracted dimension.
     operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
     out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
     return out[:, :T, :, :H], lse[:, :, :T]
@@ -240,13 +243,19 @@ def _call(
     spec: Spec,
     causal: bool,
 ) -> Sequence[jax.Array]:
-    """Run one program for each tile (of those in `visits`), row, and head of `heads`: of queries, or of keys and their group.
+    """Run one program for each tile, row of the batch, and head.
 
-    operands: q, k, ... and outputs: (B, T or S, N or K, H), or a number for each query and head, (B, N, T).
+    Args:
+      name: the kernel.
+      visits: the tiles to visit for each tile, (B, tiles, 4).
+      operands: q, k and the kernel's other arrays: (B, T or S, N or K, H), or (B, N, T) with a number for each query and head.
+      outputs: shapes and dtypes of the results.
+      heads: query heads, or key/value heads for the kernel of keys' gradients.
+      causal: see `_forward`.
     """
     (B, _, N, H), K = operands[0].shape, operands[1].shape[2]
     static = Static(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)
-    # Profiles show the name, and plans read the computation from it (plan/program/op_cost.py).
+    # Profiles show the kernel's name, and plan/program/op_cost.py reads the pass and the mask from the name.
     mask = (f"window{spec.window}" if spec.window else "causal") if causal else "all"
     kernel = KERNELS[name]
     call = plgpu.kernel(

@@ -22,8 +22,8 @@ from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
 
 LOG2E = math.log2(math.e)
 FORWARD, FORWARD_FP8, QUERIES, KEYS = "forward", "forward_fp8", "backward_q", "backward_kv"  # the kernels
-# The forward pass in e4m3 multiplies weights by 2^8, so that the largest is 256 of at most 448: those above 2^-14 are normal
-# numbers and those above 2^-18 are not rounded to zero.
+# The forward pass in e4m3 multiplies weights by 2^8. So the largest weight becomes 256, where e4m3 has at most 448. Weights
+# above 2^-14 become normal numbers, and weights above 2^-18 are not rounded to zero.
 SHIFT = 8
 CHUNK = 64  # numbers of bf16 that are contiguous in shared memory
 TILES, BATCH, HEADS = "tile", "row", "head"  # the axes of programs
@@ -34,7 +34,7 @@ OF_ROWS, OF_COLUMNS = (
 
 
 class Tile(NamedTuple):
-    """The number of tokens in each kind of tile, and the number of tiles of the loop in shared memory at a time."""
+    """The number of tokens in a tile of queries and of keys, and the number of the loop's tiles in shared memory at a time."""
 
     queries: int
     keys: int
@@ -48,18 +48,21 @@ class Static:
     spec: Spec
     tile: Tile
     width: int  # head_dim, padded
-    group: int
+    group: int  # query heads of a key/value head
     interpret: bool
-    fp8: bool = False  # the matmuls are of e4m3
+    fp8: bool = False  # the operands of the matmuls are e4m3
 
     @property
     def scale(self) -> float:
-        """Return the scale of scores."""
+        """Return the factor of the scores, 1 / sqrt(H)."""
         return self.spec.head_dim**-0.5
 
     @property
     def roles(self) -> bool:
-        """Return whether one warpgroup sums gradients of keys and the other of values, because both exceed the registers."""
+        """Return whether one warpgroup sums gradients of keys and the other gradients of values.
+
+        Above this width, the two accumulators do not fit the registers of one warpgroup.
+        """
         return self.width > 128
 
     def matrices(self, number: int, tokens: int) -> Any:
@@ -101,11 +104,11 @@ class Visits(NamedTuple):
 
     @property
     def total(self) -> jax.Array:
-        """Return the number of tiles."""
+        """Return the number of tiles to visit."""
         return self.stop - self.start
 
     def at(self, step: jax.Array) -> jax.Array:
-        """Return the tile of a step."""
+        """Return the index of the tile to visit in a step."""
         ahead = self.full_start - self.start
         behind = jnp.where(step < self.masked, self.full_stop + step - ahead, self.full_start + step - self.masked)
         return jnp.where(step < ahead, self.start + step, behind)
@@ -135,11 +138,11 @@ def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.A
 
 
 def swapped(keys: jax.Array, axis: int) -> jax.Array:
-    """Return an array with its keys in the order in which a thread holds them, 16 by 16.
+    """Return an array with its keys in the order in which threads hold them, for each 16 keys along `axis`.
 
-    Of 16 columns of a matmul's result, thread t of 4 in a row holds 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, fragment D of
-    wgmma). The left operand of an 8-bit matmul needs columns 4t to 4t + 3 (fragment A of .m64nNk32). A sum over keys may have
-    any order: so weights stay in their registers, and the keys of values are permuted.
+    Each row of a matmul's result is held by four threads. Thread t holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 (PTX
+    ISA, fragment D of wgmma). As the left operand of an 8-bit matmul, it needs columns 4t to 4t + 3 (fragment A of .m64nNk32).
+    A sum over keys may have any order. So weights stay in their registers, and the keys of values are permuted.
     """
     shape = keys.shape
     keys = keys.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
@@ -147,7 +150,7 @@ def swapped(keys: jax.Array, axis: int) -> jax.Array:
 
 
 def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarray:
-    """Return the registers of 16 columns each, from those of 8 columns along axis 1: see `swapped`."""
+    """Join registers of 8 columns each along axis 1 into registers of 16 columns: see `swapped`."""
     made = np.empty((registers.shape[0], registers.shape[1] // 2, *registers.shape[2:]), object)
     for at in np.ndindex(made.shape):
         made[at] = join([registers[(at[0], 2 * at[1] + half, *at[2:])] for half in range(2)])
@@ -168,10 +171,10 @@ def _rounded_in_place(p: jax.Array) -> jax.Array:
 
 
 def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
-    """Return p v in f32, p rounded to e4m3. v: values (head_dim, keys) in e4m3, keys as `swapped`.
+    """Return p v in f32, with p rounded to e4m3. v: values (head_dim, keys) in e4m3, with keys in the order of `swapped`.
 
-    The sum starts at zero, and the caller adds it in f32: on Hopper, tensor cores accumulate 8-bit products with about 14 bits
-    (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
+    The accumulator starts at zero, and the caller adds the result to its own sum in f32. On Hopper, tensor cores accumulate
+    8-bit products with about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
     """
     if static.interpret:
         p8 = swapped(p.astype(E4M3).astype(jnp.float32), 1)
@@ -200,8 +203,8 @@ def _columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _store(values: jax.Array, ref: Any, own: Any) -> None:
-    """Store 64 rows. own: a tile in shared memory that is free."""
-    if ref.dtype != own.dtype:  # float32 has no such tile
+    """Store a warpgroup's 64 rows to global memory. own: a free tile in shared memory, through which the rows are copied."""
+    if ref.dtype != own.dtype:  # no tile in shared memory is float32
         ref[...] = values.astype(ref.dtype)
         return
     own[...] = values.astype(own.dtype)
@@ -228,20 +231,20 @@ def _visible(of_queries: Belonging, of_keys: Belonging, spec: Spec, shape: tuple
 
 
 def _capped(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.Array, jax.Array | None]:
-    """Return scores times log2(e), and the factor that the soft cap puts on their gradient, None for 1.
+    """Return scaled and capped scores times log2(e), and the derivative of the soft cap (None without a soft cap).
 
-    factor: the product of the scales of queries and keys.
+    factor: the product of the scales of queries and keys, for e4m3.
     """
     cap, scale = static.spec.softcap, factor * static.scale
     if not cap:
         return scores * (scale * LOG2E), None
-    # tanh; the GPU's own instruction has 11 bits
+    # This is tanh; the GPU's tanh instruction has only 11 bits.
     squashed = 1 - 2 / (1 + jnp.exp2(scores * (scale * (2 * LOG2E / cap))))
     return squashed * (cap * LOG2E), 1 - squashed * squashed
 
 
 def _go_over(visits: Visits, before: Any, body: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
-    """Run `body(step, carry, masked)` for all visits. before: the number of steps before them."""
+    """Run `body(step, carry, masked)` for each tile to visit, masked tiles first. before: the number of the first step."""
     masked, total = before + visits.masked, before + visits.total
     carry = jax.lax.fori_loop(before, masked, lambda step, carry: body(step, carry, True), carry)
     return jax.lax.fori_loop(masked, total, lambda step, carry: body(step, carry, False), carry)
@@ -261,7 +264,7 @@ def _load_keys(
 
 
 def _last_first(visits_ref: Any) -> jax.Array:
-    """Return the tile of queries of this program, the last first: it has the most keys, and long work should start early."""
+    """Return the tile of queries of this program. The first program has the last tile, because that tile has the most keys."""
     return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
 
 
@@ -269,7 +272,7 @@ def forward_scratch(static: Static) -> tuple[Any, ...]:
     """Return shared memory and barriers of the forward kernel."""
     tokens, stages, width = static.tile.keys, static.tile.stages, static.width
     k, v, own = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
-    if static.fp8:  # WGMMA reads 8-bit numbers only along the contracted dimension: for values, that of keys
+    if static.fp8:  # WGMMA reads 8-bit numbers only along the contracted dimension: for values, the axis of keys
         k, v = static.eights(stages, tokens, width), static.eights(stages, width, tokens)
         own = static.eights(COMPUTING, ROWS, width)
     arrived, turn = plgpu.Barrier(num_barriers=COMPUTING), plgpu.Barrier(num_arrivals=COMPUTING)
@@ -281,8 +284,8 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
 
     The warpgroups that compute alternate: one multiplies while the other computes exponentials.
 
-    In e4m3 (static.fp8) values are (B, K, H, S) with keys as `swapped`, and f32 (B, N, 2) follows them: the product of the
-    scales of queries and keys, and the scale of values.
+    In e4m3 (static.fp8), v_ref has shape (B, K, H, S), with keys in the order of `swapped`. The next operand is f32 (B, N, 2):
+    the product of the scales of queries and keys, and the scale of values.
     """
     *scales, out_ref, lse_ref, own, arrived, keys, values, turn = refs
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
@@ -320,7 +323,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
             values.release(step, static.interpret)
             return out, new_top, total
 
-        # Masked scores are -inf, and this is finite: so the weight of a masked one is 0 from the first tile on.
+        # Masked scores are -inf, and the first maximum is finite. So the weight of a masked score is 0 from the first tile on.
         top = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), OF_ROWS)
         start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS)
         pl.when(which == 1)(next_turn)
@@ -366,7 +369,7 @@ def _queries_kernel(
     *,
     static,
 ):
-    """Compute dq = ds k."""
+    """Compute a tile of dq = ds k."""
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
     visits = _visits(visits_ref, row, mine)
     shape = ROWS, tile.keys
@@ -431,7 +434,7 @@ def _keys_kernel(
     *,
     static,
 ):
-    """Compute dk = ds^T q and dv = p^T do, summed over the heads of the group.
+    """Compute a tile of dk = ds^T q and of dv = p^T do, summed over the query heads of the group.
 
     Scores are computed as (keys, queries), so WGMMA reads p^T and ds^T from their registers.
     """
@@ -440,7 +443,7 @@ def _keys_kernel(
     shape = ROWS, tile.queries
 
     def gradients_of(part: jax.Array, wants_keys: bool, wants_values: bool) -> None:
-        """Sum the gradients of these 64 keys, of their values, or of both."""
+        """Compute the gradients of 64 keys, of their values, or of both. part: which 64 keys of the tile."""
         rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
         k, v = k_own.at[part], v_own.at[part]
         of_keys = _belonging(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)
@@ -503,7 +506,7 @@ def _keys_kernel(
 
 
 class Kernel(NamedTuple):
-    """The body of a kernel, and the shared memory and barriers that it needs."""
+    """The body of a kernel, and a function that returns its shared memory and barriers."""
 
     body: Callable[..., None]
     scratch: Callable[[Static], tuple[Any, ...]]

@@ -8,17 +8,17 @@ from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return None: it can do everything."""
+    """Return None: this kernel supports every spec."""
     return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:
-    """Return the rows: the mask follows from them."""
+    """Return the rows: `visible` computes the mask from their segments and positions."""
     return rows
 
 
 def visible(rows: Rows, spec: Spec) -> jax.Array:
-    """Return the keys that each query attends to: bool (B, T, S)."""
+    """Return whether each query attends to each key, bool (B, T, S)."""
     q_position, kv_position = rows.q_positions[:, :, None], rows.kv_positions[:, None, :]
     mask = (rows.q_segments[:, :, None] == rows.kv_segments[:, None, :]) & (rows.kv_segments[:, None, :] > 0)
     mask &= q_position >= kv_position
@@ -44,7 +44,10 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
 def _weighed(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the attention output, f32 (B, T, N, H), each query's largest score, and its sum of exp(score - largest)."""
+    """Return the output, f32 (B, T, N, H), and for each query its largest score and sum of exp(score - largest).
+
+    The largest score and the sum have shape (B, K, G, T, 1).
+    """
     mask = mask_BTS[:, None, None]
     scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), NOTHING)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
@@ -62,7 +65,10 @@ def _weighed(
 
 
 def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
-    """Return softmax(q k^T / sqrt(H)) v over the visible keys, in float32; 0 for a query without visible keys."""
+    """Return softmax(q k^T / sqrt(H)) v over the visible keys, (B, T, N, H) in q's dtype, computed in float32.
+
+    The result is 0 for a query without visible keys.
+    """
     return _weighed(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec)[0].astype(q_BTNH.dtype)
 
 
@@ -72,7 +78,7 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Rows:
-    """Return the rows: the mask follows from them."""
+    """Return the rows: `visible` computes the mask from their segments and positions."""
     return rows
 
 

@@ -1,11 +1,11 @@
 """Attention sinks (Xiao et al. 2023, arXiv:2309.17453; learnt as in GPT-OSS): a logit of each head in softmax's denominator.
 
-A sink changes only the normaliser. With out and lse of a kernel,
+A sink changes only the normaliser. From a kernel's out and lse:
 
     lse' = log(exp(lse) + exp(sink))        out' = out exp(lse - lse')
 
-Every kernel returns both, and its backward rule of a block takes the output and log-sum-exp over all keys of a query. So out'
-and lse' give the exact gradients of queries, keys and values. That of the sink is -sum(exp(sink - lse') dout . out').
+Every kernel returns out and lse, and its backward rule of a block takes the output and log-sum-exp over all keys of a query. So
+out' and lse' give the exact gradients of queries, keys and values. The sink's gradient is -sum(exp(sink - lse') dout . out').
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxtrain.kernels.attention import Rows, Spec, implementation
 
 
 def prepare(rows: Rows, spec: Spec, kernel: str) -> Any:
-    """Return the description of rows for `attention`; kernel: by name."""
+    """Return the kernel's description of the rows, for `attention`. kernel: the kernel's name."""
     if spec.sinks:
         return implementation(kernel, spec).describe_block(rows, spec, True)
     return implementation(kernel, spec).prepare(rows, spec)
@@ -28,7 +28,7 @@ def prepare(rows: Rows, spec: Spec, kernel: str) -> Any:
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks_N: jax.Array | None, prepared: Any, spec: Spec, kernel: str
 ) -> jax.Array:
-    """Return attention (B, T, N, H) of whole rows. sinks_N: with spec.sinks, else None."""
+    """Return attention (B, T, N, H) of rows that are not sharded over devices. sinks_N: None unless `spec.sinks`."""
     o: jax.Array
     if sinks_N is None:
         o = implementation(kernel, spec).attention(q, k, v, prepared, spec)
@@ -64,14 +64,14 @@ _with_sinks.defvjp(_forward_saving, _backward)
 
 
 def joined(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return an output and its log-sum-exp with the sink in the denominator, both f32."""
+    """Return the output and the log-sum-exp with the sink in the denominator, both f32."""
     with_sink = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
     share_BTN1 = jnp.swapaxes(jnp.exp(lse_BNT - with_sink), 1, 2)[..., None]
     return out_BTNH.astype(jnp.float32) * share_BTN1, with_sink
 
 
 def gradient(sinks_N: jax.Array, out_BTNH: jax.Array, lse_BNT: jax.Array, do_BTNH: jax.Array) -> jax.Array:
-    """Return the sinks' gradient (N,) over this device's tokens; out, lse: with the sink."""
+    """Return the sinks' gradient (N,), summed over this device's tokens. out_BTNH, lse_BNT: as returned by `joined`."""
     both_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - lse_BNT)
     return -jnp.sum(weight_BNT * jnp.swapaxes(both_BTN, 1, 2), axis=(0, 2)).astype(sinks_N.dtype)

@@ -13,22 +13,22 @@ import jax.numpy as jnp
 
 from jaxtrain.kernels.attention import Rows, Spec
 
-MOST = 2**30  # above all segments and positions
+MOST = 2**30  # larger than all segments and positions
 NEVER = -1  # segment of a key that no query attends to
 
 
 class Ends(NamedTuple):
-    """The first and the last real token of each tile in the order, int32 (B, tiles)."""
+    """The first and the last token of each tile in the order of the module's docstring, without padding; int32 (B, tiles)."""
 
     first_segment: jax.Array
     first_position: jax.Array
     last_segment: jax.Array
     last_position: jax.Array
-    whole: jax.Array  # bool: only real tokens, of one document
+    whole: jax.Array  # bool: all tokens of the tile belong to one document, without padding
 
 
 def count(tokens: int, tile: int) -> int:
-    """Return the number of tiles of `tokens` tokens."""
+    """Return the number of tiles for `tokens` tokens."""
     return -(-tokens // tile)
 
 
@@ -39,7 +39,7 @@ def padded(x_BT: jax.Array, tile: int, value: int) -> jax.Array:
 
 
 def ends(segments_BT: jax.Array, positions_BT: jax.Array, tile: int) -> Ends:
-    """Return the ends of tiles of `tile` tokens; the last tile is padded."""
+    """Return the first and last tokens of tiles of `tile` tokens; the last tile is padded."""
     B = segments_BT.shape[0]
     segments, positions = (padded(x, tile, 0).reshape(B, -1, tile) for x in (segments_BT, positions_BT))
     real = segments > 0
@@ -55,9 +55,14 @@ def ends(segments_BT: jax.Array, positions_BT: jax.Array, tile: int) -> Ends:
 
 
 def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = False) -> jax.Array:
-    """Return the tiles of keys to visit for each tile of queries, int32 (B, tiles, 4); by_keys: the inverse.
+    """Return the tiles of keys to visit for each tile of queries, int32 (B, tiles, 4).
 
-    (start, full_start, full_stop, stop): tiles outside of start:stop are empty; tiles in full_start:full_stop need no mask.
+    The last axis is (start, full_start, full_stop, stop). Tiles outside of start:stop are empty; tiles in full_start:full_stop
+    need no mask.
+
+    Args:
+      q_tile, kv_tile: tokens of a tile of queries and of keys.
+      by_keys: return the tiles of queries to visit for each tile of keys instead.
     """
     q, kv = (
         Ends(*(jnp.expand_dims(x, axis) for x in ends(segments, positions, tile)))
@@ -68,7 +73,7 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
     )
 
     def before(segment, position, other_segment, other_position):
-        """Return whether a token is at or before another in the order."""
+        """Return whether a token is another token or before it, in the order of the module's docstring."""
         return (segment < other_segment) | ((segment == other_segment) & (position <= other_position))
 
     reach = q.first_position - (spec.window - 1 if spec.window else MOST)

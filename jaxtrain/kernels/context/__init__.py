@@ -1,13 +1,13 @@
-"""Attention over a sequence that is sharded over devices, with the same kernels: Ulysses, a ring, and halos for windows.
+"""Attention over a sequence that is sharded over devices, with the kernels of kernels/attention: Ulysses, ring, window halos.
 
-Inside a shard_map that is manual over the whole mesh each device calls, with its own tokens,
+Inside a shard_map that is manual over the whole mesh, each device calls these functions with its own tokens:
 
-    prepare(rows, spec, kernel, split) -> pytree               once a batch; arrays with rows of the batch first
-    attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), of its own tokens
+    prepare(rows, spec, kernel, split) -> pytree               once a batch; axis 0 of its arrays is the batch
+    attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), for the device's own tokens
 
-Its tokens (jaxtrain/context.py) are the two chunks of its ring rank, or its shard of them in a Ulysses group. heads.py gathers
-the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring ranks; window.py fetches
-the tokens within a sliding window.
+A device's tokens (jaxtrain/context.py) are the two chunks of its ring rank, or its shard of these chunks in a Ulysses group.
+heads.py gathers the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring ranks;
+window.py fetches the tokens within a sliding window.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ EQUAL_WIDTHS = ("pallas",)  # kernels that need values as wide as keys
 
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
-    """Return this device's description of the batch, from the rows of its own tokens; `kernel`: by name."""
+    """Return this device's description of the batch, from the rows of its own tokens. kernel: the kernel's name."""
     whole = Rows(*(heads.gather(x, split) for x in rows))
     if split.context.ring == 1:
         return sinks.prepare(whole, spec, kernel)
@@ -44,8 +44,8 @@ def attention(
 ) -> jax.Array:
     """Return attention of this device's queries to all visible keys, with the head size of v.
 
-    Values narrower than keys are padded with zeros for kernels that need it, and in a ring, which sends keys and values as one
-    array. sinks_N: of this device's heads, with spec.sinks.
+    Values narrower than keys are padded with zeros for the kernels in EQUAL_WIDTHS, and in a ring, which sends keys and values
+    as one array. sinks_N: of the heads in q; None unless `spec.sinks`.
     """
     q, k, v = heads.shard_heads(q, k, v, split)
     sinks_N = None if sinks_N is None else heads.local_heads(sinks_N, split)

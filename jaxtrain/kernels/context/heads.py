@@ -1,4 +1,4 @@
-"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls exchange tokens for heads, and back after attention."""
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls gather tokens and shard heads, then the inverse after attention."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxtrain.kernels.context.split import Split
 
 
 def gather(x_BT: jax.Array, split: Split) -> jax.Array:
-    """Return the tokens of a group, one rank's after the other's."""
+    """Return the tokens of a Ulysses group in rank order, from this rank's tokens (B, T)."""
     if split.context.ulysses == 1:
         return x_BT
     return jax.lax.all_gather(x_BT, split.axis, axis=1, tiled=True, axis_index_groups=split.groups)
@@ -16,7 +16,7 @@ def gather(x_BT: jax.Array, split: Split) -> jax.Array:
 def shard_heads(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Exchange all heads of a rank's own tokens for some of the heads of all tokens of its group.
 
-    If there are fewer key/value heads than ranks, they are repeated first, so each rank receives the head that its queries
+    If there are fewer key/value heads than ranks, the heads are repeated first. So each rank receives the head that its queries
     need.
     """
     u = split.context.ulysses
@@ -33,7 +33,7 @@ def _to_heads(x: jax.Array, split: Split) -> jax.Array:
 
 
 def local_heads(x_N: jax.Array, split: Split) -> jax.Array:
-    """Return this rank's shard after `trade` of an array with a number for each head."""
+    """Return the numbers of the heads that this rank has after `shard_heads`. x_N: a number for each head before it."""
     u = split.context.ulysses
     if u == 1:
         return x_N
@@ -42,7 +42,7 @@ def local_heads(x_N: jax.Array, split: Split) -> jax.Array:
 
 
 def shard_tokens(o: jax.Array, split: Split) -> jax.Array:
-    """Invert `trade`, for the output of attention."""
+    """Invert `shard_heads`, for the output of attention."""
     if split.context.ulysses == 1:
         return o
     return jax.lax.all_to_all(o, split.axis, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=split.groups)

@@ -8,8 +8,8 @@ both blocks run as one call with twice the rows.
 
 Results of blocks are merged by their log-sum-exps in float32. The backward rule is explicit: with the merged log-sum-exp, each
 block's term of the gradient follows from that block alone. Differentiating the merge would need the gradient of log-sum-exps,
-which flash kernels lack. In the backward pass, gradients of keys and values go around the ring with them, in float32, back to
-their rank.
+which flash kernels lack. In the backward pass, gradients of keys and values go around the ring with the keys and values, in
+float32, and end on the rank that owns the keys.
 """
 
 import functools
@@ -24,19 +24,19 @@ from jaxtrain.kernels.attention import NOTHING, Rows, Spec, implementation, sink
 from jaxtrain.kernels.context.split import Split, halves
 
 Pair = tuple[jax.Array, jax.Array]  # (early, late) chunk
-Part = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and (B, N, T) the log of the sum that it was divided by
+Part = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and log-sum-exp (B, N, T)
 
 
 class Described(NamedTuple):
-    """The kernel's description of each block; all arrays have rows first."""
+    """The kernel's description of each block; axis 0 of all arrays is the batch."""
 
     diagonal: Any  # rows of a, then rows of b
     behind: Any  # b against a
-    others: tuple[Any, ...]  # against each other rank, by distance: rows of the first block, then of the second
+    others: tuple[Any, ...]  # for each other rank, by distance: rows of the first block, then of the second
 
 
 def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
-    """Return the description from this rank's rows. Rows of other ranks are gathered here, once for all layers."""
+    """Return the description of this rank's blocks. Rows of other ranks are gathered here, once for all layers."""
     block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
     own = (rows.q_segments, rows.q_positions)
     mine = [halves(x) for x in own]
@@ -52,18 +52,18 @@ def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
 
 
 def _of(everyone: jax.Array, distance: int, split: Split) -> jax.Array:
-    """Return the shard of the rank at this distance before, from an array gathered over the ring."""
+    """Return the shard of the rank that is `distance` ranks before this rank, from an array gathered over the ring."""
     place = (split.place - distance) % split.context.ring
     return jax.lax.dynamic_index_in_dim(everyone, place, axis=0, keepdims=False)
 
 
 def _earlier(distance: int, split: Split) -> jax.Array:
-    """Return whether the rank at this distance is earlier in the sequence, without wrapping around the ring."""
+    """Return whether the rank `distance` ranks before this rank, cyclically, has a lower ring rank, bool ()."""
     return split.place >= distance
 
 
 def _both(pair: Pair) -> jax.Array:
-    """Join rows of the early chunk and of the late chunk."""
+    """Join the early chunk and the late chunk along the batch."""
     return jnp.concatenate(pair, axis=0)
 
 
@@ -93,7 +93,7 @@ def attention(
 
 
 def merge(one: Part, other: Part) -> Part:
-    """Merge two outputs for the same queries, each normalised over its own keys, into one over both; f32."""
+    """Merge two outputs for the same queries over different keys into the output over all of these keys; f32."""
     (out, lse), (other_out, other_lse) = one, other
     both = jnp.logaddexp(lse, other_lse)
     share, rest = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, other_lse))
@@ -105,11 +105,12 @@ Step = Callable[[State, int, Any, jax.Array], State]
 
 
 def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
-    """Return the state after `step(state, distance, mine, keys and values)` for this rank (distance 0) and each other one.
+    """Return the state after `step(state, distance, mine, kv)` for this rank's keys and values (distance 0) and all others'.
 
     XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
-    send is tied to the block that should hide it: it starts with the block, and later blocks wait for it. `mine` is tied as
-    well, otherwise XLA would compute every step's arrays from it before the first step.
+    barrier ties each send to the block that overlaps with it: the send starts with the block, and later blocks wait for the
+    send. The barrier includes `mine`, because XLA would otherwise compute every step's arrays from `mine` before the first
+    step.
     """
     r = split.context.ring
     everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings) if split.context.gathered else None
@@ -206,7 +207,10 @@ def _attention_bwd(spec, kernel, split, residuals, do):
 
 
 def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:
-    """Return gradients of each rank's keys, by distance of the rank, summed on the rank that owns the keys."""
+    """Reduce-scatter gradients of keys and values to the ranks that own the keys.
+
+    by_distance: for the keys of each rank, by its distance before this rank, this rank's term of their gradients.
+    """
     r = split.context.ring
     by_place = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(r)) % r, axis=0)
     return jax.lax.psum_scatter(by_place, split.axis, scatter_dimension=0, axis_index_groups=split.rings)

@@ -1,4 +1,4 @@
-"""The ranks that shard a sequence, and the collectives between them. For use inside a shard_map over the whole mesh."""
+"""The ranks that shard a sequence, and the collectives between them, for use inside a shard_map over the whole mesh."""
 
 import dataclasses
 
@@ -35,13 +35,13 @@ class Split:
         return None if u == 1 else [[self.rank(place, i) for place in range(r)] for i in range(u)]
 
     def around(self, x: jax.Array, by: int = 1) -> jax.Array:
-        """Return x of the previous ring rank, cyclically; `by` = -1: of the next one."""
+        """Return x of the previous ring rank, cyclically; with `by` = -1, x of the next ring rank."""
         u, r = self.context.ulysses, self.context.ring
         ranks = [(self.rank(place, i), self.rank((place + by) % r, i)) for place in range(r) for i in range(u)]
         return jax.lax.ppermute(x, self.axis, ranks)
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the early and the late chunk of a rank, from (B, 2 C, ...)."""
+    """Return the early and the late chunk of a rank, (B, C, ...) each, from (B, 2 C, ...)."""
     chunk = x.shape[1] // 2
     return x[:, :chunk], x[:, chunk:]

@@ -1,7 +1,7 @@
 """A sliding window over a sequence in chunks: each chunk gets a halo, the tokens before it that its window reaches.
 
 Halo and chunk together are a contiguous part of the sequence, so the plain kernel handles documents, window and gradients. The
-halo's queries are zeros, and their output is dropped. In zigzag order the chunk before is on a neighbouring rank.
+halo's queries are zeros, and their output is dropped. In zigzag order the previous chunk is on a neighbouring rank.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ ALIGNED = 128  # tokens of a tile of the kernels
 
 
 def applies(spec: Spec, tokens: int, split: Split) -> bool:
-    """Return whether the window is shorter than a sequence. `tokens`: of one rank, both chunks."""
+    """Return whether the window is shorter than a sequence. tokens: tokens of a ring rank, in both chunks."""
     return 0 < spec.window < tokens * split.context.ring
 
 
@@ -28,8 +28,8 @@ def inner_spec(spec: Spec) -> Spec:
 
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
-    """Return the kernel's description of both chunks with their halos; rows of the early chunk first, then of the late one."""
-    # Shifted by one, since zeros arrive from before the first chunk.
+    """Return the kernel's description of both chunks with their halos: rows of the early chunk, then of the late chunk."""
+    # Segments are shifted by one, because the halo before the first chunk is filled with zeros.
     segments = _add_halo(rows.q_segments + 1, spec, split)
     segments = jnp.where(segments == 0, spec.max_segments + 1, segments - 1)
     positions = _add_halo(rows.q_positions, spec, split)
@@ -63,7 +63,7 @@ def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
 
 
 def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
-    """Return (B, 2 C, ...) as (2 B, halo + C, ...): early chunks with the tokens before them, then late ones."""
+    """Return (B, 2 C, ...) as (2 B, halo + C, ...): early chunks with the tokens before them, then late chunks with theirs."""
     chunk = x.shape[1] // 2
     halo = halo_tokens(spec, chunk, split)
     early, late = halves(x)
@@ -76,6 +76,6 @@ def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
 
 
 def _previous_chunks(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Return the previous chunk of each of this rank's chunks: ranks 0 ... r-1 hold early chunks, r-1 ... 0 late ones."""
+    """Return the previous chunk of each of this rank's chunks: ranks 0 ... r-1 hold early chunks, r-1 ... 0 late."""
     earlier = jnp.where(split.place == 0, 0, split.around(early))
     return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))

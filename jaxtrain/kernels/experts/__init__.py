@@ -1,1 +1,1 @@
-"""Feed-forward blocks of experts: routing, the exchange of tokens between devices, grouped matmuls."""
+"""Feed-forward blocks of experts: routing, dispatch and combine between devices, grouped matmuls."""

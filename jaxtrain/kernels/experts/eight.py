@@ -1,10 +1,10 @@
 """Experts' matmuls in 8 bits, with the types, scales and sums of kernels/fp8.py.
 
-If every expert of a device has the same number of rows, the matmuls are those of even.py: XLA makes one batched FP8 call of
-each. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere multiplies the same
+If every expert of a device has the same number of rows, the matmuls are those of even.py, and XLA turns each into one batched
+FP8 call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere multiplies the same
 rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (grouped.outer). They are sums over rows,
-and WGMMA needs the summed dimension contiguous for 8-bit numbers. Both operands would need transposed copies. There an expert's
-rows begin at any index, but the layout of shared memory needs a multiple of 128.
+and WGMMA needs the summed dimension contiguous for 8-bit numbers. So both operands would need transposed copies. In such a copy
+an expert's rows begin at any index, but the layout of shared memory needs a multiple of 128.
 """
 
 import jax
@@ -27,12 +27,12 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
     """Return `times` of rows that are sorted by expert, as in grouped.py: (R, F), or (R, D).
 
     Args:
-      impl: of grouped.py.
+      impl: an implementation of grouped.py.
       gradient: as in `times`.
     """
     dtype, sums = (fp8.E5M2, fp8.FULL) if gradient else (fp8.E4M3, fp8.FAST)
     used = jnp.arange(rows.shape[0])[:, None] < sizes_E.sum()
-    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may have any values, and share the scale
+    rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may have any values, and would change the scale
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     rows8, w8_EDF = fp8.rounded(rows, scale, dtype), fp8.from_bits(w.bits, fp8.E4M3)
     if impl == "pallas":
@@ -56,7 +56,7 @@ def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, 
 
 
 def _rounded(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Return (E, R / E, ...) in 8 bits, and one scale for all of the device's rows."""
+    """Return the rows as (E, R / E, ...) in 8 bits, and one scale for all of the device's rows."""
     dtype = fp8.E5M2 if gradient else fp8.E4M3
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     return fp8.rounded(rows, scale, dtype).reshape(experts, -1, rows.shape[-1]), scale

@@ -1,11 +1,11 @@
-"""Grouped matmuls for equal numbers of rows, those of the experts' buffers: plain batched matmuls."""
+"""Grouped matmuls for experts with equal numbers of rows, as plain batched matmuls."""
 
 import jax
 import jax.numpy as jnp
 
 
 def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision) -> jax.Array:
-    """Implement `times` of grouped.py. The padding of a buffer must be zeros."""
+    """Implement `times` of grouped.py. Unused rows of an expert must be zeros."""
     eqn = "ERD,EDF->ERF" if contract == "D" else "ERF,EDF->ERD"
     rows_E = rows.reshape(w_EDF.shape[0], -1, rows.shape[-1])
     y = jnp.einsum(eqn, rows_E, w_EDF, precision=precision, preferred_element_type=rows.dtype)

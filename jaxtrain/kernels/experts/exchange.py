@@ -1,8 +1,8 @@
 """Dispatch of tokens to the devices of their experts, and return of the results. Runs inside a shard_map.
 
 A device's assignments are its (token, j-th choice) pairs, numbered token x k + j. Sorted by expert, they form one run for each
-device of the expert axis, and in it one run for each expert. The all-to-all sends a buffer with the same number of slots for
-each device, and is its own inverse:
+device of the expert axis, which consists of one run for each expert of that device. The all-to-all sends a buffer with the same
+number of slots for each device, and is its own inverse:
 
     one device    a slot for each assignment; no communication
     rounds        `room` slots for each device; assignments that do not fit are sent in further rounds of `further_room` slots,
@@ -28,17 +28,17 @@ class Route(NamedTuple):
     """The assignment in each slot, in one round."""
 
     take_S: jax.Array  # the assignment in each slot; T x k for an empty slot
-    slot_Tk: jax.Array  # the slot of each assignment; S if it is not sent in this round
-    perm_R: jax.Array  # the received slot in each row; (0,) if rows are as received
-    place_R: jax.Array  # the inverse
-    sizes_E: jax.Array  # rows of each expert of this device
+    slot_Tk: jax.Array  # the slot of each assignment; S if the assignment is not sent in this round
+    perm_R: jax.Array  # the received slot in each row; (0,) if rows have the order of received slots
+    place_R: jax.Array  # the row of each received slot, the inverse of perm_R
+    sizes_E: jax.Array  # number of rows of each expert of this device
 
 
 class Plan(NamedTuple):
     """A device's assignments, sorted by expert, and its first round."""
 
-    order_n: jax.Array  # assignments by expert, those of padding last
-    rank_Tk: jax.Array  # the position of each in that order
+    order_n: jax.Array  # assignments by expert, assignments of padding last
+    rank_Tk: jax.Array  # the index of each assignment in order_n
     counts_E: jax.Array  # number of this device's assignments for each expert
     theirs_XE: jax.Array  # number of each device's assignments for each expert of this device; (0,) if unused
     further: jax.Array  # (1,): number of rounds after the first; the same on all devices
@@ -52,12 +52,12 @@ class Exchange:
 
     experts: int  # on all devices
     tokens: int  # T, of this device
-    k: int
+    k: int  # experts of a token
     over: tuple[str, ...]  # mesh axes that shard the experts
-    parts: int  # devices along them
-    devices: tuple[str, ...]  # mesh axes along which other devices have other rows
-    capacity: float  # capacity of each expert over an even load of a device's assignments; 0: none is dropped
-    buffer: float  # slots for each device in the first round, over an even load
+    parts: int  # devices along `over`
+    devices: tuple[str, ...]  # mesh axes along which devices have different tokens or experts
+    capacity: float  # slots of each expert, as a multiple of the slots for an even load; 0: no assignment is dropped
+    buffer: float  # slots for each device in the first round, as a multiple of the slots for an even load
     alone: bool  # each device has one expert, whose rows are all slots, including empty ones
 
     @property
@@ -86,7 +86,7 @@ class Exchange:
     # ---- Plans
 
     def plan(self, chosen_Tk: jax.Array) -> Plan:
-        """Sort the assignments and lay out the first round. chosen_Tk: int32 experts; `experts` for none."""
+        """Sort the assignments and lay out the first round. chosen_Tk: int32 experts; `self.experts` for padding."""
         chosen_n = chosen_Tk.reshape(-1)
         order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
         rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)
@@ -109,11 +109,11 @@ class Exchange:
         return Route(*(jnp.zeros((0,), jnp.int32) for _ in Route._fields))
 
     def further_round(self, plan: Plan, chosen_Tk: jax.Array, r: jax.Array) -> Route:
-        """Return the route of round r after the first, from 0."""
+        """Return the route of a round after the first. r: 0 for the second round."""
         return self._round(plan, chosen_Tk, self.room + r * self.further_room, self.further_room)
 
     def _round(self, plan: Plan, chosen_Tk: jax.Array, first: jax.Array, room: int) -> Route:
-        """Return the route of the assignments `first` to `first + room` in the run of each device."""
+        """Return the route of the assignments `first` to `first + room` of each device's run."""
         n = self.tokens * self.k
         totals_X = plan.counts_E.reshape(self.parts, self.here).sum(1)
         starts_X = jnp.cumsum(totals_X) - totals_X
@@ -150,24 +150,24 @@ class Exchange:
     # ---- Communication
 
     def send(self, x_TD: jax.Array, route: Route) -> jax.Array:
-        """Return the rows (R, D) of this device's experts, of every device's tokens; zeros in unused rows."""
+        """Dispatch tokens; return the rows (R, D) that this device's experts receive, with zeros in unused rows."""
         return self._sorted(self._swap(_rows(x_TD, route.take_S // self.k)), route)
 
     def send_numbers(self, a_Tk: jax.Array, route: Route) -> jax.Array:
-        """Return the rows (R,) for a number of each assignment, as `send` does for tokens."""
+        """Dispatch a number of each assignment, as `send` does for tokens; return the number of each row, (R,)."""
         return self._sorted(self._swap(_rows(a_Tk.reshape(-1, 1), route.take_S)), route)[:, 0]
 
     def receive(self, rows_RD: jax.Array, route: Route) -> jax.Array:
-        """Return the sum of each token's rows, f32 (T, D)."""
+        """Send rows back to the devices of their tokens; return the sum of each token's rows, f32 (T, D)."""
         slots = self._swap(self._unsorted(rows_RD, route))
         return jnp.sum(_rows(slots, route.slot_Tk).astype(jnp.float32), axis=1)
 
     def receive_numbers(self, a_R: jax.Array, route: Route) -> jax.Array:
-        """Return the number of the row of each assignment, (T, k); 0 for one without a row."""
+        """Send a number of each row back; return the number of each assignment, (T, k), 0 for an assignment without a row."""
         return _rows(self._swap(self._unsorted(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
 
     def _swap(self, slots: jax.Array) -> jax.Array:
-        """Exchange each device's slots for each device of the expert axis."""
+        """Exchange slots by an all-to-all: this device's i-th share of slots goes to device i of the expert axis."""
         if self.parts == 1:
             return slots
         apart = slots.reshape(self.parts, -1, *slots.shape[1:])
@@ -185,7 +185,7 @@ class Exchange:
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return rows of x; zeros if the index is past the last."""
+    """Return the rows of x at `index`, zeros where the index is past the last row."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 

@@ -2,16 +2,16 @@
 
     y_t = sum over the k experts e of token t of  share_te f(x_t gate_e, x_t up_e) down_e'
 
-Experts with biases add one to each of the three matmuls.
+Experts with biases add a bias to the result of each of the three matmuls.
 
-The share is applied before the last matmul, which is linear. So the backward pass needs no later activation.
+The share is applied before the last matmul, which is linear. So the backward pass does not need the result of that matmul.
 
-The backward rule is written out, as for every use of a weight (kernels/dot.py). It repeats the rounds: only the first round
-saves activations, and the rows of further rounds are recomputed in the backward pass. So uneven loads cost time and no memory:
-further rounds are small, and take about the time of their rows.
+The backward rule is explicit, and repeats the rounds. Only the first round saves activations; the rows of further rounds are
+recomputed in the backward pass. So uneven loads cost time and no memory: further rounds are small, and take about the time of
+their rows.
 
-Gradients of weights are summed in float32. The first round's is rounded to the compute dtype, so that an even load writes no
-float32 gradient. Further rounds are added to it in float32, and the sum is rounded.
+Gradients of weights are summed in float32. The gradient of the first round is rounded to the compute dtype, so that an even
+load writes no float32 gradient. Gradients of further rounds are added to it in float32, and the sum is rounded.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.sharding import Axes, Placement
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
-FURTHER_ROUNDS = "further_rounds"  # the scope of operations that run only for uneven loads: plans price it by --experts-load
+FURTHER_ROUNDS = "further_rounds"  # scope of operations that run only for uneven loads; --experts-load sets their estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Spec:
     """The static parameters of experts."""
 
     experts: int
-    activation: Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up projection
-    impl: str  # of grouped.py, or auto
+    activation: Callable[[jax.Array, jax.Array], jax.Array]  # of the gate and the up projection
+    impl: str  # an implementation of grouped.py, or auto
     capacity: float
     buffer: float
     placement: Placement
@@ -95,8 +95,8 @@ class Spec:
 
     @property
     def _alone(self) -> bool:
-        # With one expert per device all rows are its rows, including empty ones: a plain matmul, which is faster than a grouped
-        # one.
+        # With one expert per device, all rows belong to that expert, including empty rows. Then a plain matmul suffices, which
+        # is faster than a grouped matmul.
         return self.impl == "auto" and self.placement.size(self.split) == self.experts
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ class Spec:
 class Biases(NamedTuple):
     """Biases of experts: on the gate and the up projection (E, F), and on the output (E, D).
 
-    If devices shard F, one of them holds the output's bias and the others hold zeros.
+    If devices shard F, one device holds the output's bias and all other devices hold zeros.
     """
 
     gate: jax.Array
@@ -165,11 +165,12 @@ def feed_forward(
 
     Args:
       x_BTD: this device's tokens, compute dtype.
-      share_BTk, chosen_BTk: of `routing.route`.
+      share_BTk, chosen_BTk: as in `routing.Routed`.
       gate, up, down: gathered weights (E, D, F).
-      biases: of experts that have some.
+      biases: None for experts without biases.
 
-    Returns (y (B, T, D), f32 ()). If devices shard F, y is this device's term of the sum. It is 0 for a dropped token.
+    Returns:
+      (y (B, T, D), f32 ()). If devices shard F, y is this device's term of the sum. A dropped pair contributes 0 to y.
     """
     return _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec)[0]
 
@@ -255,11 +256,12 @@ def _backward(spec: Spec, residuals, cotangents):
 
     made = gradients(plan.first, rows_RD, gate_RF, up_RF, spec.numerics.compute)
     if exchange.overflows:
-        # The outer loop runs at most once. So an even load writes no float32 gradient, and a loop changes its state in place.
+        # The outer loop runs at most once, like a conditional: an even load writes no float32 gradient. A loop, unlike a
+        # conditional, updates its state in place.
         with jax.named_scope(FURTHER_ROUNDS):
             _, made = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, made))
-    # The compiler would overlap the reduction of one dw with the matmul of the next, and expose the last ones. With this
-    # barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
+    # The compiler would overlap the reduction of one dw with the matmul of the next dw, and expose the last reduction. With
+    # this barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
     dx_TD, d_share_Tk, dw, db = jax.lax.optimization_barrier(made)
     d_weights = (
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)

@@ -1,12 +1,12 @@
 """Grouped matmuls of rows, sorted by expert, with the weights of experts: one signature, one table of implementations.
 
-    times(rows, w_EDF, sizes_E, contract, precision)    each row times the weight of its expert, over "D" or "F"
+    times(rows, w_EDF, sizes_E, contract, precision)    each row times the weight of its expert, contracted over "D" or "F"
     outer(rows_RD, rows_RF, sizes_E, out, precision)    for each expert the sum of its rows' outer products: (E, D, F)
 
-The first sizes[0] rows belong to expert 0, the next sizes[1] to expert 1; rows beyond the last are padding with any values:
-their results are zero, and no sum includes them. Sums are in float32 and rounded once: to the type of the rows, or to `out`.
-Forward and backward passes need only these: for rows x of (R, D), `times(x, w, "D")` is the result, and `times(dy, w, "F")` and
-`outer(x, dy)` are its gradients. For rows of (R, F), "D" and "F" are exchanged.
+The first sizes_E[0] rows belong to expert 0, the next sizes_E[1] rows to expert 1. Rows after the last expert's rows are
+padding with any values: their results are zero, and no sum includes them. Sums are in float32 and rounded once: to the dtype of
+the rows, or to `out`. Forward and backward passes need only these two functions. For rows x of (R, D), `times(x, w, "D")` is
+the result, and `times(dy, w, "F")` and `outer(x, dy)` are the gradients. For rows of (R, F), "D" and "F" are exchanged.
 """
 
 import importlib
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {
 
 
 def unsupported(hardware: Hardware, dtype: jnp.dtype) -> str | None:
-    """Return why the Pallas kernels cannot multiply numbers of this type on devices like this, or None."""
+    """Return why the Pallas kernels do not support this dtype on this hardware, or None."""
     if hardware.platform != "gpu":
         return "needs a GPU"
     if not hardware.hopper:
@@ -35,7 +35,7 @@ def unsupported(hardware: Hardware, dtype: jnp.dtype) -> str | None:
 
 
 def check(impl: str, hardware: Hardware, dtype: jnp.dtype) -> None:
-    """Raise Unsupported if devices like this cannot run the implementation that `moe.impl` names."""
+    """Raise Unsupported if this hardware does not support the implementation that `moe.impl` names."""
     reason = unsupported(hardware, dtype) if impl == "pallas" else None
     if reason:
         raise Unsupported(f"moe.impl = 'pallas': {reason}. Set moe.impl=auto, which takes ragged there.")
@@ -55,12 +55,15 @@ def _with(impl: str, function: str) -> Any:
 def times(
     impl: str, rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision
 ) -> jax.Array:
-    """Return (R, F) for rows (R, D) and `contract` "D", or (R, D) for rows (R, F) and "F"; in the dtype of the rows."""
+    """Return each row times its expert's weight, in the dtype of the rows.
+
+    The result is (R, F) for rows (R, D) and `contract` "D", or (R, D) for rows (R, F) and "F".
+    """
     return _with(impl, "times")(rows, w_EDF, sizes_E, contract=contract, precision=precision)
 
 
 def outer(
     impl: str, rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """Return (E, D, F) in `out`; zeros for an expert without rows."""
+    """Return each expert's sum of outer products, (E, D, F) in `out`; zeros for an expert without rows."""
     return _with(impl, "outer")(rows_RD, rows_RF, sizes_E, out=out, precision=precision)

@@ -1,8 +1,9 @@
 """Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: each row is multiplied by its own expert's weight only.
 
 Tiles of rows belong to one expert. They start at a multiple of 8 rows, as shared memory requires, so the first tile of an
-expert may also load the last rows of the previous expert. Each tile stores its own rows only. So rows need no padding between
-experts, and no two programs store to the same address. XLA computes the list of tiles from the group sizes before the kernel.
+expert may also load the last rows of the previous expert. A program stores only the rows of the tile's own expert. So rows need
+no padding between experts, and no two programs store to the same address. XLA computes the list of tiles from the number of
+rows of each expert, before the kernel.
 
 Tile sizes follow from the registers and the shared memory of a multiprocessor, and were not tuned on a GPU
 (benchmarks/expert_tiles.py). On CPU, Pallas interprets the kernels if INTERPRET is set, for tests.
@@ -33,7 +34,7 @@ from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 PREFIX = "jaxtrain_experts_"  # of the kernels' names
 # Parameters of the interpreter, for tests on a CPU; None: compile. With fewer than three CPU devices the interpreter hangs.
 INTERPRET: plgpu.InterpretGPUParams | None = None
-FAST, FULL = "times8_fast", "times8_full"  # matmuls in 8 bits, by their accumulation
+FAST, FULL = "times8_fast", "times8_full"  # matmuls in 8 bits with fast or full accumulation (fp8.multiply)
 TILES = {
     TIMES: Tile(128, 256, 64, 4),
     OUTER: Tile(128, 256, 64, 4),
@@ -108,12 +109,15 @@ def _filled(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
 
 
 def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the tiles of rows and their number: for each (expert, first row loaded, own rows from, up to), int32 (V, 4).
+    """Return the tiles of rows, int32 (V, 4), and the number of tiles in use, int32 (1,).
 
-    Rows beyond the last expert's belong to an expert E, whose result is zero.
+    A tile is (expert, first row loaded, first row of the expert in the tile, row after the last). Rows after the last expert's
+    rows belong to an expert E, whose result is zero.
 
     Args:
-      filled: rows with padding.
+      sizes_E: number of rows of each expert.
+      filled: number of rows with padding.
+      tile: rows of a tile.
     """
     E = sizes_E.shape[0]
     ends = jnp.concatenate([jnp.cumsum(sizes_E), jnp.full((1,), filled)]).astype(jnp.int32)
@@ -138,7 +142,7 @@ def _call(
     dtype: Any,
     scratch: Any,
 ) -> jax.Array:
-    """Run a kernel; profiles show its name, and plans recognise it by it (plan/program/op_cost.py)."""
+    """Run a kernel. Profiles show the kernel's name, and plan/program/op_cost.py recognises the kernel by its name."""
     rows, right = operands[-2:]
     return plgpu.kernel(
         functools.partial(body, static=static),

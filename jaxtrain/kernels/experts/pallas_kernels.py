@@ -1,7 +1,9 @@
 """Kernels of grouped matmuls, in Pallas Mosaic GPU for Hopper; pallas.py calls them. hopper.py has the parts that kernels
-share.\n\nA program stays on its multiprocessor and computes one tile of the result after the other. While the warpgroups that
-compute store a tile, the one that loads already fills the slots for the next. Each of the two that compute has 64 rows of the
-tile, in registers, and both read the same columns of the right side from shared memory.
+share.
+
+A program stays on its multiprocessor and computes one tile of the result after the other. While the computing warpgroups store
+a tile, the loading warpgroup already fills the slots for the next tile. Each of the two computing warpgroups has 64 rows of the
+tile in registers, and both read the same columns of the right side from shared memory.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
 TIMES, OUTER = "times", "outer"  # the kernels
 PROGRAMS = "program"  # the axis of programs
 SWIZZLE = 128  # bytes that are contiguous in shared memory, in the order in which WGMMA reads them
-ALIGNED = 8  # rows of a block of that order: tiles in global memory start at a multiple
+ALIGNED = 8  # rows of a block in the order of WGMMA; tiles in global memory start at a multiple of it
 NEIGHBOURS = 16  # tiles of the first direction that programs process before they continue in the second
 STORES = 2  # concurrent stores of a warpgroup
 
@@ -38,7 +40,7 @@ class Static:
 
     tile: Tile
     programs: int
-    rows: int  # of the result; of `outer`, of one expert's
+    rows: int  # of the result; for `outer`, of one expert's result
     columns: int
     contracted: int
     experts: int
@@ -59,7 +61,7 @@ def chunk(dtype: Any) -> int:
 
 
 def staging(static: Static, dtype: Any) -> Any:
-    """Return shared memory for results that are stored a few columns at a time, in blocks of one row: any row may be stored."""
+    """Return shared memory for results, stored a few columns at a time. Blocks have one row, so a copy may have any rows."""
     return smem((COMPUTING, STORES, ROWS, chunk(dtype)), dtype, block=1)
 
 
@@ -77,7 +79,7 @@ def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
 
 
 def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> None:
-    """Run `body(tile, steps so far)`, which returns its own steps, for each tile of this program."""
+    """Run `body(tile, done)` for each tile of this program. It returns its number of steps; done: steps of earlier tiles."""
     program = jax.lax.axis_index(PROGRAMS)
     count = (total - program + static.programs - 1) // static.programs
     jax.lax.fori_loop(0, count, lambda i, done: done + body(program + i * static.programs, done), jnp.int32(0))
@@ -86,8 +88,8 @@ def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> N
 def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any, Any], None]) -> jax.Array:
     """Return the sum over the steps of `add(sum, step)`, in f32. A slot is released when the next step has started.
 
-    WGMMA accumulates 8-bit products with fewer bits than f32. If more are needed, it sums within a step only, and the steps are
-    added in f32.
+    WGMMA accumulates 8-bit products with fewer bits than f32. With `static.promoted`, WGMMA sums within a step only, and the
+    sums of the steps are added in f32. done: the number of steps of earlier tiles.
     """
     shape = (ROWS, static.tile.columns)
 
@@ -118,9 +120,10 @@ def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any,
 
 
 def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, own: tuple[Any, Any], stage: Any) -> None:
-    """Store a warpgroup's rows `own` (from, up to) of 64, at (top, left) of a matrix `out`; columns beyond it are left out.
+    """Store rows `own` (from, up to) of a warpgroup's 64, at (top, left) of a matrix `out`, without columns beyond its width.
 
-    A copy has a fixed number of rows. So a part of the rows is stored in copies of 32, 16, ... rows, by its binary digits.
+    A copy has a fixed number of rows. So fewer than 64 rows are stored in copies of 32, 16, ... rows, by the binary digits of
+    their number.
     """
     width = chunk(out.dtype)
     start, count = own[0], own[1] - own[0]
@@ -137,7 +140,7 @@ def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, own
 
         rows = ROWS
         while rows:
-            # The digits above this one have been stored.
+            # The rows of the higher digits have been stored.
             pl.when(count & rows != 0)(lambda rows=rows, copy=copy: copy(start + (count & -(2 * rows)), rows))
             rows //= 2
         plgpu.commit_smem_to_gmem_group()
@@ -214,7 +217,7 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
     across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)
 
     def place(index: Any) -> tuple[Any, ...]:
-        """Return the tile's expert, its rows (from, up to), first row and column of the tile, first row loaded, and steps."""
+        """Return the expert, its rows (from, up to), the tile's first row and column, the first row loaded, and the steps."""
         expert, within = index // (across * along), index % (across * along)
         i, j = _neighbours(within, across, along)
         start, stop = bounds[expert, 0], bounds[expert, 1]
@@ -223,7 +226,7 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
         return expert, start, stop, i * tile.rows, j * tile.columns, first, steps
 
     def clear(ref: Any, first: Any, start: Any, stop: Any) -> None:
-        """Set rows of other experts to zero: they may have any value, including NaN."""
+        """Set rows of other experts to zero. Padding after the last expert may have any value, including NaN."""
         shape = ref.shape
         row = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)

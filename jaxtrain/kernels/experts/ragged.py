@@ -1,6 +1,7 @@
 """Grouped matmuls by XLA, on CPU and on GPUs other than Hopper.
 
-For CUDA, XLA of jax 0.11.2 multiplies every row by the weight of every expert."""
+For CUDA, XLA of jax 0.11.2 multiplies every row by the weight of every expert.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """The choice of experts for each token, and the router's losses and statistics.
 
-Everything is computed in float32: small differences of scores decide the choice. The choice is saved under the name CHOICE by
-all remat policies. A recomputed choice could differ by rounding, and the activations saved for the first one would belong to
+Everything is computed in float32: small differences of scores decide the choice. All remat policies save the choice, under the
+name CHOICE. A recomputed choice could differ by rounding, and the activations saved for the original choice would belong to
 other tokens.
 """
 
@@ -21,9 +21,9 @@ COLUMNS = ("balance_loss", "sequence_balance_loss", "z_loss", "entropy", "droppe
 class Routed(NamedTuple):
     """The experts of each token, and the layer's statistics of its router."""
 
-    chosen_BTk: jax.Array  # int32; for padding the number of experts, which is no expert
+    chosen_BTk: jax.Array  # int32; E for padding, which is no expert
     share_BTk: jax.Array  # f32: the factor of each chosen expert's output
-    statistics: jax.Array  # f32 (5 + E,): COLUMNS with no token dropped, then each expert's share of all choices
+    statistics: jax.Array  # f32 (5 + E,): COLUMNS, with 0 for "dropped", then each expert's share of all choices
 
 
 def route(
@@ -45,21 +45,22 @@ def route(
     Args:
       logits_BTE: f32, of the router.
       bias_E: added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664).
-      real_BT: bool, False for padding: it gets no expert and counts in no statistic.
+      real_BT: bool, False for padding. Padding gets no expert and counts in no statistic.
       router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
       renormalize: the scores of the chosen experts are divided by their sum.
       over: mesh axes that shard the tokens.
       scaling: multiplies the share of each chosen expert, renormalised or not.
-      groups: number of groups of consecutive experts. Each token goes to experts of `kept_groups` of them. A group's
+      groups: number of groups of consecutive experts. Each token goes to experts of the `kept_groups` best groups. A group's
         score is the sum of its two best experts' scores, biases included (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
       sequence: the axes of `over` that shard tokens of the same sequences. None: the sequence-wise
         loss is not computed, and reported as 0.
 
-    The statistics are means over the real tokens of all devices. The load-balancing loss is E sum_e f_e P_e (Fedus et al.
-    2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the share of the choices that fell on expert e, P_e the mean
-    score, as a share of the token's scores. It is 1 for even loads, and E / k at most. The sequence-wise loss is the same for
-    each sequence, and the mean over sequences (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of log(sum
-    exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is that of the shares, in nats.
+    The statistics are means over the real tokens of all devices. A token's scores are divided by their sum, also where
+    `renormalize` is False. The load-balancing loss is E sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961, equation 4, there
+    for k = 1): f_e is the share of the choices that fell on expert e, P_e the mean score of expert e. The loss is 1 for even
+    loads, and E / k at most. The sequence-wise loss is the mean over sequences of the same loss of each sequence
+    (arXiv:2412.19437, equations 17 to 20). The z-loss is the mean of log(sum exp(logits))^2 (Zoph et al. 2022,
+    arXiv:2202.08906, equation 5). The entropy is the mean entropy of a token's scores, in nats.
     """
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
@@ -67,7 +68,7 @@ def route(
     best_BTk = jax.lax.top_k(_mask_groups(ranked_BTE, groups, kept_groups), k)[1]
     chosen_BTk = checkpoint_name(jnp.where(real_BT[:, :, None], best_BTk, E), CHOICE)
     is_chosen_BTkE = chosen_BTk[..., None] == jnp.arange(E)[None, None, None]
-    # As a sum, whose gradient is a sum too; the gradient of a look-up would be a scatter-add in memory.
+    # A sum selects the scores, because its gradient is a sum too. The gradient of a look-up would be a scatter-add in memory.
     share_BTk = jnp.sum(jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0.0), -1)
     if renormalize:
         share_BTk = _normalize_scores(share_BTk)
@@ -100,7 +101,7 @@ def route(
 
 
 def _mask_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
-    """Return the scores, with -inf in all groups of experts except the `kept` best ones of each token."""
+    """Return the scores, with -inf in all groups of experts except the `kept` best groups of each token."""
     if groups == kept:
         return ranked_BTE
     *tokens, E = ranked_BTE.shape

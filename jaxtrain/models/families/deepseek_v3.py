@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi K2, which has their layers: latent attention, a few dense layers, then many narrow experts."""
+"""DeepSeek-V3, DeepSeek-R1 and Kimi K2: latent attention, a few dense layers, then layers with many narrow experts."""
 
 import dataclasses
 from typing import Any
@@ -45,7 +45,8 @@ LAYER = {name: tensor for name, tensor in COMMON.items() if "_norm.scale" in nam
 LAYER |= {f"layers.{{i}}.attention.{name}": tensor for name, tensor in ATTENTION.items()}
 LAYER |= experts("mlp", gate="gate_proj", up="up_proj", down="down_proj") | {"layers.{i}.mlp.router_bias": BIAS}
 LAYER |= {f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.items()}
-# Modules of multi-token prediction are the layers after the last one. The checkpoint has embedding and head again in each.
+# In the checkpoint, modules of multi-token prediction are numbered as layers after the last layer. Each has a copy of the
+# embedding and of the head.
 OF_MTP = {
     "embed_norm.scale": HfTensor("model.layers.{i}.enorm.weight", "D", "D"),
     "hidden_norm.scale": HfTensor("model.layers.{i}.hnorm.weight", "D", "D"),
@@ -71,7 +72,7 @@ NEXT = "num_nextn_predict_layers"
 
 
 def count(s: Settings, key: str) -> int:
-    """Return a whole number that may be 0 or null."""
+    """Return the value of a key that must be present: a whole number, with 0 for null."""
     value = s.nullable(key) or 0
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise HuggingFaceError(f"{s.path}: {key} = {value!r}: must be a whole number, or null.")
@@ -89,14 +90,14 @@ def read_attention(s: Settings, _: int) -> dict[str, Any]:
 def write_attention(m: Model) -> dict[str, Any]:
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     found = {name: getattr(m, name) for name in names}
-    # transformers calls the rotated part the head's width.
+    # In transformers' config, head_dim is the rotated part of a head.
     return found | {"q_lora_rank": m.q_lora_rank or None, "head_dim": m.qk_rope_head_dim}
 
 
 def read_experts(s: Settings, _: int) -> dict[str, Any]:
     renormalize = s.flag("norm_topk_prob")
     for key in ("num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"):
-        s.take(key, None)  # of training
+        s.take(key, None)  # keys for training only
     dense, width = count(s, "first_k_dense_replace"), s.whole("moe_intermediate_size")
     quantized = s.mapping("quantization_config")
     if quantized and quantized.get("quant_method") != "fp8":

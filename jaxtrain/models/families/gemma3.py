@@ -1,4 +1,4 @@
-"""The text models of Gemma 3: norms on queries and keys instead of Gemma 2's caps; every sixth layer without a window."""
+"""The text models of Gemma 3: norms on queries and keys instead of Gemma 2's soft caps; every sixth layer without a window."""
 
 from jaxtrain import windows
 from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part
@@ -8,7 +8,7 @@ STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding
 
 
 def pattern(s: Settings) -> str:
-    """Return the repeating kinds of layers: the last of each `sliding_window_pattern` layers has no window."""
+    """Return a letter for each layer of the repeating pattern: the last of `sliding_window_pattern` layers has no window."""
     every = s.take("sliding_window_pattern", None) or s.take("_sliding_window_pattern", None) or 6
     return windows.LOCAL * (every - 1) + windows.GLOBAL
 
@@ -27,7 +27,7 @@ FORMAT = Format(
 )
 SMALL = {"attn_logit_scale": 256**-0.5, "sliding_window": 512}
 LARGE = {"attn_logit_scale": 256**-0.5, "sliding_window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}
-# From 4b on: the text part of a model that also reads images.
+# gemma3_4b and larger presets are the text part of a model that also reads images.
 # fmt: off
 PRESETS = presets(
     {

@@ -34,7 +34,6 @@ TENSORS = {
     f"{OURS}mlp.up_bias": HfTensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "E F", "E (F 2)", 1),
     f"{OURS}mlp.down_bias": HfTensor(f"{LAYER}mlp.experts.down_proj_bias", "E D", "E D"),
 }
-# Same as an earlier key; and without effect, as the length before YaRN is in the rotary settings.
 BUILT = "experts are built with this gate only"
 
 
@@ -45,7 +44,7 @@ def read_experts(s: Settings, _: int) -> dict[str, Any]:
         raise HuggingFaceError(f"{s.path}: {rule}.")
     chosen = read_experts_per_token(s, s.whole("num_local_experts"))
     s.only("experts_per_token", chosen["experts_per_token"], "num_experts_per_tok is another number, and both mean the same")
-    s.take("initial_context_length", None)  # the rotary settings have it
+    s.take("initial_context_length", None)  # the rotary settings have this length as original_max_position_embeddings
     return chosen
 
 

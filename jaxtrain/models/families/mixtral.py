@@ -37,7 +37,7 @@ FORMAT = Format(
     written={"output_router_logits": False},
     tied=False,
 )
-# The vocabulary of 8x22b is that of the first release; the instructed one has 768 more rows.
+# The vocabulary of 8x22b is that of the base model; the instruct model has 768 more rows.
 # fmt: off
 PRESETS = presets(
     {

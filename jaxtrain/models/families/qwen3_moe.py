@@ -22,7 +22,7 @@ STRUCTURE = Structure()
 def read_experts(s: Settings, _: int) -> dict[str, Any]:
     for key in ("sliding_window", "max_window_layers"):
         s.take(key, None)  # without effect: use_sliding_window is False
-    # transformers 4 calls the number num_experts, some of version 5 num_local_experts.
+    # The key is num_experts in transformers 4, and num_local_experts in some versions of transformers 5.
     new = s.take("num_local_experts", None)
     experts = s.whole("num_experts") if new is None else s.whole("num_experts", new)
     if new not in (None, experts):
@@ -34,7 +34,7 @@ def read_experts(s: Settings, _: int) -> dict[str, Any]:
 
 def write_experts(model: Model) -> dict[str, Any]:
     return {
-        # No layer is without experts. Published models have here the total width of a token's experts.
+        # No layer is without experts. In published models this key is the total width of a token's experts.
         "intermediate_size": model.experts_per_token * model.d_ff,
         "moe_intermediate_size": model.d_ff,
         "num_experts": model.num_experts,
