@@ -45,8 +45,8 @@ def chunked_cross_entropy(
 
     Returns:
       (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's terms: the
-      caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. losses: -log p(target) of each token,
-      without its weight; None with `gradients`.
+      caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. They are None without `gradients`.
+      losses: -log p(target) of each token, without its weight; None with `gradients`.
     """
     n, D = x_nD.shape
     V = head_DV.shape[1]

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries, in XLA: it holds the scores of one block at a time, forward and backward.
+"""Attention in XLA, with the scores of one block of queries in memory at a time, forward and backward.
 
 It is for GPUs that cuDNN's packed kernels do not support, and for long sequences on CPU. Each block's scores are recomputed in
 the backward pass, so memory is O(block x S) and not O(T x S).

@@ -1,10 +1,10 @@
 """Flash attention (Dao 2023, arXiv:2307.08691; Shah 2024, arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper, in bf16: packed
 documents, windows, grouped queries, soft cap.
 
-Three kernels: forward, gradients of queries, gradients of keys and values. A program of the first two holds a tile of queries
-and loops over its visible tiles of keys. A program of the third holds a tile of keys and loops over the tiles of queries that
-attend to it, of all heads of the group, so the sum over a group needs no memory. Empty tiles are skipped (tiles.py). Tiles
-without masked pairs are computed without the mask.
+There are three kernels: forward, gradients of queries, gradients of keys and values. A program of the first two kernels has a
+tile of queries and loops over the visible tiles of keys. A program of the third kernel has a tile of keys and loops over the
+tiles of queries that attend to them, of all heads of the group, so the sum over a group needs no memory. Empty tiles are
+skipped (tiles.py). Tiles without masked pairs are computed without the mask.
 
 Tile sizes fit the registers and the shared memory of a Hopper GPU, and were not tuned on one
 (docs/evidence/attention_kernels.md). On a CPU Pallas interprets the kernels if INTERPRET is set, for tests.

@@ -90,7 +90,7 @@ class Static:
 
 
 class Visits(NamedTuple):
-    """The tiles that a program visits: those that need a mask, then those that do not."""
+    """The tiles that a program visits: tiles that need a mask, then tiles without masked pairs."""
 
     start: jax.Array
     full_start: jax.Array

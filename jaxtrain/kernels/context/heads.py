@@ -1,4 +1,4 @@
-"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls gather tokens and shard heads, then the inverse after attention."""
+"""Ulysses (Jacobs et al. 2023, arXiv:2309.14509): all-to-alls gather tokens and shard heads; the inverse follows attention."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""The ranks that shard a sequence, and the collectives between them, for use inside a shard_map over the whole mesh."""
+"""The ranks that shard a sequence, and the collectives between them.
+
+The functions are for use inside a shard_map over the whole mesh.
+"""
 
 import dataclasses
 
