@@ -49,7 +49,7 @@ class HfTensor:
         theirs: axes of the array in the checkpoint. An axis 2 holds two of jaxtrain's arrays.
         half: the index of jaxtrain's array in the axis 2.
         interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers are interleaved pairs.
-        exact: the tensor is exported in float32, whatever the export's dtype.
+        exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
         copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
 

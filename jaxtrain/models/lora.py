@@ -72,7 +72,7 @@ class Adapters(nnx.Module):
 
     Args:
       of: the module.
-      weights: names of its weights that can be adapted. Only those in `lora.targets` are.
+      weights: names of its weights that can be adapted. Names in `lora.targets` get an adapter.
     """
 
     def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):

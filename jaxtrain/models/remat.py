@@ -311,7 +311,7 @@ class Stack:
 
     @property
     def adds(self) -> bool:
-        """Whether gradients are added to those of earlier microbatches."""
+        """Whether gradients are added to the sum of earlier microbatches."""
         return self.check is not None and self.check.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:

@@ -308,7 +308,7 @@ class Transformer(nnx.Module):
         return self.final_hidden(carry)[0], dataclasses.replace(cache, kv=kv)
 
     def append(self, tokens_BT: jax.Array, cache: Cache) -> tuple[Shared, Cache]:
-        """Return the shared arrays of T tokens after the cached ones, and the cache with their segments and positions."""
+        """Return the shared arrays of T tokens after the cached tokens, and the cache with their segments and positions."""
         B, T = tokens_BT.shape
         positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
         segments_BT = jnp.ones_like(positions_BT)

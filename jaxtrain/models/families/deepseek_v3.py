@@ -1,4 +1,4 @@
-"""DeepSeek-V3, DeepSeek-R1 and Kimi K2: latent attention, a few dense layers, then layers with many narrow experts."""
+"""DeepSeek-V3 and R1, Kimi K2: latent attention, a few dense layers, then layers with many narrow experts."""
 
 import dataclasses
 from typing import Any
