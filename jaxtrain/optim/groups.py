@@ -29,7 +29,7 @@ class Group:
 
 
 def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
-    """Return the groups, and all problems of the text itself."""
+    """Parse `optimizer.groups`: return the groups, and the problems of the text itself."""
     groups: list[Group] = []
     problems: list[Problem] = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
@@ -78,7 +78,7 @@ def group_of(groups: Sequence[Group], name: str) -> Group | None:
 
 
 def moved(text: str) -> list[tuple[str, str]]:
-    """Return the patterns that move parameters between the two optimizers, which store different tensors."""
+    """Return (pattern, optimizer) of the groups that set `optimizer`, and so change the tensors of the optimizer state."""
     return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
 
 
@@ -95,7 +95,7 @@ def problems(text: str, optimizer: str) -> list[Problem]:
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """Return the problems of groups that match no parameter. matrices: names of parameters -> whether Muon supports each."""
+    """Return the problems of groups that do not fit a model. matrices: name of each parameter -> whether Muon supports it."""
     groups, found = parse(text)[0], []
     names = list(matrices)
     for g in groups:

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 INT8 = "int8"
 BLOCK = 256  # values that share a scale, at most; as Dettmers et al. 2023 (bitsandbytes from 0.38 on)
-SMALLEST_BLOCK = 16  # below, the scales would be as large as the codes
+SMALLEST_BLOCK = 16  # smaller blocks would need a 4-byte scale for 8 or fewer 1-byte codes
 SMALL = 4096  # tensors of fewer elements stay in float32 (Dettmers et al. 2022, arXiv:2110.02861, section 3)
-# Axes without blocks. Tensors with the first one stay in float32: embeddings as in the paper (its "stable embedding layer"),
-# and the head, whose rows of rare tokens also have gradients of another size. The others are axes that fsdp shards, into shards
-# as small as the mesh is large, and axes that count matrices.
+# Axes without blocks. Tensors with the axis WIDE stay in float32: embeddings as in the paper (its "stable embedding layer"),
+# and the head, whose rows of rare tokens also have gradients of another size. Axes in SPLIT either are sharded by fsdp, into
+# shards that shrink as the mesh grows, or count matrices.
 WIDE, SPLIT = "vocab", ("embed", "expert_embed", "experts")
 
 
 def block(size: int) -> int:
-    """Return the values that share a scale, for a dimension's size: the largest power of two that divides it, at most BLOCK.
+    """Return the number of values in a block: the largest power of two that divides a dimension's size, at most BLOCK.
 
-    Returns 0 if that is below SMALLEST_BLOCK.
+    Returns 0 if this power is below SMALLEST_BLOCK.
     """
     most = min(size & -size, BLOCK)
     return most if most >= SMALLEST_BLOCK else 0
@@ -28,9 +28,10 @@ def block(size: int) -> int:
 def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
     """Return the dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
 
-    axes, shape: logical axes and sizes of the parameter, a first axis "layers" included. Blocks are for matrices with SMALL
-    elements a layer or more and without a vocabulary axis. They are cut along the last dimension that has a block and is not in
-    SPLIT.
+    Matrices with at least SMALL elements a layer and without a vocabulary axis have blocks. Blocks are cut along the last
+    dimension whose size has a block and whose axis is not in SPLIT.
+
+    axes, shape: logical axes and sizes of the parameter, including a first axis "layers".
     """
     stacked = int(axes[0] == "layers")
     if len(axes) - stacked < 2 or WIDE in axes:

@@ -1,8 +1,8 @@
 """Muon: orthogonalized momentum, matrix by matrix (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-The momentum of a matrix is U S V^T; the update is about U V^T, by five Newton-Schulz iterations, which are matmuls. It is
-scaled to a root mean square of 0.2, as AdamW's updates (Liu et al. 2025, arXiv:2502.16982, section 2.2), so both share one
-learning rate and one weight decay.
+The momentum of a matrix is U S V^T; the update is about U V^T, by five Newton-Schulz iterations, which are matmuls. The update
+is scaled to a root mean square of 0.2, like AdamW's updates (Liu et al. 2025, arXiv:2502.16982, section 2.2). So Muon and AdamW
+share one learning rate and one weight decay.
 
 Orthogonalization needs complete matrices, and weights are sharded. So an all-to-all over the n devices that shard a stack of
 layers exchanges shards for complete matrices: each device receives 1 / n of the layers. It orthogonalizes them, and another
@@ -36,7 +36,7 @@ def dims(axes: Axes) -> tuple[int, int]:
     """Return (leading dimensions, row dimensions) of a weight by its logical axes: the last two are rows and columns.
 
     The heads of a projection are one dimension with their width: (layers, embed, heads, head_dim) is a stack of matrices
-    (embed, heads x head_dim). Leading dimensions (layers, experts) count matrices. (0, 0): the weight has no matrix.
+    (embed, heads x head_dim). Leading dimensions (layers, experts) count matrices. (0, 0): the weight is not a matrix.
     """
     sizes: list[int] = []
     for i, axis in enumerate(axes):
@@ -57,7 +57,7 @@ def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
     x = x_SMN.astype(jnp.float32)
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True))
     x = (x / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)).astype(numerics.compute)
-    # x^T x and x x^T give the same; the smaller one is cheaper.
+    # x^T x and x x^T give the same result; the smaller of the two is cheaper.
     wide = x.shape[1] <= x.shape[2]
     gram, times = ("SMN,SKN->SMK", "SMK,SKN->SMN") if wide else ("SNM,SNK->SMK", "SNK,SKM->SNM")
 
@@ -84,7 +84,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
         shape = x.shape
         matrix = (math.prod(shape[before : before + rows]), math.prod(shape[before + rows :]))
         x_SMN = x.reshape(-1, *matrix)
-        # A loop, since XLA would process all parameters at once, and keep the results of five iterations of each.
+        # A loop limits memory: XLA would process all parameters at once, and keep the results of five iterations of each.
         most = max(1, AT_ONCE // math.prod(matrix))
         each = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= most)
         made = jax.lax.map(lambda some: newton_schulz(some, numerics), x_SMN.reshape(-1, each, *matrix))
@@ -105,7 +105,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
 
 
 def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
-    """Apply `stacked` to a stack of matrices that devices share."""
+    """Apply `stacked` to a stack of matrices that is sharded over devices."""
     before = dims(axes)[0]
     of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
     of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}
@@ -118,14 +118,14 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
 
     def local(x: jax.Array) -> jax.Array:
         home = x.shape
-        # One dimension counts matrices, the others are the dimensions of a matrix.
+        # The first dimension counts matrices; all others are dimensions of a matrix.
         x = x.reshape(-1, *home[before:])
         count = x.shape[0]
         x = padded(x, parts)
         for dim, names in of_matrix.items():
             x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - before + 1, tiled=True)
         mine = x.shape[0]
-        if replicas:  # they have equal data
+        if replicas:  # replicas have equal data, so each processes a part
             x = padded(x, copies)
             each = x.shape[0] // copies
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replicas) * each, each)
@@ -146,18 +146,21 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Return Nesterov momentum, orthogonalized, for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
 
-    The state is Adam's, in float32, with the momentum of hidden matrices as their first moment, and no second one. Momentum is
-    the average beta m + (1 - beta) g, and the update uses beta m + (1 - beta) g with the new m. A constant factor has no
-    effect.
+    The state is Adam's, in float32. Hidden matrices have their momentum as first moment, and no second moment. Momentum is the
+    average beta m + (1 - beta) g, and the update uses beta m + (1 - beta) g with the new m. A constant factor has no effect.
 
-    hidden: whether a path in the tree of parameters is such a matrix. made: (path, momentum) -> update.
+    Args:
+      rest: optax's Adam.
+      momentum: beta.
+      hidden: returns whether a path in the tree of parameters is a hidden matrix.
+      made: returns the update of a hidden matrix, from (path, momentum).
     """
 
     def others(tree: optax.Params) -> optax.Params:
         return jax.tree_util.tree_map_with_path(lambda path, x: optax.MaskedNode() if hidden(path) else x, tree)
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        # Two trees, and not one with a choice in it: optax also calls this with a placeholder for all parameters.
+        # `rest.init` runs twice, because optax also calls this function with a placeholder for all parameters.
         return optax.ScaleByAdamState(rest.init(params).count, rest.init(params).mu, rest.init(others(params)).nu)  # pyright: ignore
 
     def update(grads: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None):

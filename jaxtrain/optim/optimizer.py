@@ -28,18 +28,18 @@ from jaxtrain.sharding import Axes, Placement
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, from 0.
 
-    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last of them. The next step begins the decay.
-    `cosine` and `linear` decay over decay_steps steps (0: all that are left) to lr_min. `wsd` stays at lr until the last
-    decay_steps, which decay linearly to lr_min (Hu et al. 2024, arXiv:2404.06395). `constant` stays. So one step has the peak
-    if a decay follows at once, and the last step of a decay has lr_min. Without warm-up step 0 has lr.
+    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last warm-up step. The next step begins the
+    decay. `cosine` and `linear` decay over decay_steps steps (0: all steps that are left) to lr_min. `wsd` stays at lr until
+    the last decay_steps, which decay linearly to lr_min (Hu et al. 2024, arXiv:2404.06395). `constant` stays at lr. So one step
+    has the peak rate if a decay follows at once, and the last step of a decay has lr_min. Without warm-up, step 0 has lr.
     """
     o = optimizer
-    first = max(1, o.warmup_steps)  # steps up to the peak: the first one has lr / warmup_steps, since 0 would change nothing
+    first = max(1, o.warmup_steps)  # steps up to the peak: step 0 has lr / warmup_steps, since a rate of 0 would change nothing
     after, decay = max(1, steps - first), o.decay(steps)
     line = optax.linear_schedule(o.lr, o.lr_min, decay)
 
     def linear(step: Any) -> Any:
-        return jnp.maximum(line(step), o.lr_min)  # rounding ends a line to 0 below it
+        return jnp.maximum(line(step), o.lr_min)  # by rounding, a line to lr_min = 0 ends below 0
 
     if o.schedule == "wsd":
         tail = optax.join_schedules([optax.constant_schedule(o.lr), linear], [after - decay])
@@ -76,9 +76,9 @@ class Choice:
 
 
 def choices(optimizer: config.Optimizer, axes: Any) -> Any:
-    """Return a tree of `Choice`, by the parameters' axes and the groups that match their names. `axes`: their logical axes.
+    """Return a tree of `Choice`, from the parameters' logical axes and the groups that match their names.
 
-    Muon is for the matrices of a stack of layers to which weight decay applies; a router or a head needs a group.
+    Muon is for the matrices of layers to which weight decay applies. For any other matrix, a group must set optimizer=muon.
     """
     found = groups.parse(optimizer.groups)[0]
 
@@ -96,7 +96,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
 
 
 def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
-    """Raise ConfigError for groups that match no parameter of a model, or no matrix if they ask for Muon."""
+    """Raise ConfigError for groups that match no parameter, or that set optimizer=muon for a parameter that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
     found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
@@ -121,14 +121,17 @@ def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: f
 def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `adam`, or a transformation with a state like it, with each moment stored in its own dtype.
 
-    The dtypes are f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py). The update itself is computed in float32,
-    from the new moments before they are rounded. `axes`: logical axes of the parameters, which decide which tensors are stored
-    in blocks; with int8, the others are stored in float32.
+    The update itself is computed in float32, from the new moments before they are rounded.
+
+    Args:
+      m, v: dtypes of the first and the second moment: f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py).
+      axes: logical axes of the parameters. They decide which tensors have blocks; with int8, all others stay in float32.
+      adam: the transformation; its state is an optax.ScaleByAdamState.
     """
     kinds = {"mu": m, "nu": v}
 
     def along(path: Any, x: jax.Array) -> int | None:
-        """Return the dimension that has blocks."""
+        """Return the dimension that is cut into blocks; None for a tensor without blocks."""
         return block_axis(_at(axes, path), x.shape)
 
     def scales(name: str, moment: Any) -> Any:
@@ -163,8 +166,8 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu_scales = nu_scales = None
         if INT8 in (m, v):
-            # A block's scale must be known before its codes. For that XLA would keep the new moments in float32, four times the
-            # gradients. So they are computed twice, with a barrier that hides from XLA that they are equal.
+            # A block's scale must be known before its codes. To compute it, XLA would keep the new moments in float32, four
+            # times the gradients. So the moments are computed twice; the barrier hides from XLA that the results are equal.
             s: Any = exact(updates, state, params)[1]
             mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
             updates, state = jax.lax.optimization_barrier((updates, state))
@@ -175,7 +178,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 
 
 def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """Return the transformations after a direction, by each parameter's `Choice`: weight decay, then its rate factor."""
+    """Return the transformation that adds weight decay and then multiplies by the rate factor, by each parameter's `Choice`."""
     chosen = choices(optimizer, axes)
 
     def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
@@ -219,9 +222,12 @@ def make_optimizer(
     placement: Placement | None = None,
     numerics: Numerics = FLOAT32,
 ) -> optax.GradientTransformation:
-    """Return the optimizer by name, or a user's own as `package.module:name`, called with (optimizer, dtypes, axes).
+    """Return the optimizer that `optimizer.name` names. A user's own, `package.module:name`, gets (optimizer, dtypes, axes).
 
-    placement: of the parameters, for an optimizer that needs complete matrices; None: on one device.
+    Args:
+      axes: logical axes of the parameters.
+      placement: the parameters' placement, for an optimizer that needs complete matrices; None: all are on one device.
+      numerics: the run's dtypes, for Muon's matmuls.
     """
     if optimizer.name == "adamw":
         return adamw(optimizer, dtypes, axes)

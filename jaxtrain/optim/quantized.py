@@ -1,8 +1,8 @@
 """Arrays in 8 bits: block-wise dynamic quantization after Dettmers et al. 2022 (arXiv:2110.02861), for Adam's moments.
 
 A block of values shares one float32 scale, its largest magnitude. The scaled values in [-1, 1] are rounded to the nearest of
-256 values that are spread over seven decades, evenly within each: a byte's leading zeros are the decade, the bits after its
-first 1 a linear fraction. The unsigned map uses the sign bit as one more bit of the fraction.
+256 values that are spread over seven decades, evenly within each decade. A byte's leading zeros are the decade, and the bits
+after its first 1 are a linear fraction. The unsigned map uses the sign bit as one more bit of the fraction.
 
 Codes are indices into the map in ascending order, as bitsandbytes stores them. They are computed by comparisons and one
 multiplication, not by a search, and read by a look-up: XLA fuses both with the update around them.
@@ -18,8 +18,8 @@ import numpy as np
 from jaxtrain.optim.moments import block
 
 DECADES = 7
-SIGNED = {"mu": True, "nu": False}  # moments, as optax calls them
-ZERO = 127  # code of 0 in the signed map; in the unsigned map it is 0
+SIGNED = {"mu": True, "nu": False}  # by optax's names of the moments
+ZERO = 127  # code of 0 in the signed map; in the unsigned map, the code of 0 is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ def is_blocks(x: object) -> bool:
 def code_map(signed: bool) -> np.ndarray:
     """Return the 256 values of the codes, f64 (256,), ascending: the paper's definition.
 
-    Decade e (0 is the largest) holds the middles of equal parts of [0.1, 1] x 10^-e: 2^(6 - e) of them on each side of 0, or
-    twice as many on the one side. 0 and 1 are values too; -1 is not.
+    Decade e (0 is the largest) has the middles of equal parts of [0.1, 1] x 10^-e: 2^(6 - e) parts on each side of 0 in the
+    signed map, or twice as many parts on the positive side in the unsigned map. 0 and 1 are values too; -1 is not.
     """
     top = DECADES - 1 if signed else DECADES
     positive = [
@@ -56,9 +56,11 @@ def code_map(signed: bool) -> np.ndarray:
 
 
 def _decades(signed: bool) -> list[tuple[int, float]]:
-    """Return (values, power of ten) of each decade, the smallest first.
+    """Return (number of values, power of ten) of each decade, the smallest first.
 
-    The k-th value from 0 up is in the decade with `values` <= k < 2 x values, counted from 1 if signed and from 2 otherwise."""
+    The k-th positive value is in the decade with `number` <= k < 2 x number, where k starts from 1 if signed and from 2
+    otherwise.
+    """
     first = 1 if signed else 2
     return [(first << d, 10.0 ** (d + 1 - DECADES)) for d in range(DECADES)]
 
@@ -76,7 +78,7 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
         at += count
         below = positive[at - 1]
     # Parts of a decade are equal: k = count + floor((a / power - 0.1) / 0.9 x count). A value above all parts, up to the middle
-    # between two decades, belongs to the last one.
+    # between two decades, belongs to the last part.
     k = jnp.minimum(jnp.floor(a * slope + first * np.float32(8 / 9)), jnp.maximum(2 * first - 1, 0)).astype(jnp.int32)
     if signed:
         one = x >= np.float32((1 + below) / 2)
@@ -85,30 +87,30 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def _value(code: jax.Array, signed: bool) -> jax.Array:
-    """Return the map's value of a code, float32.
+    """Return the map's value of a code, float32, by a look-up.
 
-    It is looked up: if decoding takes as much arithmetic as encoding, XLA prefers to keep the decoded moments in float32.
+    If decoding took as much arithmetic as encoding, XLA would prefer to keep the decoded moments in float32.
     """
     return jnp.asarray(code_map(signed).astype(np.float32)).at[code].get(mode="promise_in_bounds")
 
 
 def _split(x: jax.Array, axis: int) -> jax.Array:
-    """Return (..., blocks, values of a block, ...): the dimension cut in two."""
+    """Return x as (..., blocks, values of a block, ...): dimension `axis` is cut into two."""
     size = block(x.shape[axis])
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
 def scales_of(x: jax.Array, axis: int) -> jax.Array:
-    """Return the largest magnitude of each block along one dimension."""
+    """Return the largest magnitude of each block along dimension `axis`, in x's shape with that dimension counting blocks."""
     return jnp.max(jnp.abs(_split(x, axis)), axis=axis + 1)
 
 
 def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
-    """Return an f32 array in blocks along one dimension, by its `scales_of`. Rounds to nearest, as published.
+    """Return an f32 array in blocks along dimension `axis`, rounded to nearest as published. scales: from `scales_of`.
 
-    Unsigned is for second moments. There only 0 becomes 0: a value nearer to 0 than to the smallest value, 3.3e-7 of the
-    block's largest, is rounded up to that. If a second moment became 0 and the first did not, the update would be m / eps as
-    soon as the gradient vanishes. A number that is not finite makes its whole block NaN.
+    The unsigned map is for second moments. In it only 0 becomes 0: a smaller value than the smallest positive one, 3.3e-7 of
+    the block's largest, is rounded up. If a second moment became 0 and the first did not, the update would be m / eps as soon
+    as the gradient vanishes. A number that is not finite makes its whole block NaN.
     """
     split, largest = _split(x, axis), jnp.expand_dims(scales, axis + 1)
     codes = _nearest(split / jnp.where(largest == 0, 1, largest), signed)
@@ -118,7 +120,7 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
 
 
 def axis_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
-    """Return the dimension that has blocks, by the shapes of codes and scales."""
+    """Return the dimension that is cut into blocks, from the shapes of codes and scales."""
     return next(d for d, (n, parts) in enumerate(zip(codes, scales, strict=True)) if n != parts)
 
 

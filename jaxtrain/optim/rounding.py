@@ -1,12 +1,12 @@
 """Stochastic rounding of updated master weights to bfloat16.
 
-Rounded to nearest, a weight loses every update below 2**-9 of it, at small learning rates all of them. Stochastic rounding
-keeps them on average: it rounds up with a probability equal to the truncated fraction (Gupta et al. 2015, arXiv:1502.02551,
+Rounding to nearest loses every update below 2**-9 of the weight: at small learning rates, all updates. Stochastic rounding
+keeps updates on average: it rounds up with a probability equal to the truncated fraction (Gupta et al. 2015, arXiv:1502.02551,
 section 3).
 
 The random bits of an element are a function of the run's seed, the step, the parameter's name, the layer's number, and the
-element's index in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So they are the same on
-every mesh, on every arrangement of stages, and in a resumed run.
+element's index in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So the bits are the
+same on every mesh, with every arrangement of stages, and in a resumed run.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ class Rounding:
     """The random bits of stochastic rounding; static."""
 
     seed: int
-    layers: tuple[int | None, ...] | None = None  # for each slot of a stack its layer, None for an empty slot
+    layers: tuple[int | None, ...] | None = None  # the layer in each slot of a stack (None: empty); None: slot i has layer i
 
     def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
         """Return the updated weights `exact`, f32, in the dtypes of `params`.
 
-        step: int32 (), the step being taken. layer: int32 (), if stacks are updated layer by layer; None: whole stacks.
+        step: int32 (), the step's number. layer: int32 (), the layer if stacks are updated layer by layer; None: all layers.
         """
 
         def one(path: Any, x: jax.Array, p: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ Layer by layer, a loop copies one layer's moments to the device, updates them an
 back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors; the device holds the moments of
 one layer at a time. Moments of other parameters are copied at once.
 
-The update starts after the whole backward pass, because gradients are clipped by the norm of all of them.
+The update starts after the whole backward pass, because gradients are clipped by their global norm.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,17 @@ from jaxtrain.optim.rounding import Rounding
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Placement
 
-# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), False changes
+# (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), False to change
 # nothing, step: int32 ()) -> (parameters, optimizer state)
 Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[Params, Any]]
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
-    """Return an `Update` of all parameters on the device. `layer`: the number of the layer, in an update layer by layer."""
+    """Return an `Update` of all parameters at once, on the device. It has one more argument for an update layer by layer.
+
+    layer: int32 (), the layer's number; None for all layers.
+    """
 
     def update(
         grads: Params,
@@ -45,7 +48,7 @@ def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         updates, new = tx.update(grads, state, params)
         moved = rounding.rounded(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
-        # Chosen element by element, in the kernels that write them: a branch would allocate both.
+        # `taken` selects element by element, in the kernels that write the results: a conditional would allocate old and new.
         return (
             jax.tree.map(lambda p, new: jnp.where(taken, new, p), params, moved),
             jax.tree.map(lambda n, old: jnp.where(taken, n, old), new, state),
@@ -94,7 +97,7 @@ def streamed(
         def of(tree: Params, names: Any) -> Params:
             return {name: tree[name] for name in names}
 
-        # After a barrier, otherwise XLA's kernels would read host memory themselves, and wait for it.
+        # Without the barrier, XLA's kernels would read host memory themselves, and wait for it.
         rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
         new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken, step)
         rest = moments(lambda m: moved(m, HOST), rest)
