@@ -18,7 +18,7 @@ from jaxtrain.data.template import LOSSES
 from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
-ROW_TOKENS = 1 << 20  # of rows built together
+ROW_TOKENS = 1 << 20  # tokens of the rows that are built at a time
 EXAMPLES = """examples:
   python -m jaxtrain.data prepare --input='books/*.txt' --output=books.tok --validation=0.01
   python -m jaxtrain.data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001
@@ -38,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p = commands.add_parser(
         "prepare",
         help="text, JSON lines or Parquet to a token file",
-        description="Writes a token file. It appears under its name only when it is whole; the same command goes on with a run "
-        "that was cut off, from its finished parts.",
+        description="Writes a token file. The file gets its name only when it is complete. After an interruption, the same "
+        "command resumes from the finished parts.",
         epilog=spelled(EXAMPLES),
         formatter_class=raw,
         argument_default=argparse.SUPPRESS,  # `prepare` has the defaults
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="the Jinja template that writes them (default: the tokenizer's own)",
+        help="the Jinja template that writes conversations (default: the tokenizer's own)",
     )
     p.add_argument(
         "--loss",
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         "--validation",
         type=float,
         metavar="F",
-        help="put this part of the documents into NAME.val.tok (default 0)",
+        help="put this fraction of the documents into NAME.val.tok (default 0)",
     )
     p.add_argument("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them")
     p.add_argument("--force", action="store_true", help="replace an existing output")
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         "--processes",
         type=int,
         metavar="N",
-        help="number of processes that tokenize (default: one a core); the file is the same",
+        help="number of processes that tokenize (default: one a core); the file does not depend on it",
     )
     p.add_argument(
         "--shard-mb",
@@ -113,14 +113,14 @@ def parser() -> argparse.ArgumentParser:
         help=f"input of a part; an interrupted run repeats unfinished parts (default {SHARD_MB})",
     )
     v = commands.add_parser(
-        "verify", help="read token files completely and check them", description="Exit code 0: all are intact."
+        "verify", help="read token files completely and check them", description="Exit code 0: all files are intact."
     )
     v.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a token file")
     s = commands.add_parser("show", help="figures and the first documents of a token file")
     s.add_argument("file", type=Path, metavar="FILE", help="a token file")
-    s.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show the start of (default 2)")
+    s.add_argument("--documents", type=int, default=2, metavar="N", help="show the beginning of N documents (default 2)")
     s.add_argument(
-        "--seq-len", type=int, default=0, metavar="T", help="also how full the rows of training are with this data.seq_len"
+        "--seq-len", type=int, default=0, metavar="T", help="also show how full training's rows are with this data.seq_len"
     )
     s.add_argument("--max-segments", type=int, default=0, metavar="M", help="data.max_segments (default: 0, at most 32)")
     return top
@@ -146,7 +146,7 @@ def counted_tokens(header: dict) -> str:
 
 
 def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) -> Iterator[str]:
-    """Yield lines about the rows that training reads with data.packing=documents. Builds all of them."""
+    """Yield lines about the rows that training reads with data.packing=documents. Builds all rows."""
     windows = open_windows(file, seq_len, max_segments, Data().seed)
     if not windows.windows:
         yield f"packed into rows of {seq_len:,}: no row"
@@ -201,7 +201,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
-    """Return tokens as text (as ids without a tokenizer), those that do not count in the loss between ⟦ and ⟧."""
+    """Return tokens first..last-1 as text, or as ids without a tokenizer. ⟦ and ⟧ enclose tokens that do not count."""
 
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))

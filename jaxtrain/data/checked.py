@@ -1,8 +1,8 @@
-"""Reads of a token file: through a memory map, each block compared with its checksum when it is first used.
+"""Read token files through a memory map, and compare each block with its checksum at its first use.
 
-The first read of a block is a pread: if the disk fails or the file was cut off, pread returns an error, and a map ends the
-process with SIGBUS. Later reads of the block use the map alone. Before each batch `OpenFile.look` compares the file's size and
-time of change with those at the start.
+The first read of a block is a pread: if the disk fails or the file was cut off, pread returns an error, whereas a memory map
+would end the process with SIGBUS. Later reads of the block use the map alone. Before each batch `OpenFile.look` compares the
+file's size and time of change with their values when the file was opened.
 """
 
 import mmap
@@ -20,7 +20,7 @@ SPAN = 4 << 20  # bytes read at a time
 
 
 class TokenFileError(ValueError):
-    """A token file that is damaged, cut off, changed while it was read, or no token file; the message names it."""
+    """An error: a token file is damaged, cut off, or changed while it is read, or a file is no token file. Names the file."""
 
 
 def remedy(path: Path) -> str:
@@ -44,7 +44,7 @@ class OpenFile:
         """Return all of bytes start..stop-1. Raises TokenFileError."""
         try:
             data = os.pread(self.fd, stop - start, start)
-            while len(data) < stop - start:  # at the end of the file, or above 2 GiB, which Linux returns at a time
+            while len(data) < stop - start:  # the file has ended, or more than 2 GiB were requested, Linux's limit for a read
                 more = os.pread(self.fd, stop - start - len(data), start + len(data))
                 if not more:
                     break
@@ -60,7 +60,7 @@ class OpenFile:
     def look(self) -> None:
         """Raise TokenFileError if another program has changed the file since it was opened.
 
-        A file that was deleted or renamed over still has its contents here.
+        An open file keeps its contents if it is deleted, or if another file is renamed to its name.
         """
         if self.changed():
             raise self.refuse("has changed")
@@ -74,7 +74,7 @@ class OpenFile:
         return "was written to" if now.st_mtime_ns != self._mtime_ns else ""
 
     def refuse(self, fault: str, otherwise: str = "") -> TokenFileError:
-        """Return the error for a fault. Its remedy is `otherwise`, unless the file was changed."""
+        """Return the error for a fault. otherwise: the error's remedy if the file has not changed."""
         if not (how := self.changed()):
             return TokenFileError(f"{self.path}: {fault}. {otherwise}")
         return TokenFileError(
@@ -84,9 +84,9 @@ class OpenFile:
 
 
 class Blocks:
-    """Bytes `begin` to `end` of a file, memory-mapped. Before use they are compared with the checksums of their blocks.
+    """Bytes `begin` to `end` of a file, memory-mapped. Before use, bytes are compared with the checksums of their blocks.
 
-    Block k is the bytes from k * `block_bytes` on; the first one lacks the bytes before `begin`. `crc32_K` are their checksums.
+    Block k has the bytes from k * `block_bytes` on; the first block lacks the bytes before `begin`. crc32_K: the checksums.
     """
 
     def __init__(self, file: OpenFile, begin: int, end: int, block_bytes: int, crc32_K: np.ndarray):
@@ -113,7 +113,7 @@ class Blocks:
             self._new[first:end] = bytes(end - first)
 
     def check_rows(self, start_R: np.ndarray, size: int) -> None:
-        """`check` of `size` bytes from each of many starts, without a loop over those that were compared before."""
+        """Call `check` for `size` bytes from each byte of start_R, (R,). If all blocks were compared before, nothing loops."""
         first_R, last_R = start_R // self.block_bytes, (start_R + size - 1) // self.block_bytes
         most = int((last_R - first_R).max(initial=0)) + 1
         block_RK = np.minimum(first_R[:, None] + np.arange(most), last_R[:, None])
@@ -122,7 +122,7 @@ class Blocks:
                 self.check(first * self.block_bytes, (last + 1) * self.block_bytes)
 
     def faults(self) -> list[str]:
-        """Read everything. Return each run of damaged blocks in words. Raises TokenFileError if the file cannot be read."""
+        """Read all blocks. Return each run of damaged blocks in words. Raises TokenFileError if the file cannot be read."""
         step = SPAN // self.block_bytes
         bad = [k for first in range(0, self.count, step) for k in self._differing(first, min(first + step, self.count))]
         found = []
@@ -141,7 +141,7 @@ class Blocks:
         return min(max(block * self.block_bytes, self.begin), self.end)
 
     def _differing(self, first: int, last: int) -> list[int]:
-        """Read blocks first..last-1. Return those that do not match their checksums."""
+        """Read blocks first..last-1. Return the numbers of the blocks that do not match their checksums."""
         origin = self._start(first)
         data, at, bad = memoryview(self.file.read(origin, self._start(last))), 0, []
         for block, checksum in enumerate(self._crc32_K[first:last].tolist(), first):
@@ -156,7 +156,7 @@ class Column:
     """One array of a token file. A slice is a read-only view of the map, after a check of its blocks (TokenFileError)."""
 
     def __init__(self, blocks: Blocks, dtype: Any, begin: int, size: int):
-        """`size` elements from byte `begin` on. `unchecked`: all of them, for a caller that checks its reads."""
+        """Map `size` elements from byte `begin` on. The attribute `unchecked` is for callers that check blocks themselves."""
         self.blocks = blocks
         self.dtype = np.dtype(dtype)
         self.begin, self.size = begin, size
@@ -178,5 +178,5 @@ class Column:
         return self.unchecked[first:last]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return all of it, in memory."""
+        """Return the complete array, in memory."""
         return self[:].astype(dtype or self.dtype)

@@ -1,8 +1,8 @@
 """Mixtures: the source of each row of a run, by the weights of the sources.
 
 The weights are constant over a phase of a run. A phase begins with the run, at a step of `data.source_schedule`, or when a
-resumed run has other weights. Each source continues through all phases: its rows are read in its own order, none twice within
-an epoch and none left out. So a row is a function of its number and the phases alone.
+resumed run has other weights. Each source continues through all phases: its rows are read in the source's own order, each row
+once an epoch. So a row is a function of its number and the phases alone.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that c
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A token file as data.source names it."""
+    """A token file in data.source, and its weight."""
 
     path: str
     weight: float | None  # None if none is given
@@ -30,7 +30,7 @@ class Named:
 def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], list[Problem]]:
     """Parse `a.tok=0.7,b.tok=0.3`: return the files, and the problems found.
 
-    Either each of several files has a weight, or none has: the weights are then in proportion to the tokens of the files.
+    Either all files have a weight, or none has. Without weights, files have weights in proportion to their tokens.
     """
     files, problems = [], []
     for item in filter(None, (part.strip() for part in source.split(","))):
@@ -62,7 +62,7 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
 
 
 def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[Problem]]:
-    """Parse `8000: a.tok=0.4,b.tok=0.6; 9000: ...`: return (steps done before it, files) of each phase, and the problems."""
+    """Parse `8000: a.tok=0.4,b.tok=0.6; 9000: ...`: return (steps before it, files) of each phase, and the problems."""
     key = "data.source_schedule"
     phases: list[tuple[int, list[Named]]] = []
     problems = []
@@ -90,7 +90,7 @@ def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
     """Return the weights of files, which sum to 1.
 
     Args:
-      tokens: of each file. Files without weights have weights in proportion to them.
+      tokens: number of tokens of each file. Files without weights have weights in proportion to it.
     """
     weights = [float(n) if file.weight is None else file.weight for file, n in zip(files, tokens, strict=True)]
     return [weight / math.fsum(weights) for weight in weights]
@@ -98,13 +98,15 @@ def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A range of a run with constant weights. It ends where the next one begins. Tokens are rows times data.seq_len, so they
-    keep their meaning if the length or the batch size changes."""
+    """A range of a run with constant weights. A phase ends where the next phase begins.
 
-    step: int  # optimizer steps done before it
-    tokens: int  # read by the run before it
-    weights: tuple[float, ...]  # by the source's number; 0: not read in this phase
-    read: tuple[int, ...]  # tokens of each source that were read before it
+    Positions are in tokens, rows times data.seq_len, so they keep their meaning if the length or the batch size changes.
+    """
+
+    step: int  # optimizer steps before the phase
+    tokens: int  # tokens that the run reads before the phase
+    weights: tuple[float, ...]  # by the source's number; 0: the source is not read in this phase
+    read: tuple[int, ...]  # tokens of each source that are read before the phase
 
     def row(self, seq_len: int) -> int:
         """Return the number of the phase's first row."""
@@ -130,17 +132,17 @@ class Mixture:
     """The phases of a run.
 
     Attributes:
-      sources: of all that the run has read, by number: `name` and `content_sha256` ("" for a source that is no file).
-      phases: by step; some may lie ahead.
+      sources: `name` and `content_sha256` ("" for a source that is no file) of each source that the run has read, by number.
+      phases: all phases in order, also later phases of the schedule.
       changed: whether the weights differ from those of the checkpoint, although the schedule has no change at this step.
     """
 
     def __init__(self, sources: Sequence[Mapping[str, str]], schedule: Sequence[tuple[int, Sequence[float]]], seq_len: int):
-        """Begin a run.
+        """Set sources and schedule; `start` sets the phases.
 
         Args:
-          sources: `name` and `content_sha256` of each.
-          schedule: (steps done before it, weight of each source) of each phase; the first has step 0.
+          sources: `name` and `content_sha256` of each source.
+          schedule: (steps before it, weight of each source) of each phase; 0 steps before the first phase.
         """
         self._opened, self._schedule, self.seq_len = [dict(source) for source in sources], list(schedule), seq_len
         self.sources: list[dict[str, str]] = []
@@ -150,20 +152,20 @@ class Mixture:
     def start(
         self, stored: Mapping[str, Any] | None, tokens: int, step: int, begin: int, row_at: Callable[[int], int]
     ) -> list[int]:
-        """Set the phases of a run that continues after `step` steps, and of a new one (step 0).
+        """Set the phases of a new run (step 0), or of a run that resumes after `step` steps.
 
         The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, even if its weights
-        do not change, and at `step` if the weights are not the last ones of the checkpoint. It begins with the first row that
-        is read after
-        that step: rows that are skipped there count for the phase before. A phase also begins at row `begin` if the batch
-        size has changed and the checkpoint ends within a batch of the new size: the run skips the remaining rows of this batch,
-        but no source skips a row. A source is identified by the hash of its contents, or without a file by its name.
+        do not change, and at `step` if the weights are not the last weights of the checkpoint. A phase begins with the first
+        row that is read after its step: rows that are skipped at this step count for the previous phase. A phase also begins at
+        row `begin` if the batch size has changed and the checkpoint ends within a batch of the new size: the run skips the
+        remaining rows of this batch, but no source skips a row. A source is identified by the hash of its contents, or without
+        a file by its name.
 
         Args:
           stored: `state` of the checkpoint; None for a new run.
-          tokens: read by the run so far.
+          tokens: tokens that the run has read so far.
           begin: number of the first row after `tokens` with which a batch begins.
-          row_at: return the number of the first row that is read after a number of steps, which is at least `step`.
+          row_at: returns the number of the first row that is read after a number of steps, which is at least `step`.
 
         Returns:
           The number of each opened source.
@@ -187,7 +189,7 @@ class Mixture:
             return tuple(found)
 
         def padded(values: Sequence[Any]) -> tuple[Any, ...]:
-            return (*values, *[0] * (count - len(values)))  # of sources that came later
+            return (*values, *[0] * (count - len(values)))  # 0 for sources that were added later
 
         self.phases = [Phase(p["step"], p["tokens"], padded(p["weights"]), padded(p["read"])) for p in before["phases"]]
         schedule = [(at, by_number(weights)) for at, weights in self._schedule]
@@ -222,7 +224,7 @@ class Mixture:
         return number_R, within_R
 
     def begun(self, row: int) -> list[Phase]:
-        """Return the phases that have a row before row `row`, and the first one."""
+        """Return the first phase, and all other phases with a row before row `row`."""
         return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) < row]
 
     def tokens_read(self, row: int) -> tuple[int, ...]:
@@ -230,10 +232,10 @@ class Mixture:
         return self.begun(row)[-1].read_before(row, self.seq_len)
 
     def state(self, row: int) -> dict[str, Any]:
-        """Return the mixture as a checkpoint stores it, in JSON, when the rows before `row` have been read.
+        """Return the mixture for a checkpoint, as JSON, when the rows before `row` have been read.
 
-        `sources`: all that the run has read, by number: name, hash of the contents, tokens read. `phases`: those that have
-        begun: the step and the tokens at which it began, and by number the weight and the tokens read before.
+        `sources`: name, hash of the contents and tokens read of each source that the run has read, by number. `phases`: the
+        fields of each `Phase` that has begun.
         """
         read = self.tokens_read(row)
         sources = [{**source, "tokens": tokens} for source, tokens in zip(self.sources, read, strict=True)]
@@ -243,8 +245,8 @@ class Mixture:
 def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Return (source, index within it) of each index: sources take turns in proportion to their weights.
 
-    Among the first n indices source k has n * weight_k of them, to within the number of sources, and the indices of each
-    source are 0, 1, 2, ...: a pure function of the index, in exact integers.
+    Among the first n indices, source k has n * weight_k indices, with an error of at most the number of sources. The indices
+    within each source are 0, 1, 2, ... The result is a pure function of the index, in exact integers.
     """
     source_R = np.zeros(len(index_R), np.int64)
     within_R = np.asarray(index_R, np.int64).copy()
@@ -259,7 +261,7 @@ def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarra
 
 
 def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of the first `rows` indices that `interleave` gives to each source."""
+    """Return how many of the first `rows` indices `interleave` gives to each source."""
     counts = []
     for share in _binary_shares(weights):
         counts.append((rows * share) >> WEIGHT_BITS)

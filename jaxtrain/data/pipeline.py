@@ -1,9 +1,9 @@
 """Batches as a pure function of (seed, step).
 
-A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len; one with loss bits has rows of whole
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with loss bits has rows of whole
 conversations instead, numbered in the same way (windows.py). Row `r` of step `s` has the global index g = s * global_batch + r,
 and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts, and any process can make
-any rows. Nothing here imports jax, and `check` imports nothing that does.
+any rows. This module and `check` import no jax; only `Batches` imports it, through grain.
 
 If a run has several sources, its mixture assigns each global index to a row of one of them (mixture.py).
 """
@@ -31,7 +31,7 @@ from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.synonyms import MOST, did_you_mean
 
 Rows = slice | np.ndarray | None
-FULL = 0.9  # of rows of conversations: a smaller filled part is reported
+FULL = 0.9  # rows of conversations with a smaller fraction of tokens that are not padding are reported
 CROSS_ENTROPY = config.Loss()
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
@@ -39,14 +39,22 @@ MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 class Batches:
     """Batches of one split of a source, made by `open_source`.
 
-    Attributes: `vocab_size`; `tokenizer` (name, sha256, vocab_size, eot); `bytes_per_token` (UTF-8 bytes of text per token
-    whose prediction counts; None if unknown); `synthetic`; `tokens_per_epoch`; `masked_fraction` (part of the tokens that
-    `data.max_segments` masks); `max_segments` (documents in a row at most; optional for a user's own sources); `truncated`
-    (conversations longer than a row, the tokens that they lose, the tokens of all conversations); `sparse` (files whose rows
-    `max_segments` keeps from being filled, with the filled part); `fingerprint` (JSON: the data that was read, for receipts).
-    `pairs`: whether the rows hold pairs; `left_out` (pairs longer than a row); `references` (of pairs, by the name of the
-    source: reference log-probabilities by the number of the document; empty while they are not known).
-    `sources`: of all that the run has read and will read, by number. `mixture`: the source of each row.
+    Attributes:
+      vocab_size: one more than the tokenizer's largest id.
+      tokenizer: name, sha256, vocab_size, eot.
+      bytes_per_token: UTF-8 bytes of text per token whose prediction counts; None if unknown.
+      synthetic: whether the data is synthetic.
+      tokens_per_epoch: tokens of all sources.
+      masked_fraction: fraction of the tokens that `data.max_segments` masks.
+      max_segments: documents in a row at most; optional for a user's own sources.
+      truncated: number of conversations longer than a row, tokens that these lose, tokens of all conversations.
+      sparse: files with much padding because of `max_segments` -> fraction of their rows that is not padding.
+      fingerprint: JSON, the data that was read, for receipts.
+      pairs: whether rows are pairs.
+      left_out: number of pairs longer than a row.
+      references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
+      sources: each source that the run has read or will read, by number.
+      mixture: the source of each row.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class Batches:
         masked_fraction: float = 0.0,
         synthetic: bool = False,
     ):
-        # imports jax, in seconds; only a run that has passed `check` comes here
+        # This imports jax, which takes seconds. `check` runs before.
         from grain.experimental import index_shuffle
 
         self._shuffle = index_shuffle
@@ -99,15 +107,15 @@ class Batches:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
     def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int, row_at: Callable[[int], int]) -> bool:
-        """Set the mixture of a run that continues after `step` steps: each source continues from its last position.
+        """Set the mixture of a run that resumes after `step` steps: each source continues from its last position.
 
         Args:
-          stored: the facts about the data in the checkpoint's meta.json; None or {} for a new run.
-          begin: the global index of the first row of the first batch that was not read; data to pass over may begin with it.
-          row_at: return the global index of the first row that is read after a number of steps, at least `step`.
+          stored: the data's entries in the checkpoint's meta.json; None or {} for a new run.
+          begin: the global index of the first row of the first batch that was not read; skipped data may begin with this row.
+          row_at: returns the global index of the first row that is read after a number of steps, at least `step`.
 
         Returns:
-          Whether the weights are not those of the checkpoint, and not because the schedule has a change at this step.
+          Whether the weights differ from those of the checkpoint, although the schedule has no change at this step.
         """
         stored = stored or {}
         before, tokens = stored.get("mixture"), stored.get("tokens", 0)  # a user's own source stores no mixture
@@ -177,7 +185,7 @@ class Batches:
         return self.numbered_rows(self.sources[source], self.window_numbers(source, index_R))
 
     def numbered_rows(self, source: Windows, number_R: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the rows of a source with these numbers."""
+        """Return a batch of the rows of a source with these window numbers, (R,)."""
         batch = make_batch(*source.rows(number_R), self.packing != "none", self.max_segments)
         if isinstance(source, PairRows):
             # The reference log-probability of each document, at its first token: the loss sums over a document, so one number
@@ -190,7 +198,7 @@ class Batches:
 
 
 class _Removed:
-    """A source that the run has read and that is no longer in its data. No row of a later phase comes from it."""
+    """A source that the run has read and that is no longer in the run's data. Later phases read no row of this source."""
 
     def __init__(self, name: str):
         self.name = name
@@ -199,7 +207,7 @@ class _Removed:
 def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
     """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems). One source without a name has the name "".
 
-    A name has only letters, digits, _ and -, and no number follows it: that would be a file and its weight.
+    A name has only letters, digits, _ and -. If a number follows the `=`, the item is a file with a weight, not a name.
     """
     sets: dict[str, str] = {}
     items = [item for part in text.split(";") if (item := part.strip())]
@@ -234,7 +242,10 @@ def is_custom(source: str) -> bool:
 
 
 def near_files(path: str) -> list[str]:
-    """Return up to three similar data files in a path's folder (held-out for held-out), or a similar built-in source."""
+    """Return a similar built-in source, or up to three similar data files in the path's folder.
+
+    A held-out file (.val.) is similar to held-out files only, and a training file to training files only.
+    """
     if close := difflib.get_close_matches(path, ("stdlib", "synthetic"), 1, 0.75):
         return close
     asked = Path(path).expanduser()
@@ -249,7 +260,7 @@ def near_files(path: str) -> list[str]:
 
 
 def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
-    """Return the problem of a file that does not exist: the nearest one of its folder, or the two commands that make it."""
+    """Return the problem of a missing file. Its remedy names similar files, or two commands that make the file."""
     if near := near_files(path):
         return config.Problem(key, path, "no such file", did_you_mean(near))
     output = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else token_file_of(path)
@@ -266,7 +277,7 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
 
 
 def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int) -> list[TokenFile]:
-    """Open token files. Raises ConfigError with all their problems."""
+    """Open token files. Raises ConfigError with the problems of all files."""
     files: list[TokenFile] = []
     problems = []
     for path in (each.path for each in named):
@@ -287,7 +298,7 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
             its = header["tokenizer"]["name"]
             again = f"prepare the text again with --tokenizer={data.tokenizer}"
             fix = f"Set data.tokenizer={its}, or {again}."
-            if its == "byte":  # of a config for another model: the option was forgotten
+            if its == "byte":  # the config is for another model, and --tokenizer was forgotten
                 fix = f"{again[0].upper()}{again[1:]}."
             elif data.tokenizer == "byte":  # the default
                 fix = f"Set data.tokenizer={its}."
@@ -309,7 +320,7 @@ def open_mixture(
     """Open the token files of a source and of a schedule, each once.
 
     Returns:
-      The files, and (steps done before it, weight of each file) of each phase. Weights sum to 1.
+      The files, and (steps before it, weight of each file) of each phase. Weights sum to 1.
 
     Raises:
       ConfigError: with all problems.
@@ -338,11 +349,14 @@ def open_mixture(
 
 
 def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY) -> list[config.Problem]:
-    """Return the problems of the data of a run, before anything is made or any device touched. Reads headers only.
-
-    loss: decides whether the data must be pairs. A user's own loss may take both.
+    """Return the problems of a run's data, before any file is made or any device is used. Reads headers only.
 
     The types and ranges of the keys themselves are checked before (jaxtrain/validate).
+
+    Args:
+      model_vocab: model.vocab_size.
+      need_eval: whether the run evaluates, and needs held-out data.
+      loss: its name decides whether the data must be pairs. A user's own loss supports both.
     """
     problems, largest = [], 0
     pairs = None if ":" in loss.name else loss.of_pairs
@@ -382,7 +396,7 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
             try:
                 schedule = data.source_schedule if key == "data.source" else ""
                 files, _ = open_mixture(data, source, key, data.seq_len, schedule)
-                # Not its tokenizer's: Gemma 3's tokenizer has one more id, for images, than the text models.
+                # The largest id decides: Gemma 3's tokenizer has one more id, for images, than its text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except config.ConfigError as e:
@@ -415,7 +429,7 @@ def token_file_of(text: str) -> Path:
 
 
 def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> config.Problem | None:
-    """Return the problem of a file that holds pairs for a loss without pairs, or the other way round."""
+    """Return the problem of a file with pairs for a loss without pairs, or without pairs for a loss of pairs; or None."""
     if file.pairs and pairs is False:
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
         return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
@@ -427,7 +441,7 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
 
 
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
-    """Return one problem for each mistake: a wrong tokenizer or length is found again in every file."""
+    """Return one problem for each mistake: every file reports a wrong tokenizer or length again."""
     kept: dict[object, config.Problem] = {}
     for problem in problems:
         own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
@@ -445,8 +459,8 @@ def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.
 def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
     """Return the run with `data.max_segments` = 0 replaced by the most documents that a row of these batches may have.
 
-    opened: every source of the run, from `open_source`. A user's own source without a number
-    counts with config.MOST_DOCUMENTS. Raises config.ConfigError if one has more than that.
+    opened: every source of the run, from `open_source`. A user's own source without `max_segments` counts as
+    config.MOST_DOCUMENTS. Raises config.ConfigError if a source has more documents in a row than config.MOST_DOCUMENTS.
     """
     if run.data.max_segments:
         return run
@@ -467,10 +481,11 @@ def open_source(
     seed: int | None = None,
     seq_len: int | None = None,
 ) -> Batches:
-    """Open a source (and make it, for stdlib). `source` "": the same split of `data.source`.
+    """Open a source; stdlib is made if it does not exist. `source` "": the same split of `data.source`.
 
-    `split`: train | validation. `seed` and `seq_len` default to the config's. A `package.module:name` is called as
-    `name(data, split, global_batch)` and returns an object with this interface. Raises config.ConfigError.
+    `split`: train | validation. `seed` and `seq_len` default to the config's values. `data_dir`: the folder of stdlib's token
+    files. A `package.module:name` is called as `name(data, split, global_batch)` and must return an object with the interface
+    of `Batches`. Raises config.ConfigError.
 
     With `data.max_segments` = 0, the number of documents in a row follows from the offsets in the files, up to
     config.MOST_DOCUMENTS.
@@ -537,8 +552,8 @@ def open_source(
             raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
         sources.append(windows)
         masked_by_source.append(masked)
-        # For each token read from the mixture: the bytes and the number of the predictions that count. Rows of conversations
-        # contain padding, and not the truncated tokens.
+        # The sums are per token read from the mixture: bytes and number of the predictions that count. Rows of conversations
+        # contain padding, but no truncated tokens.
         held = header["tokens"]
         if isinstance(windows, PackedRows):
             held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)

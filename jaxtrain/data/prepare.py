@@ -39,18 +39,18 @@ from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
 from jaxtrain.data.template import LOSSES, ChatTemplate, load_template
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
 
-SHARD_MB = 64  # of input, in a part
+SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
 SHOWN = 20  # bad lines shown one by one; further ones are counted
 LINE_SECONDS = 10.0  # between two lines of progress
 UPDATE_SECONDS = 0.5  # between two checks for finished processes
 Part = tuple[Cut, ...]
 Say = Callable[[str], None]
-Count = Callable[[int, int], None]  # takes bytes of input that were read, and tokens made of them
+Count = Callable[[int, int], None]  # called with bytes of input that were read, and tokens made from them
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended without a result: out of memory, or killed."""
+    """An error: a worker process ended without a result, out of memory or killed."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Job:
 
     Attributes:
       text_key: a column, or several with commas between, joined by `separator`.
-      validation: part of the documents that NAME.val.tok gets.
-      chat: rows are conversations, written by the tokenizer's chat template or the file `chat_template`.
+      validation: fraction of the documents that go to NAME.val.tok.
+      chat: rows are conversations, written by the tokenizer's chat template or the template in the file `chat_template`.
       loss: the tokens of conversations that count (template.LOSSES).
       preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
-      date: today, for templates that ask for it.
+      date: today's date, for templates that use it.
     """
 
     tokenizer: str = "byte"
@@ -79,11 +79,11 @@ class Job:
 
     @property
     def flags(self) -> bool:
-        """Return whether each token has a bit for whether it counts in the loss."""
+        """Return whether the token file has a loss bit for each token."""
         return self.chat or self.preference
 
     def load(self) -> tuple[tokenizers.Tokenizer, Rows]:
-        """Return the tokenizer, and the object that makes documents of rows. Raises TokenizerError."""
+        """Return the tokenizer, and the object that converts rows to documents. Raises TokenizerError."""
         tok = tokenizers.load_tokenizer(self.tokenizer, self.eot)
         if not self.flags:
             return tok, TextRows(self.text_key.split(","), self.separator)
@@ -94,7 +94,7 @@ class Job:
         return tok, PairRows(template, tok.bos) if self.preference or not template else ChatRows(template, self.loss)
 
     def check(self) -> None:
-        """Raise PrepareError for a wrong option that is found without reading any input."""
+        """Raise PrepareError for an option that is wrong for any input."""
         if not 0 <= self.validation < 1:
             raise PrepareError(f"--validation={self.validation}: is a fraction of the documents, at least 0 and less than 1")
         if self.loss not in LOSSES:
@@ -119,16 +119,22 @@ def prepare(
     say: Say = lambda line: print(line, file=sys.stderr, flush=True),
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Write `output` (and NAME.val.tok with `validation` > 0), both or neither. Return their headers.
+    """Write `output`, and NAME.val.tok if `validation` > 0; both or neither. Return their headers.
+
+    If the input has bad lines and `skip_bad_lines` is False, nothing is written.
 
     Args:
-      processes: 0: the number of cores.
-      shard_mb: input of a part in MB. Finished parts of an interrupted run are reused.
+      inputs: globs, or data sets hf:DATASET.
+      format: one of readers.FORMATS.
+      force: replace existing outputs.
+      processes: number of processes; 0: the number of cores.
+      shard_mb: MB of input in a part. Finished parts of an interrupted run are reused.
       say: prints a line about bad lines or progress.
-      options: those of a `Job`.
+      options: fields of `Job`.
 
-    Raises PrepareError, TokenizerError or TokenFileError for errors that the user can fix, and WorkerDied. With bad lines,
-    unless they are skipped, nothing is written.
+    Raises:
+      PrepareError, TokenizerError, TokenFileError: errors that the user can fix.
+      WorkerDied: a process ended without a result.
     """
     job = Job(**options)
     outputs = [output, validation_path(output)] if job.validation else [output]
@@ -215,7 +221,10 @@ def find_inputs(patterns: list[str]) -> list[Path]:
 
 
 def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
-    """Return all inputs in parts, and of each input [path, bytes, time of change in ns] or its equal. Raises PrepareError."""
+    """Return the parts of all inputs, and the state of each input. Raises PrepareError.
+
+    The state is [path, bytes, time of change in ns], or [name, number of parts, description of the contents] for a data set.
+    """
     cuts: list[Cut] = []
     state: list[list[Any]] = []
     by_name = [p for p in patterns if p.startswith(readers.DATASET)]
@@ -236,7 +245,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
 
 
 def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
-    """Group small inputs, up to about `part_bytes` each."""
+    """Join small inputs into parts of up to about `part_bytes` each."""
     parts: list[list[Cut]] = []
     size = 0
     for cut in cuts:
@@ -253,7 +262,7 @@ def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
     """Yield the folder for the finished parts of a command, locked for this process. The parts are kept after an error.
 
     Args:
-      described: everything that the parts depend on.
+      described: the inputs and options that the parts depend on.
 
     Raises TokenFileError.
     """
@@ -267,7 +276,7 @@ def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
             shutil.rmtree(old)
         folder.mkdir(exist_ok=True)
         for old in folder.iterdir():
-            if old.suffix not in (".tok", ".json"):  # of a part that was not finished
+            if old.suffix not in (".tok", ".json"):  # a temporary file of an unfinished part
                 old.unlink()
         yield folder
         shutil.rmtree(path)
@@ -280,7 +289,7 @@ def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
 
 
 def names(folder: Path, number: int, job: Job) -> list[Path]:
-    """Return the token files of a part."""
+    """Return the paths of a part's token files."""
     return [folder / f"{number:06}.tok", folder / f"{number:06}.val.tok"][: 2 if job.validation else 1]
 
 
@@ -302,9 +311,9 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
 
 
 def in_validation(piece: Piece, fraction: float) -> bool:
-    """Return whether a document belongs to validation, by its text (the first part of a long file).
+    """Return whether a document belongs to validation, by a hash of its text (of the first piece of a long file).
 
-    So the result is the same in every run and order.
+    So the result is the same in every run, for any order of the documents. fraction: 0 to 1.
     """
     digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
@@ -326,7 +335,7 @@ def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
-    """Yield (ids, loss flags or None, bytes of text that count) of each piece."""
+    """Yield (ids, loss flags or None, bytes of the text that counts in the loss) of each piece."""
     if batch[0].parts is None:
         yield from ((ids, None, 0) for ids in tok.encode_batch([piece.text for piece in batch]))
         return
@@ -341,10 +350,10 @@ def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.n
 
 
 def end_counts(piece: Piece, loss: str) -> bool:
-    """Return whether the end-of-text of a document with loss flags counts.
+    """Return whether the end-of-text token of a document with loss flags counts in the loss.
 
-    It does if it ends the last turn: the turn's text counts, and no control token has ended it. With loss "all" it always does,
-    unless the last turn does not count.
+    It counts if the last part of the document counts and is text, so that no control token has ended the turn. With loss "all"
+    it also counts after a control token.
     """
     return bool(piece.parts) and piece.parts[-1].loss and (loss == "all" or piece.parts[-1].control < 0)
 
@@ -352,8 +361,8 @@ def end_counts(piece: Piece, loss: str) -> bool:
 def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
     """Write a part, and return the contents of its JSON.
 
-    They are `files` (hashes), `bad` (the number of bad lines), and `lines` (the first ones, with reasons). With bad lines,
-    unless they are skipped, the part is not marked as finished.
+    The keys are `files` (hashes), `bad` (the number of bad lines), and `lines` (the first bad lines, with reasons). If there
+    are bad lines that are not skipped, the part is not marked as finished.
     """
     tok, rows = job.load()
     lines: list[str] = []
@@ -373,7 +382,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
                 for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
                     if writer is None:
                         writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
-                        if not job.flags:  # a template writes its own
+                        if not job.flags:  # otherwise the parts of the document include these ids
                             writer.write(list(tok.bos), 0)
                     writer.write(ids, piece.num_bytes, flags, counted)
                     if piece.end:
@@ -400,10 +409,10 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
 
 
 class Progress:
-    """Prints bytes read and tokens made, a line every ten seconds."""
+    """The progress of a run: prints bytes read and tokens made, a line every ten seconds."""
 
     def __init__(self, total: int, done: int):
-        """total: bytes of the input, 0 if unknown. done: those of an earlier run."""
+        """Start the clock. total: bytes of the input, 0 if unknown. done: bytes that an earlier run has read."""
         self.total, self.before = total, done
         self.done = self.tokens = 0  # of this run
         self.started = self.last = time.monotonic()
@@ -412,7 +421,7 @@ class Progress:
         self.show(self.done + done, self.tokens + tokens)
 
     def show(self, done: int, tokens: int) -> None:
-        """done, tokens: of this run so far."""
+        """Print a line if it is time for one. done, tokens: bytes read and tokens made by this run so far."""
         self.done, self.tokens = done, tokens
         now = time.monotonic()
         if now - self.last < LINE_SECONDS:
@@ -428,7 +437,7 @@ class Progress:
 
 
 def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
-    """Make the parts that an earlier run did not finish. Return the number of bad lines; name the first ones through `say`.
+    """Make the parts that an earlier run did not finish. Return the number of bad lines; `say` prints the first bad lines.
 
     Raises PrepareError after the first part with bad lines, unless they are skipped.
     """
@@ -467,7 +476,7 @@ def count_lines(bad: int) -> str:
 def make_parts(
     job: Job, folder: Path, parts: dict[int, Part], processes: int, skip_bad_lines: bool, progress: Progress
 ) -> Generator[dict[str, Any]]:
-    """Yield the results of `make_part` in the order of the parts, several of which are made at a time.
+    """Yield the results of `make_part` in the order of the parts. Several parts are made at a time.
 
     The processes end with the iterator. Raises the exceptions of `make_part`, and WorkerDied.
     """
@@ -498,7 +507,7 @@ def make_parts(
         pool.shutdown(cancel_futures=True)
 
 
-_made: Any = None  # of a worker: what all processes have done, shared with the parent
+_made: Any = None  # in a worker: bytes read and tokens made by all processes, shared with the parent
 
 
 def _begin_worker(made: Any) -> None:
@@ -511,7 +520,7 @@ def _begin_worker(made: Any) -> None:
 
     def follow() -> None:
         parent.join()
-        os._exit(1)  # without this, a worker outlives a parent that was killed
+        os._exit(1)  # otherwise a worker would continue after its parent was killed
 
     threading.Thread(target=follow, daemon=True).start()
 

@@ -26,7 +26,7 @@ DATASET = "hf:"  # begins the name of a data set
 DATASET_FORM = "hf:DATASET[:CONFIG][:SPLIT]; the split is train where none is given, hf:DATASET::SPLIT leaves the config open"
 TO_PARQUET = "import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{{0}}'{}), '{{1}}.parquet')"
 TO_LINES = "import json; [print(json.dumps(x)) for x in json.load(open('{0}'))]"
-OTHER_FORMATS = {  # what to do with a file, by its suffix; {0} is its path, {1} the path without suffix
+OTHER_FORMATS = {  # suffix of a file that is not read -> remedy; {0} is the file's path, {1} the path without suffix
     ".csv": f'python -c "{TO_PARQUET.format("")}"',
     ".tsv": f'python -c "{TO_PARQUET.format(", parse_options=c.ParseOptions(delimiter='\\t')")}"',
     ".json": "give --format=jsonl if each line is an object; of one list, make such a file: "
@@ -38,18 +38,18 @@ OTHER_FORMATS = {  # what to do with a file, by its suffix; {0} is its path, {1}
 
 
 class PrepareError(ValueError):
-    """The command or its input is wrong; the message names the file or option."""
+    """An error: the command or its input is wrong. The message names the file or option."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of one input for one process: all of it, the lines that start in bytes begin..end, row groups, or files."""
+    """A part of one input for one process: the complete file, lines that start in bytes begin..end, row groups, or files."""
 
     path: str
     kind: str  # text | jsonl | parquet | dataset
     size: int  # bytes of the part, for progress: exact except for row groups, which are assumed to be equal
-    begin: int = 0
-    end: int = -1  # -1: to the end
+    begin: int = 0  # the first byte, row group or file
+    end: int = -1  # after the last byte, row group or file; -1: to the end of the input
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Input:
     cut: Cut
     rows: Rows
     report: Callable[[str], None]
-    done: int = 0  # bytes of the part read
-    bad: int = 0
+    done: int = 0  # bytes of the part that were read
+    bad: int = 0  # number of bad lines
     first: int = 0  # the byte of a file of JSON lines at which the part begins
 
     @property
@@ -69,7 +69,7 @@ class Input:
 
     @functools.cached_property
     def lines_before(self) -> int:
-        """Lines of the file before the part: counted at the first bad line."""
+        """Return the number of lines of the file before the part, counted at the first bad line."""
         count, left = 0, self.first
         with self.path.open("rb") as f:
             while left > 0 and (data := f.read(min(left, 1 << 22))):
@@ -86,7 +86,7 @@ class Input:
 
 
 def read(source: Input) -> Iterator[Piece]:
-    """Yield the documents of a part of any kind. Raises PrepareError if it cannot be read to its end."""
+    """Yield the documents of a part of any kind. Raises PrepareError if the part cannot be read to its end."""
     try:
         if source.cut.kind == "text":
             yield from read_text(source)
@@ -126,7 +126,7 @@ def detect_format(path: Path) -> str:
 
 
 def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
-    """Return the file, decompressed if its name has the suffix of a compression."""
+    """Return the file `raw`, decompressed if the name in `path` has a suffix of COMPRESSED."""
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.open(raw))
@@ -169,10 +169,10 @@ Row = dict[str, Any] | RowError
 
 
 def read_jsonl(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (number from the part's beginning, row) of every line; blank lines are skipped."""
+    """Yield (line number from the part's beginning, row) of every line; blank lines are skipped."""
     begin, end = source.cut.begin, source.cut.end
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
-        if begin:  # to the first line that starts in the part: the byte before it ends a line, or is within one
+        if begin:  # skip to the first line that starts in the part: the byte before `begin` ends a line, or is within a line
             f.seek(begin - 1)
             begin += len(f.readline()) - 1
         at = source.first = begin
@@ -198,7 +198,7 @@ def _row(line: bytes) -> Row:
 
 
 def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (number in the file, row) of every row. BATCH_ROWS decoded rows are in memory at a time."""
+    """Yield (row number in the file, row) of every row. BATCH_ROWS decoded rows are in memory at a time."""
     import pyarrow
     import pyarrow.parquet
 
@@ -228,7 +228,8 @@ def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
 def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
     """Return the parts of a file that processes can read at the same time, in order, each of about `part_bytes` or less.
 
-    A text file is one document, and a compressed file can only be read from its beginning: these are one part each.
+    A text file is one part, because it is one document. A compressed file is one part, because it can only be read from its
+    beginning.
     """
     size = path.stat().st_size
     if size <= part_bytes or kind == "text" or path.suffix.lower() in COMPRESSED:
@@ -286,7 +287,7 @@ def _reason(e: Exception) -> str:
 
 
 def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
-    """Return the number of its parts (files), and a description that changes with its contents. Raises PrepareError."""
+    """Return the number of a data set's parts (files), and a text that changes with its contents. Raises PrepareError."""
     count = open_dataset(spec, rows).num_shards
     import datasets
 
@@ -298,7 +299,7 @@ def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
 
 
 def read_dataset(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (number in its part, row) of every row."""
+    """Yield (row number in the part, row) of every row of a part of a data set."""
     spec, part = source.cut.path, source.cut.begin
     data = open_dataset(spec, source.rows)
     try:

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, Parquet and data sets as documents: one or several columns of text, a conversation, or a pair."""
+"""Convert rows of JSON lines, Parquet and data sets to documents: columns of text, a conversation, or a pair."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxtrain.data.template import THOUGHTS, ChatTemplate, Conversation, Part, RowError
 
-# Names of roles in templates, by the names that data sets use. Others are refused: a template may write the role between `<|`
-# and `|>`, so an arbitrary role could name any control token.
+# Name of a role in data sets -> its name in templates. Other names are errors: a template may write the role between `<|` and
+# `|>`, so an arbitrary role could name any control token.
 ROLES = {
     name: role
     for role, names in {
@@ -25,7 +25,7 @@ ROLES = {
     }.items()
     for name in names
 }
-# Older names for function calls, which templates do not read: without them, the model would learn another text.
+# Older keys for function calls -> the keys that templates read. Rows with older keys are errors: the text would lack the calls.
 NOT_READ = {"function_call": "tool_calls", "functions": "tools"}
 TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", *TEMPLATE_COLUMNS)
@@ -39,8 +39,12 @@ CHAT_COLUMNS = (
 class Piece:
     """Text of a document, and whether the document ends with it.
 
-    `parts`: of a conversation or a member of a pair, cut for encoding. `rejected`: of the chosen member of a pair, the other
-    member, which is the next document. Both have the `text` of the pair, so that both are on one side of --validation.
+    Attributes:
+      text: the text. Both members of a pair have the text of both, so that --validation puts them into the same file.
+      num_bytes: UTF-8 bytes of the text.
+      end: whether the document ends with this piece.
+      parts: the parts that are encoded separately, for a conversation or a member of a pair.
+      rejected: for the chosen member of a pair, the rejected member, which is the next document.
     """
 
     text: str
@@ -51,10 +55,10 @@ class Piece:
 
 
 class TextRows:
-    """The text of one column, or of several with `separator` between those that are not empty.
+    """Rows of text: one column, or several columns with `separator` between those that are not empty.
 
-    `columns` returns the columns of a table that are read, and raises RowError if they are unsuitable. `piece` returns the
-    document of a row, None if it has no text, and raises RowError. The other classes have the same methods.
+    `columns` returns the columns of a table that are read, and raises RowError if a column is missing. `piece` returns the
+    document of a row, None if the row has no text, and raises RowError. ChatRows and PairRows have the same methods.
     """
 
     def __init__(self, keys: list[str], separator: str):
@@ -79,7 +83,7 @@ class TextRows:
 
 
 class ChatRows:
-    """A conversation, written by a chat template. `loss`: the tokens that count (template.LOSSES)."""
+    """Rows of conversations, written by a chat template. loss: the tokens that count (template.LOSSES)."""
 
     def __init__(self, template: ChatTemplate, loss: str):
         self.template = template
@@ -100,7 +104,9 @@ class ChatRows:
 
 
 class PairRows:
-    """Two completions of one prompt, the first of them preferred. Each is a document; only its completion counts in the loss.
+    """Rows of pairs: two completions of one prompt, the first preferred. The prompt with each completion is a document.
+
+    Only the completions count in the loss.
 
     Args:
       template: writes rows of messages; None: rows are plain text.
@@ -172,7 +178,7 @@ def _shared_words(chosen: str, rejected: str) -> str:
 
 
 def _pair_of_messages(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages of the prompt, and those that each member adds to them. Raises RowError."""
+    """Return the messages of the prompt, of the chosen and of the rejected completion. Raises RowError."""
     given = row.get("prompt")
     if isinstance(row["chosen"], str) and isinstance(row["rejected"], str) and isinstance(given, str):
         chosen, rejected = ([_message("assistant", _text(row[name], repr(name)))] for name in ("chosen", "rejected"))
@@ -180,7 +186,7 @@ def _pair_of_messages(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[d
     chosen, rejected = (_messages(row[name], name) for name in ("chosen", "rejected"))
     if isinstance(given, list):
         return _messages(given, "prompt"), chosen, rejected
-    # Whole conversations: the prompt is what both begin with.
+    # Both members are complete conversations: the prompt is their common beginning.
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same conversation")
     most = max(0, min(len(chosen), len(rejected)) - 1)
@@ -200,7 +206,7 @@ FORMS = (
 
 
 def form(names: Iterable[str]) -> str | None:
-    """Return the form of conversation of a row with these keys, the first that matches; None if none does."""
+    """Return the first form of conversation that matches a row with these keys; None if no form matches."""
     names = set(names)
     for key in ("messages", "conversations"):
         if key in names:
@@ -212,9 +218,9 @@ def form(names: Iterable[str]) -> str | None:
 
 
 def conversation(row: dict[str, Any]) -> Conversation:
-    """Return the conversation of a row of any of the forms. Of a prompt with a completion, only the completion counts.
+    """Return the conversation of a row in any of the forms. Raises RowError.
 
-    Raises RowError.
+    If prompt and completion are both lists of messages, only the completion counts in the loss.
     """
     _refuse_unread(row, "the row")
     row = {k: v for k, v in row.items() if v is not None}  # Parquet has every column in every row
@@ -263,7 +269,7 @@ def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, 
 
 
 def _json(value: Any, what: str) -> Any:
-    """Return the value of a JSON text, and any other value as it is, without half surrogate pairs. Raises RowError."""
+    """Return the value of a JSON text, or any other value unchanged. Raises RowError, also for half of a surrogate pair."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -314,7 +320,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _counts(item: dict[str, Any], what: str) -> bool:
-    """Return whether a message may count in the loss: axolotl's `train`, OpenAI's `weight`. Raises RowError."""
+    """Return whether a message may count in the loss, by axolotl's key `train` and OpenAI's key `weight`. Raises RowError."""
     for key, rule in (("train", "true or false"), ("weight", "0 or 1")):
         value = item.get(key)
         if value is not None and not (isinstance(value, bool) if key == "train" else value in (0, 1)):
@@ -343,7 +349,7 @@ def _refuse_unread(item: dict[str, Any], what: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value in the words of JSON, or the name of its type if JSON has no word for it."""
+    """Return the JSON type of a value in words, or the name of its Python type if JSON has no such type."""
     if value is None:
         return "null"
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}

@@ -31,7 +31,7 @@ def list_files() -> list[tuple[str, Path]]:
 
 
 def is_validation(relative: str) -> bool:
-    """Return whether a file belongs to validation, by its path alone: it stays in its split when the library changes."""
+    """Return whether a file belongs to validation, by its path alone. So it stays in its split when the library changes."""
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
@@ -59,7 +59,7 @@ def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
     sources = [f"python {platform.python_version()} standard library, {len(files)} files"]
     with TokenWriter(out, tokenizers.info(byte), suffix=f".partial.{secrets.token_hex(4)}", sources=sources) as writer:
         for _, path in files:
-            # a few modules are Latin-1 by their coding line: their odd bytes become U+FFFD, which is UTF-8 again
+            # A few modules are Latin-1 by their coding line. Their bytes that are not UTF-8 become U+FFFD.
             text = path.read_bytes().decode(errors="replace")
             writer.write(byte.encode_batch([text])[0], len(text.encode()))
             writer.end_document()

@@ -1,4 +1,4 @@
-"""Synthetic tokens that can be learnt: for tests, and for runs that measure speed and not learning.
+"""Synthetic tokens that a model can learn, for tests and for runs that measure speed.
 
 256 symbols have one fixed random cyclic order. A document begins at a random symbol and continues with its own stride of 1 to 4
 in this order; one symbol in sixteen is replaced by a random one. So a model must first learn the order, then infer the stride
@@ -39,7 +39,7 @@ class Synthetic:
         R, n, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
         bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))
-        # documents have about equal lengths, each start moved by up to half of one
+        # Documents have about equal lengths; each start is moved by up to half a length.
         step = length // n
         start_RM = np.arange(n) * step + (bits_RM % np.uint64(max(1, step // 2))).astype(np.int64)
         start_RM[:, 0] = 0

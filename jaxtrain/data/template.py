@@ -29,7 +29,7 @@ MARK, OPEN, CLOSE, ANSWER = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharact
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message; templates read one of them
 TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
 LOSSES = ("assistant", "all", "last")
-# The byte tokenizer's own: a line that names the role, the text, end-of-text after each assistant turn, a blank line between.
+# The byte tokenizer's template: a line with the role, the text, end-of-text after each assistant turn, a blank line between.
 BYTE_TEMPLATE = """{%- for message in messages -%}
 {%- if not loop.first %}{{ '\\n\\n' }}{% endif -%}
 {{ '### ' + message['role'] + '\\n' + message['content'] }}
@@ -39,7 +39,7 @@ BYTE_TEMPLATE = """{%- for message in messages -%}
 
 
 class RowError(ValueError):
-    """A row that cannot be read; the message has the reason, and the caller names the file and the line."""
+    """An error: a row cannot be read. The message has the reason, and the caller adds the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Conversation:
     prompt: int = 0
 
     def first(self, count: int) -> "Conversation":
-        """Return the conversation up to a message."""
+        """Return the conversation with only its first `count` messages."""
         return replace(self, messages=self.messages[:count])
 
     def without(self, *keys: str) -> "Conversation":
@@ -75,11 +75,11 @@ class Part:
     text: str
     control: int = -1  # the id of a control token
     loss: bool = False
-    place: str = "start"  # of text: start | after (a control token) | inner (after other text)
+    place: str = "start"  # the place of text: start (of the document) | after (a control token) | inner (after other text)
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: the text between them is an assistant's turn."""
+    """The tags `{% generation %} ... {% endgeneration %}`: the text between the tags is an assistant's turn."""
 
     tags = {"generation"}
 
@@ -97,7 +97,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})  # jinja2's own escapes HTML
+    return json.dumps(value, **{"ensure_ascii": False, **options})  # jinja2's own filter escapes HTML
 
 
 class ChatTemplate:
@@ -112,8 +112,9 @@ class ChatTemplate:
 
         Args:
           source: the template.
-          tokens: its variables such as `bos_token`.
-          date: the day that a template gets if it asks for today, so that equal commands give equal files.
+          tokens: the template's variables such as `bos_token`.
+          control: the tokenizer's control tokens.
+          date: the result of `strftime_now` in templates, in the form 2025-01-31. So equal commands give equal files.
 
         Raises:
           TokenizerError: the source is not Jinja2.
@@ -144,7 +145,7 @@ class ChatTemplate:
         self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
 
     def describe(self, loss: str) -> str:
-        """Return a line on the tokens that count in the loss (LOSSES)."""
+        """Return a line about the tokens that count in the loss. loss: one of LOSSES."""
         turns, last = "answers and the tokens that end them", "the last answer and the token that ends it"
         if self.marks_turns:
             turns, last = "its {% generation %} blocks", "tokens of its last {% generation %} block"
@@ -177,7 +178,8 @@ class ChatTemplate:
     def _guard_all(self, value: Any, joins: bool) -> Any:
         """Return data with marks in all its strings.
 
-        Names and kinds, such as "text", get no marks against joined tokens: templates compare them."""
+        Names and kinds, such as "text", get no marks against joined tokens, because templates compare these strings.
+        """
         if isinstance(value, str):
             return self.guard(value, joins)
         if isinstance(value, Mapping):
@@ -188,7 +190,7 @@ class ChatTemplate:
         return [self._guard_all(item, joins) for item in value] if isinstance(value, list | tuple) else value
 
     def _guarded(self, talk: Conversation) -> tuple[Conversation, str]:
-        """Return the conversation with marks, and the text that the template writes of it. Raises RowError."""
+        """Return the conversation with marks, and the text that the template writes for it. Raises RowError."""
         for joins in (True, False):
             found = replace(
                 talk,
@@ -211,7 +213,9 @@ class ChatTemplate:
             raise RowError(f"the chat template cannot write its first {len(talk.messages)} messages: {e}") from e
 
     def _check_written(self, talk: Conversation, plain: str) -> None:
-        """Raise RowError if the text is the same without the tools, without the calls of tools, or without the thoughts.
+        """Raise RowError if the template does not write the tools, the tool calls, or the thoughts of a conversation.
+
+        The check renders the conversation without them: the text must differ.
 
         Args:
           plain: the text of the whole conversation.
@@ -222,14 +226,14 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in talk.messages):
             found.append(("`tool_calls`", talk, talk.without("tool_calls")))
         if thinking := [i for i, message in enumerate(talk.messages, 1) if message.get(THOUGHTS[0], "").strip()]:
-            # Some templates leave out thoughts of earlier turns, so the conversation ends with the last message that has any.
+            # Some templates leave out thoughts of earlier turns. So the check ends the conversation at the last thoughts.
             asked = talk.first(thinking[-1])
             found.append(("thoughts (`reasoning_content`, `thinking`)", asked, asked.without(*THOUGHTS)))
         for what, asked, without in found:
             text = plain if len(asked.messages) == len(talk.messages) else _unmarked(self.render(asked))
             try:
                 same = _unmarked(self.render(without)) == text
-            except RowError:  # it cannot write the conversation without them
+            except RowError:  # the template cannot write the conversation without them, so it uses them
                 continue
             if same:
                 fix = "Fix: give --chat-template=FILE with one that does, or leave them out of the rows"
@@ -238,20 +242,21 @@ class ChatTemplate:
     def parts(self, talk: Conversation, loss: str) -> tuple[str, list[Part]]:
         """Return the conversation as text, and its parts: cut at control tokens and where the loss begins and ends.
 
-        No token reaches over a cut: the text before a turn is encoded as the prompt of a generation would be.
+        No token spans a cut: the text before a turn is encoded like the prompt of a generation.
 
-        Assistant turns are the `{% generation %}` blocks of the template if it has them. Else they are found by rendering:
+        Assistant turns are the `{% generation %}` blocks of the template if it has such blocks. Otherwise turns are found by
+        rendering:
 
-        - A turn is the text that its message adds to the conversation before it with the generation prompt, up to the control
-          token that ends it.
-        - A template may write earlier messages differently when more follow: some leave out earlier reasoning. Then a turn
-          begins after each generation prompt in the text, and ends with the control token that ends an answer.
+        - A turn is the text that its message adds to the earlier conversation with the generation prompt, up to and including
+          the control token that ends the turn.
+        - A template may write earlier messages differently when more messages follow: some leave out earlier reasoning. Then a
+          turn begins after each generation prompt in the text, and ends with the control token that ends an answer.
 
         Args:
           loss: the turns that count (LOSSES).
 
         Raises:
-          RowError: the template cannot write the conversation, it leaves out a part of it, or its turns cannot be found.
+          RowError: the template cannot write the conversation, it leaves out a part, or the turns cannot be found.
         """
         guarded, whole = self._guarded(talk)
         plain = _unmarked(whole)
@@ -269,7 +274,7 @@ class ChatTemplate:
         elif answers:
             spans = self._added_spans(guarded, whole)
             before = sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
-        without: list[tuple[int, int]] = []  # turns that do not count for any choice
+        without: list[tuple[int, int]] = []  # turns that never count, because `train` is false or `weight` 0
         if any(skipped):
             if len(spans) != len(answers):
                 raise RowError(
@@ -318,8 +323,8 @@ class ChatTemplate:
     def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
         """Return the text after each generation prompt, up to the control token that ends an answer, as (begin, end).
 
-        Returns [] if the turns are not certain: unless the text has a generation prompt, or one beginning of it with a control
-        token, exactly once for each assistant message, and not before the first of them.
+        Returns [] if the turns are not certain. They are certain if the text has the generation prompt, or a beginning of it
+        that includes a control token, exactly once for each assistant message, and not before the first assistant message.
         """
         turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
         asked = talk.first(turns[0])
@@ -379,7 +384,7 @@ class ChatTemplate:
 
 
 def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
-    """Return an expression for control tokens, the longest first. Group i + 1 is token i, possibly with an adjacent space."""
+    """Return an expression for control tokens, in their order. Group i + 1 is token i; a match may include spaces around it."""
     groups = [
         rf"{r'\s*' if token.lstrip else ''}({re.escape(token.text)}){r'\s*' if token.rstrip else ''}" for token in control
     ]
@@ -406,7 +411,7 @@ def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str) -> ChatTemplate:
-    """Return the template of `file`, else of chat_template.jinja or tokenizer_config.json in the folder of tokenizer.json.
+    """Return the template in `file`, or else in chat_template.jinja or tokenizer_config.json beside the tokenizer.json.
 
     Raises TokenizerError.
     """

@@ -1,17 +1,18 @@
 """Token files (`NAME.tok`): tokens of documents, with a header and checksums.
 
     bytes 0..63    preamble: magic, format version, crc32, offset and length of the header; zeros
-    tokens         uint16 or uint32, little-endian; each document begins with the tokenizer's own first token, if it has one
-                   (with --chat: as the template writes it), and ends with the end-of-text id
+    tokens         uint16 or uint32, little-endian; each document begins with the tokenizer's own first token, if there is one
+                   (with --chat: as the template writes the document), and ends with the end-of-text id
     padding        to a multiple of 8
     loss           in files made with --chat: one bit a token, lowest bit first, set if the token counts as a target;
                    padding to a multiple of 8
     documents      int64 offsets into the tokens: the start of each document, then the end of the last
-    checksums      uint32, the crc32 of each block: of each 16 KiB of the file up to here, the first without the preamble
+    checksums      uint32, the crc32 of each 16 KiB block of the file up to here; the first block excludes the preamble
     header         JSON: counts, tokenizer, sources, and the crc32 of the checksums
 
-The header comes last because the writer streams and knows the counts last. The preamble is written after it, and the file gets
-its name after that, so a file that was cut off is never read as complete. checked.py compares blocks with their checksums.
+The header comes last because the counts are complete only after the last document. The preamble is written after the header,
+and the file gets its name after that, so a file that was cut off is never read as complete. checked.py compares blocks with
+their checksums.
 """
 
 import array
@@ -36,7 +37,7 @@ from jaxtrain.data.checked import Blocks, Column, OpenFile, TokenFileError, reme
 MAGIC = b"jaxtrtok"
 VERSION = 6
 BLOCK = 16 << 10  # bytes under one checksum: a row of a batch needs two or three blocks, and their checksums are 0.02%
-PAIRS = "pairs"  # in `made` of the header, where documents 2i and 2i + 1 are the chosen and the rejected member of a pair
+PAIRS = "pairs"  # key in `made` of the header: documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
 COPIED = 1 << 20  # tokens, documents or bytes copied or compared at a time; a multiple of 8
 
@@ -46,7 +47,7 @@ def _align(n: int) -> int:
 
 
 def loss_bytes(tokens: int) -> int:
-    """Return the bytes of the loss bits of `tokens` tokens, without padding."""
+    """Return the number of bytes of the loss bits of `tokens` tokens, without padding."""
     return -(-tokens // 8)
 
 
@@ -62,18 +63,24 @@ def open_locked(path: Path) -> BinaryIO:
         except OSError as e:
             if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
-            # A file system without locks: the rename at the end still keeps readers safe.
+            # The file system has no locks. The rename at the end still keeps readers safe.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             os.ftruncate(file.fileno(), 0)
             return file
-        file.close()  # its owner has renamed it in the meantime: it is finished, and another file
+        file.close()  # another process has finished and renamed this file in the meantime: open the path again
 
 
 class TokenWriter:
-    """Streams documents into `path`, in constant memory. Finish with `close` (`seal`, then `publish`) or `abort`.
+    """A writer of a token file: it streams documents, in constant memory. Finish with `close` (`seal`, `publish`) or `abort`.
 
-    Writes `path + suffix` and renames it when everything is on the disk. As a context manager it closes, or aborts on an
-    exception. `loss`: the file has loss bits, and every `write` gives them. `made`: further entries of the header.
+    Writes `path + suffix` and renames that file when it is completely on the disk. As a context manager the writer closes, or
+    aborts on an exception.
+
+    Args:
+      tokenizer: the result of `tokenizer.info`.
+      sources: the inputs, for the header.
+      loss: the file has loss bits, and every `write` needs loss flags.
+      made: the dict `made` in the header.
     """
 
     def __init__(
@@ -95,19 +102,19 @@ class TokenWriter:
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
         self._sums = array.array("I")  # the crc32 of each finished block
-        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum so far, and its earlier bytes
+        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum and number of bytes so far
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
-        self._loss_rest = np.empty(0, bool)  # flags of less than a byte
+        self._loss_rest = np.empty(0, bool)  # flags that do not fill a byte yet
         self._files = contextlib.ExitStack()
         self._file: BinaryIO = self._files.enter_context(open_locked(self.partial))
-        # Loss bits and offsets come after the tokens in the file, so until the end they are in files without a name.
+        # Loss bits and offsets come after the tokens, so until the end they are in temporary files without a name.
         unnamed = functools.partial(tempfile.TemporaryFile, dir=self.path.parent)
         self._loss, self._offsets = (self._files.enter_context(unnamed()) for _ in range(2))
         self._file.write(bytes(PREAMBLE.size))
         self._offsets.write(struct.pack("<q", 0))
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Write, and take the checksum of each block."""
+        """Write bytes, and update the checksums of blocks."""
         self._file.write(data)
         view = memoryview(data).cast("B")
         while len(view):
@@ -128,7 +135,10 @@ class TokenWriter:
             self._put(data)
 
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """Write loss flags. `first`: the number of flagged tokens that are the first of a document."""
+        """Write loss flags. first: the number of tokens with a flag that are the first token of a document.
+
+        num_bytes: bytes of the text of the tokens that count.
+        """
         if self.loss is None:
             return
         for key, count in (("tokens", int(np.count_nonzero(flags))), ("bytes", num_bytes), ("first", first)):
@@ -145,9 +155,9 @@ class TokenWriter:
 
         Args:
           ids: token ids, (N,).
-          source_bytes: bytes of the text that they encode.
-          loss: bool (N,), whether each counts as a target. Given if and only if the file has loss bits.
-          loss_bytes: bytes of the text of those that count.
+          source_bytes: bytes of the text that the ids encode.
+          loss: bool (N,), whether each token counts as a target. Given if and only if the file has loss bits.
+          loss_bytes: bytes of the text of the tokens that count.
         """
         found = np.asarray(ids)
         if (loss is None) != (self.loss is None) or (loss is not None and loss.shape != found.shape):
@@ -170,9 +180,9 @@ class TokenWriter:
         self.source_bytes += source_bytes
 
     def end_document(self, loss: bool = False, once: bool = False) -> None:
-        """Write the end-of-text id; with `once` only if the document does not end with it already.
+        """Write the end-of-text id; with `once`, only if the document does not end with it already.
 
-        `loss`: whether that id counts, in a file with loss bits.
+        loss: whether the end-of-text token counts, in a file with loss bits.
         """
         if not (once and self._ended):
             self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
@@ -184,7 +194,7 @@ class TokenWriter:
         self._offsets.write(struct.pack("<q", self.tokens))
 
     def append(self, file: "TokenFile") -> None:
-        """Append all documents of another file of the same kind. Raises TokenFileError if it is damaged."""
+        """Append all documents of another file with the same tokenizer. Raises TokenFileError if that file is damaged."""
         if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
         for first in range(0, file.header["tokens"], COPIED):
@@ -203,13 +213,13 @@ class TokenWriter:
         self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
-        """Write everything to the disk, then give it its name. Returns the header."""
+        """Write the complete file to the disk, then rename it to its name. Returns the header."""
         header = self.seal()
         self.publish()
         return header
 
     def seal(self) -> dict[str, Any]:
-        """Write everything to the disk, still under the temporary name. Returns the header."""
+        """Write the complete file to the disk, still under the temporary name. Returns the header."""
         self._put(bytes(_align(self.tokens * self.dtype.itemsize)))
         if self.loss is not None:
             self._loss.write(np.packbits(self._loss_rest, bitorder="little").tobytes())
@@ -251,8 +261,8 @@ class TokenWriter:
         """
         try:
             if keep:
-                os.link(self.partial, self.path)  # replaces nothing, as a rename would
-        except OSError:  # there is one; or the file system has no links
+                os.link(self.partial, self.path)  # a link, unlike a rename, replaces no existing file
+        except OSError:  # a file of that name exists, or the file system has no links
             keep = self.path.exists()
         if keep:
             self.partial.unlink()
@@ -323,7 +333,7 @@ class TokenFile:
 
 
 def layout(header: dict[str, Any]) -> dict[str, range]:
-    """Return the bytes of each part of the file, by its name in the format."""
+    """Return the range of bytes of each part of the file, by the part's name in the module's docstring."""
     sizes = {
         "tokens": header["tokens"] * np.dtype(header["dtype"]).itemsize,
         "loss": 0 if header["loss"] is None else loss_bytes(header["tokens"]),
@@ -338,7 +348,7 @@ def layout(header: dict[str, Any]) -> dict[str, range]:
 
 
 def _header(file: OpenFile) -> dict[str, Any]:
-    """Return the header, compared with its checksum and the file's size."""
+    """Return the header, after checks of its checksum and of the file's size. Raises TokenFileError."""
     path, fix = file.path, remedy(file.path)
     preamble = file.read(0, min(file.size, PREAMBLE.size))
     if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
@@ -361,10 +371,7 @@ def _header(file: OpenFile) -> dict[str, Any]:
 
 
 def verify(path: Path | str) -> list[str]:
-    """Read all of the file. Return the faults of the file, a line each.
-
-    Damaged blocks are faults. If there are none, the contents are compared with the header.
-    """
+    """Read the complete file. Return its faults, a line each: damaged blocks, or else contradictions to the header."""
     path = Path(path).expanduser()
     try:
         file = TokenFile.open(path)
@@ -377,7 +384,7 @@ def verify(path: Path | str) -> list[str]:
 
 
 def contradictions(file: TokenFile) -> Iterator[str]:
-    """Yield the differences between the arrays of a file and its header. Reads all of it; raises TokenFileError."""
+    """Yield the contradictions between a file's arrays and its header. Reads the complete file; raises TokenFileError."""
     header, offsets = file.header, file.doc_offsets
     tokens, vocab, eot = header["tokens"], header["tokenizer"]["vocab_size"], header["tokenizer"]["eot"]
     whole = offsets[0] == 0 and offsets[-1] == tokens

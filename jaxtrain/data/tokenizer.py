@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Tokens that end a document, in the order of the search: a base model's own before those of chat templates.
+# Tokens that end a document, in the order of the search: tokens of base models before tokens of chat templates.
 EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "<|im_end|>")
 
 
@@ -23,12 +23,12 @@ NOT_FETCHED = (
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be loaded or used; the message has its name and a remedy."""
+    """An error: a tokenizer cannot be loaded or used. The message has its name and a remedy."""
 
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A token that only a template writes. `lstrip`, `rstrip`: it takes the white space on that side with it."""
+    """A token that only a template writes. lstrip, rstrip: the token absorbs white space before, or after, it."""
 
     text: str
     id: int
@@ -42,9 +42,9 @@ class ByteTokenizer:
     Attributes (of every tokenizer):
       name: the spec it was loaded from.
       vocab_size: one more than the largest id.
-      bos: ids that it writes before every text; most have one or none. A chat template writes its own.
+      bos: ids before every document of plain text; most tokenizers have one or none. A chat template writes its own.
       eot: the id that ends every document.
-      sha256: hash of its definition: equal hashes give equal ids.
+      sha256: hash of the tokenizer's definition. Equal hashes give equal ids.
     """
 
     name = "byte"
@@ -57,7 +57,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint16 array per text. The places are ignored."""
+        """Return a uint16 array of ids per text. places: unused."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
@@ -65,14 +65,14 @@ class ByteTokenizer:
         return (ControlToken("<|endoftext|>", self.eot),)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text; bytes that are not UTF-8 become U+FFFD, and ends of documents are left out."""
+        """Return the text. Bytes that are not UTF-8 become U+FFFD; end-of-text ids are left out."""
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` run by the `tokenizers` package.
 
-    Control tokens are never read from text: a corpus that happens to contain `</s>` gets it as ordinary characters.
+    Control tokens are never read from text: `</s>` in a corpus is encoded as ordinary characters.
     """
 
     def __init__(self, name: str, definition: bytes, eot: str = ""):
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         self.bos = self._find_bos(vocab)
 
     def _find_bos(self, vocab: dict[str, int]) -> tuple[int, ...]:
-        """Return the ids that its post-processor writes before a text, from the first text that has any token."""
+        """Return the ids that the tokenizer's post-processor puts before a text, found with the first text that has a token."""
         for text in ("a", *vocab):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
             own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
@@ -116,9 +116,9 @@ class HuggingFaceTokenizer:
         """Return a uint32 array per text; the package uses all cores.
 
         Args:
-          places: the place of each text: at the start of a document, after a control token, or inner (after other text): the
-            ids are those that the package gives for the whole document, except that no token has parts of two texts. (): all
-            are at the start.
+          places: the place of each text: start (of a document), after (a control token), or inner (after other text). The ids
+            are those that the package gives for the whole document, except that no token spans two texts. (): all texts are at
+            the start.
         """
         out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
         for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Return the tokenizers by the place of a text: some write a space before a text, at some places only."""
+        """Return a tokenizer for each place of a text. Some tokenizers put a space before a text, at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -160,7 +160,10 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
-    """Return a part of a definition that writes no space before a text under `schemes`; `everywhere`: under any scheme."""
+    """Return a part of a tokenizer.json, changed so that the tokenizer puts no space before a text.
+
+    The change is for the values in `schemes` of `prepend_scheme`; with `everywhere`, also for all other settings that put one.
+    """
     if isinstance(part, list):
         return [_without_prefix(p, schemes, everywhere) for p in part]
     if not isinstance(part, dict):
@@ -179,9 +182,9 @@ def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = Fals
 
 
 def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str] = ()) -> int:
-    """Return the id of the token that ends a document: the given one, or the first known name in the vocabulary.
+    """Return the id of the token that ends a document: the token `eot`, or else the first of EOT_NAMES in the vocabulary.
 
-    Control tokens go before others: in the vocabulary of Gemma `</s>` is a piece of HTML.
+    Control tokens go before other tokens: in the vocabulary of Gemma, `</s>` is an ordinary token for HTML.
     """
     if eot:
         if eot not in vocab:
@@ -197,7 +200,7 @@ def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str]
 
 
 def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
-    """Return the local copy of a file of `hf:NAME`, without network; None if there is none."""
+    """Return the path of the local copy of a file of `hf:NAME`, without network; None if there is no copy."""
     import huggingface_hub
 
     found: Any = huggingface_hub.try_to_load_from_cache(name, file)
@@ -213,9 +216,9 @@ def local_path(spec: str, file: str = "") -> Path:
 
 
 def read_beside(spec: str, file: str = "") -> bytes | None:
-    """Return the tokenizer.json of `spec`, or another file of its folder, local or from the hub; None if there is none.
+    """Return the bytes of the tokenizer.json of `spec`, or of another file of its folder, local or from the hub.
 
-    Raises TokenizerError if the hub fails, or the file cannot be read.
+    Returns None if there is no such file. Raises TokenizerError if the hub fails, or if the file cannot be read.
     """
     if not spec.startswith("hf:"):
         try:
@@ -231,7 +234,7 @@ def read_beside(spec: str, file: str = "") -> bytes | None:
     if path is None:
         try:
             path = Path(huggingface_hub.hf_hub_download(name, file))
-        except EntryNotFoundError:  # not found; or, by subclasses for a missing network, not on this machine
+        except EntryNotFoundError:  # no such file on the hub; or, by a subclass, no network and no local copy
             return None
         except Exception as e:  # no network, no such name, gated: many classes
             raise TokenizerError(f"tokenizer {spec!r}: {file} {NOT_FETCHED} ({type(e).__name__}: {e})") from e
@@ -262,12 +265,12 @@ def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
 
 
 def info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the fields of a tokenizer for token files and receipts."""
+    """Return the attributes of a tokenizer that token files and receipts record."""
     return {k: getattr(tokenizer, k) for k in ("name", "sha256", "vocab_size", "eot")}
 
 
 def differs(spec: str, recorded: dict[str, Any]) -> str:
-    """Return how the tokenizer `spec` differs from the one that a token file recorded; "" if they are equal. No network.
+    """Return how the tokenizer `spec` differs from the tokenizer in a token file's header; "" if they are equal. No network.
 
     An `hf:NAME` that is not on this machine is compared by name alone: nodes of a cluster often have no network, and
     training needs only the ids.

@@ -1,7 +1,7 @@
-"""Rows of a token file, and the array logic that turns them into a batch: segments, positions, weights.
+"""Rows of a token file, and their conversion to a batch: segments, positions, weights.
 
-A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits holds conversations, and an
-answer needs its prompt: its rows are filled with whole conversations (`PackedRows`). With data.packing=best_fit all rows are
+A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits has conversations, and an
+answer needs its prompt: the rows are filled with whole conversations (`PackedRows`). With data.packing=best_fit all rows are
 filled with whole documents.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 from jaxtrain.data.synthetic import Synthetic, mix
 from jaxtrain.data.tokenfile import TokenFile
 
-WINDOWS = 1 << 20  # whose documents are counted together
-TRIED = (0, 1, 2, 4, 8)  # percent of rows more than the lower bound
+WINDOWS = 1 << 20  # windows whose documents are counted at a time
+TRIED = (0, 1, 2, 4, 8)  # percent of rows above the lower bound, for the attempts of `pack_evenly`
 
 # Tokens (R, T+1); (row, column) of each token in columns 1..T that starts a document, sorted; loss flags, bool (R, T): whether
 # the target in columns 1..T counts, None if all do; number of columns with documents in each row, int64 (R,), None if all T + 1
@@ -26,14 +26,14 @@ class FileWindows:
     """The windows of a token file without loss bits. `rows` raises TokenFileError if a block that it reads is damaged."""
 
     def __init__(self, file: TokenFile, seq_len: int):
-        """Checks the documents' offsets once; they stay on the disk, memory-mapped."""
+        """Check the blocks of the documents' offsets once. The offsets stay on the disk, memory-mapped."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
         self.windows = count_windows(file.header["tokens"], seq_len)
         self._starts = file.doc_offsets[:]
         width = file.tokens.dtype.itemsize
-        # Windows overlap by one token: the last target of one is the first input of the next.
+        # Windows overlap by one token: the last target of a window is the first input of the next window.
         self._tokens_WS = np.lib.stride_tricks.as_strided(
             file.tokens.unchecked, (self.windows, seq_len + 1), (seq_len * width, width), writeable=False
         )
@@ -44,7 +44,7 @@ class FileWindows:
         width = file.tokens.dtype.itemsize
         file.blocks.file.look()
         file.blocks.check_rows(file.tokens.begin + begin_R * width, (T + 1) * width)
-        # documents that start after the row's first token, up to and with the last target
+        # Count documents that start after the row's first token, up to and including the last target.
         low_R, high_R = (np.searchsorted(self._starts, at_R, "right") for at_R in (begin_R, begin_R + T))
         count_R = high_R - low_R
         row = np.repeat(np.arange(len(index_R)), count_R)
@@ -52,16 +52,16 @@ class FileWindows:
         return self._tokens_WS[index_R], row, self._starts[nth] - begin_R[row], None, None
 
     def borders(self, max_segments: int) -> tuple[int, int]:
-        """Return (most documents in a window, tokens that `max_segments` masks), as the function of that name."""
+        """Return (most documents in a window, tokens that `max_segments` masks); see the module's function `borders`."""
         return borders(self._starts, self.windows, self.seq_len, max_segments)
 
 
 class PackedRows:
-    """Rows of whole documents (`pack`). `rows` checks the bytes that it reads. It raises TokenFileError if the file is damaged.
+    """Rows of whole documents (`pack`). `rows` checks the bytes that it reads, and raises TokenFileError for a damaged file.
 
     Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens. So rows are a function of file,
-    length and seed, and every document is in one of them. Every epoch is another order of the same rows: packing the whole file
-    once leaves less padding than packing a shuffled window of it, and the number of a row is enough to resume.
+    length and seed, and every document is in one row. Every epoch is another order of the same rows: packing the whole file
+    once leaves less padding than packing a shuffled window of documents, and the number of a row is enough to resume.
 
     A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, where each
     piece begins with the last target of the previous one: every token is a target once. A conversation (in files with loss
@@ -70,7 +70,7 @@ class PackedRows:
     """
 
     def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
-        """Read the documents' offsets once, and keep 12 bytes of each. max_segments: documents in a row, None: any."""
+        """Read the documents' offsets once, and keep 12 bytes a document. max_segments: most documents in a row; None: any."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
@@ -89,7 +89,7 @@ class PackedRows:
         self._fill(begin[:, None], length[:, None], max_segments, seed)
 
     def _fill(self, begin_NG: np.ndarray, length_NG: np.ndarray, max_segments: int | None, seed: int) -> np.ndarray:
-        """Pack N groups of G documents, without dividing a group. Return the groups' numbers in the order of the rows, (N,)."""
+        """Pack N groups of G documents; a group stays in one row. Return the groups' numbers in the order of the rows, (N,)."""
         N, G = length_NG.shape
         length_N = length_NG.sum(1)
         key = mix(np.asarray([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
@@ -99,7 +99,7 @@ class PackedRows:
         self._begin, self._length = begin_NG[by_row_N].ravel(), length_NG[by_row_N].ravel().astype(np.int32)
         count = G * np.bincount(row_N)
         self.documents = int(count.max(initial=1))  # documents in the fullest row
-        self._first = np.concatenate([[0], np.cumsum(count)])  # of each row, among the documents
+        self._first = np.concatenate([[0], np.cumsum(count)])  # the first document of each row
         self.windows = len(self._first) - 1
         self.capped = self.documents == max_segments
         self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # fraction of the rows without padding
@@ -139,7 +139,7 @@ class PairRows(PackedRows):
     """
 
     def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
-        """Read the documents' offsets once, and keep 32 bytes of each pair. max_segments: documents in a row, None: any."""
+        """Read the documents' offsets once, and keep 32 bytes a pair. max_segments: most documents in a row; None: any."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
@@ -179,10 +179,12 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 
 
 def whole_turns(flags: np.ndarray) -> int:
-    """Return the number of tokens that are kept of a conversation, if a row has space for all but the last of these loss flags.
+    """Return the number of tokens that are kept of a conversation that is longer than a row.
 
-    An answer ends at the last of its tokens with a loss flag. If no answer ends within the row, the conversation fills the row.
-    If none of its tokens has a flag, the conversation is left out (0).
+    An answer ends at its last token with a loss flag. If no answer ends within the row, the conversation fills the row. If no
+    token has a flag, the conversation is left out (0).
+
+    flags: loss flags of the tokens that fit into a row, and of the next token.
     """
     size = len(flags) - 1
     ends = np.flatnonzero(flags[:-1] & ~flags[1:]) + 1
@@ -216,8 +218,10 @@ def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray
 
 
 def pack_evenly(length_N: np.ndarray, size: int, most: int, rows: int) -> np.ndarray | None:
-    """Return the row of each item, int64 (N,): the longest items first, each into the row with the fewest tokens (LPT, Graham
-    1969). None if one does not fit. The arguments are those of `pack`, and the number of rows."""
+    """Return the row of each item, int64 (N,), with `rows` rows; None if an item does not fit.
+
+    The longest items come first, each into the row with the fewest tokens (LPT, Graham 1969). Other arguments: as in `pack`.
+    """
     row_N = np.empty(len(length_N), np.int64)
     open_rows = [(0, row, 0) for row in range(rows)]  # a heap of (tokens, row, items)
     order_N = np.argsort(-length_N, kind="stable")
@@ -238,7 +242,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
     Items of one length, and rows with one amount of free space, are handled together, so the time grows with the number of
     different lengths. Best fit decreasing is within 22% of the fewest rows in theory (Johnson et al. 1974). The arguments are
-    those of `pack`.
+    as in `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     by_length = np.argsort(-length_N, kind="stable")
@@ -292,8 +296,8 @@ def make_batch(
 ) -> dict[str, np.ndarray]:
     """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
 
-    Documents beyond `max_segments` in a row are masked, as is padding: segment 0, position 0, weight 0. Work is per document,
-    not per token, except for one `np.repeat` and one subtraction.
+    Documents beyond `max_segments` in a row are masked like padding: segment 0, position 0, weight 0. Work is per document,
+    not per token, except for one `np.repeat` and one subtraction. masks_documents: False if a row is one segment.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
     weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)
@@ -304,7 +308,7 @@ def make_batch(
     else:
         weights_RT[row, column - 1] = 0  # the target belongs to the next document
         inside = column < T
-        # The start of each segment in the flattened batch, of each row and of each document within it, and the end.
+        # Borders of segments in the flattened batch: the start of each row, of each later document in a row, and the end.
         border = np.concatenate([np.arange(0, R * T + 1, T), row[inside] * T + column[inside]])
         border.sort()
         start, length = border[:-1], border[1:] - border[:-1]
@@ -340,9 +344,9 @@ def _columns(R: int, T: int) -> np.ndarray:
 def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -> tuple[int, int]:
     """Return (largest number of documents in a window, tokens that `max_segments` masks in all windows).
 
-    A document that spans windows counts in each of them. The first number is at least 1.
+    A document that spans several windows counts in each window. The first number is at least 1.
 
-    starts: sorted start of each document; some may lie behind the last window. Those of WINDOWS windows are read at a time.
+    starts: the start of each document, sorted, also after the last window. The starts of WINDOWS windows are read at a time.
     """
     most, masked = 1, 0
     for first in range(0, windows, WINDOWS):
