@@ -71,13 +71,13 @@ def parser() -> argparse.ArgumentParser:
     run, any_model = "a run's folder, or one of its checkpoints/<step>", "a run, a checkpoint, or a Hugging Face folder"
     dtypes: dict[str, Any] = {"choices": ("auto", "f32", "bf16"), "default": "auto"}
     base: dict[str, Any] = {"default": "", "metavar": "DIR"}
-    base["help"] = "of a run with adapters: the folder of its base, if it was moved"
+    base["help"] = "for a run with adapters: the folder of its base, if it was moved"
 
     p = commands.add_parser("import", help="a Hugging Face folder to a checkpoint that training and sampling start from")
     p.set_defaults(act=run_import)
     p.add_argument("folder", metavar="DIR", help=folder)
     p.add_argument("--out", type=path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
-    p.add_argument("--dtype", **dtypes, help="auto: one that holds all tensors without rounding")
+    p.add_argument("--dtype", **dtypes, help="auto: the smaller type that stores all tensors without rounding")
     text = "a key of config.json to add or replace"
     p.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help=text)
 
@@ -89,9 +89,9 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(act=run_export)
     p.add_argument("checkpoint", metavar="CKPT", help=run)
     p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write")
-    p.add_argument("--dtype", **dtypes, help="auto: that of the matrices, as stored; bf16 rounds float32 weights")
+    p.add_argument("--dtype", **dtypes, help="auto: the dtype of the stored matrices; bf16 rounds float32 weights")
     p.add_argument(
-        "--shard-size", type=size, default="5GB", metavar="SIZE", help="of a safetensors file, at most (default 5GB)"
+        "--shard-size", type=size, default="5GB", metavar="SIZE", help="largest size of a safetensors file (default 5GB)"
     )
     p.add_argument("--tokenizer", default="", metavar="DIR", help="the tokenizer's folder, if it was moved")
     p.add_argument("--base", **base)
@@ -101,12 +101,12 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(act=run_export_adapter)
     p.add_argument("checkpoint", metavar="CKPT", help=run)
     p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write; it must hold no adapter yet")
-    text = "of the base, for PEFT (default: of the model it was imported from)"
+    text = "the base's name for PEFT (default: the model that the base was imported from)"
     p.add_argument("--base", default="", metavar="NAME", help=text)
 
     p = commands.add_parser("import-adapter", help="PEFT's adapters to a checkpoint that samples, evaluates and exports")
     p.set_defaults(act=run_import_adapter)
-    p.add_argument("folder", metavar="DIR", help="with adapter_config.json and adapter_model.safetensors")
+    p.add_argument("folder", metavar="DIR", help="a folder with adapter_config.json and adapter_model.safetensors")
     p.add_argument("--base", required=True, metavar="CKPT_OR_DIR", help="the model of the adapters")
     p.add_argument("--out", type=path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
 
@@ -127,10 +127,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help=any_model)
     p.add_argument("--base", **base)
     p.add_argument("--tokens", type=path, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
-    text = "documents from 1, shaped as the tokens; 0: padding. Default: one a row"
+    text = "the document of each token, from 1, in the shape of the tokens; 0: padding. Default: one document a row"
     p.add_argument("--segments", type=path, metavar="S.npy", help=text)
     p.add_argument("--out", type=path, required=True, metavar="L.npy", help="f32 [B, T, V]")
-    p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="of the arithmetic (default f32)")
+    p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="precision of the arithmetic (default f32)")
 
     p = commands.add_parser("presets", help="the published sizes that a config file can start from")
     p.set_defaults(act=run_presets)

@@ -37,7 +37,7 @@ from jaxtrain.models.module import is_vector
 from jaxtrain.shapes import MTP
 from jaxtrain.train.state import TrainState, named_leaves
 
-AT_ONCE = 1 << 26  # bytes that are read of a checkpoint at a time, or one array
+AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
 YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")]
 Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
@@ -46,11 +46,11 @@ Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
 
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """Return config.json of a model. Raises HuggingFaceError if the family's format cannot represent it.
+    """Return config.json of a model. Raises HuggingFaceError if the family's format cannot represent the model.
 
     Args:
-        run: its config.
-        dtype: of the tensors: f32 | bf16.
+        run: the config of the model's run.
+        dtype: dtype of the tensors, f32 | bf16.
         eos: id of the token that ends a document.
     """
     layout = family(run.model.family).FORMAT
@@ -81,22 +81,22 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
 
 
 def longest(run: RunConfig) -> int:
-    """Return the tokens of the longest training sequences, of this run and of the weights it began with."""
-    with contextlib.suppress(CheckpointError, HuggingFaceError):  # they may be deleted by now
+    """Return the larger data.seq_len of this run and of the run or model whose weights it began with."""
+    with contextlib.suppress(CheckpointError, HuggingFaceError):  # those weights may be deleted by now
         if run.init.from_:
             return max(run.data.seq_len, open_origin(run.init.from_).meta["config"]["data"]["seq_len"])
     return run.data.seq_len
 
 
 def in_force(m: config.Model) -> config.Model:
-    """Return the model with defaults for settings without effect, and with the values that 0 and "" stand for."""
+    """Return the model with defaults for settings without effect, and with explicit values for 0 and ""."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
     changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
-        changes["local_rope_base"] = 0.0  # scaled as in the other layers; no base expresses that
+        changes["local_rope_base"] = 0.0  # local layers have scaled frequencies too, which no base expresses
     without_effect = ["rope_factor"] * (m.rope_scaling == "none")
     without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not m.num_experts)
     without_effect += ["router_groups", "groups_per_token"] * (m.groups_per_token == m.router_groups)
@@ -120,16 +120,18 @@ def export(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write config.json, generation_config.json, safetensors files, and the tokenizer's files. OUT appears when it is complete.
+    """Write config.json, generation_config.json, safetensors files and the tokenizer's files to a folder.
+
+    The folder gets its name when it is complete.
 
     Args:
         path: a run's folder, or one of its checkpoints.
-        out: the folder.
-        dtype: of the tensors: f32 | bf16 | auto, that of the stored matrices.
-        shard_size: bytes of a safetensors file at most, as 5GB. The host holds the tensors of one file.
-        tokenizer: a folder or file; "": the run's own.
+        out: the folder to write.
+        dtype: dtype of the tensors: f32 | bf16 | auto, the dtype of the stored matrices.
+        shard_size: most bytes of a safetensors file, as 5GB. Host memory needs the tensors of one file.
+        tokenizer: a folder or file; "": the run's tokenizer.
         base: the folder of the adapters' base, if it was moved.
-        force: replace an existing folder. It is OUT.replaced until the new one has its name.
+        force: replace an existing folder. The old folder has the name OUT.replaced until the new folder has its name.
         say: called with each line of the report.
 
     Raises:
@@ -140,7 +142,7 @@ def export(
     wanted = entries(run.model)
     if base and not run.lora.rank:
         raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
-    if out.name in ("", ".."):  # it could not be renamed into place
+    if out.name in ("", ".."):  # the finished folder could not be renamed to such a name
         raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")
     if out.exists() and not force:
         raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
@@ -192,9 +194,9 @@ def export(
     else:
         folders.write_tokenizer(spec, eot, partial)
     write_json(partial / CONFIG, described)
-    if not (partial / GENERATION).exists():  # otherwise it came with the tokenizer
+    if not (partial / GENERATION).exists():  # otherwise the file came with the tokenizer
         write_json(partial / GENERATION, {"_from_model_config": True, "eos_token_id": eot})
-    # An old model is deleted only when a complete new one has its place, even if the process is killed.
+    # The old folder is deleted only when the complete new folder has its name, even if the process is killed.
     if place.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -216,9 +218,9 @@ def write_tensors(
     shard_size: str | int,
     progress: Callable[[str, int], None],
 ) -> int:
-    """Write the safetensors files and, if there are several, their index. Return their number.
+    """Write the safetensors files and, if there are several, their index. Return the number of files.
 
-    The host holds the tensors of one file. An array of experts in two files is read twice.
+    Host memory needs the tensors of one file. An array of experts in two files is read twice.
     """
     places: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
@@ -238,7 +240,7 @@ def write_tensors(
                 if split.tensor_to_filename[name] == file:
                     arrays[name] = entry.to_theirs(converted, at, arrays.get(name))
                     progress(name, arrays[name].nbytes // len(places[name]))
-        # The library renames a temporary file of mode 0600; permissions follow the umask, as for the other files.
+        # The library renames a temporary file of mode 0600. Permissions must follow the umask, as for all other files.
         (out / file).touch()
         mode = stat.S_IMODE((out / file).stat().st_mode)
         safetensors.numpy.save_file(arrays, out / file, {"format": "pt"})
@@ -249,7 +251,10 @@ def write_tensors(
 
 
 def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
-    """Return a reader of a run with adapters, merged into their base. The devices hold both, in float32 if `wide`."""
+    """Return a reader of a run's weights with its adapters merged into the base.
+
+    Device memory needs base and adapters. wide: read them in float32.
+    """
     run = dataclasses.replace(run, precision="f32") if wide else run
     params = read_params(source, run, *placed(run), base)
     leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))
@@ -268,10 +273,10 @@ def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
 
 
 def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Yield weights as they are stored; AT_ONCE bytes are read at a time."""
+    """Yield weights in their stored dtypes. Arrays are read together until they have AT_ONCE bytes."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX was asked to start no CPU
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         host = SingleDeviceSharding(jax.local_devices()[0])
     batch: list[Entry] = []
     for entry in wanted:

@@ -23,7 +23,7 @@ from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-BLOCKS, SCALES = "_blocks", "_scales"  # of a tensor in MXFP4, after its name
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two arrays of a tensor in MXFP4
 GENERATION = "generation_config.json"
 # Files of tokenizers of any family.
 TOKENIZER = (
@@ -31,10 +31,10 @@ TOKENIZER = (
     *("chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
 DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16")}
-DTYPES["U8"] = np.dtype("uint8")  # of MXFP4 alone
+DTYPES["U8"] = np.dtype("uint8")  # for MXFP4 alone
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
 DTYPES["F8_E4M3"] = FP8
-SCALE = "_scale_inv"  # suffix of the name of a tensor in FP8: its scales, one for each block of rows and columns
+SCALE = "_scale_inv"  # suffix of the scales of a tensor in FP8, one scale for each block of rows and columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Stored:
     """A tensor of a safetensors file."""
 
     file: Path
-    offset: int  # of its data
+    offset: int  # of the tensor's data in the file, in bytes
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    scale: "Stored | None" = None  # of a tensor in FP8, by whose blocks it is multiplied
+    scale: "Stored | None" = None  # for a tensor in FP8, the scales by which its blocks are multiplied
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """Return the dtype of the tensor when read: bfloat16 for FP8 with scales."""
+        """Return the dtype of the tensor after reading: bfloat16 for FP8 with scales."""
         return DTYPES["BF16"] if self.scale else self.dtype
 
     @property
@@ -60,7 +60,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed(Stored):
-    """A tensor in MXFP4: its file, offset, dtype and shape are those of the numbers that it is read as (hf/mxfp4.py)."""
+    """A tensor in MXFP4. Its dtype and shape are those of the unpacked array (hf/mxfp4.py)."""
 
     blocks: Stored
     scales: Stored
@@ -85,14 +85,14 @@ class Folder:
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "auto") -> RunConfig:
-        """Return the config of a run with this model and its tokenizer; `dtype`: of the weights, auto: as they are stored."""
+        """Return the config of a run with this model and its tokenizer. dtype: dtype of the weights; auto: as stored."""
         dtype = self.dtype(self.tensors) if dtype == "auto" else dtype
         tree = config.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute()) if (self.path / "tokenizer.json").is_file() else "byte"
-        # The model was trained with positions up to here; sampling uses no more.
+        # The model was trained with positions up to seq_len, so sampling uses no more.
         tree["data"]["seq_len"] = self.seq_len or config.Data().seq_len
         run, problems = config.resolve(tree)
         if problems:
@@ -106,11 +106,11 @@ class Folder:
         return longest if isinstance(longest, int) else 0
 
     def dtype(self, names: Iterable[str]) -> str:
-        """Return the smallest type that holds these tensors without rounding: bf16 | f32."""
+        """Return the smaller dtype that represents these tensors without rounding: bf16 | f32."""
         return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor as it is stored; of FP8 times its scales, rounded to bfloat16; of MXFP4 in bfloat16.
+        """Return a tensor as stored. FP8 is multiplied by its scales and rounded to bfloat16; MXFP4 is unpacked to bfloat16.
 
         Raises HuggingFaceError if the file ends early.
         """
@@ -122,7 +122,7 @@ class Folder:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return rows and columns of the blocks of tensors in FP8. Raises HuggingFaceError if config.json lacks them."""
+        """Return (rows, columns) of a block of tensors in FP8. Raises HuggingFaceError if config.json lacks them."""
         given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
         if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
             rule = "weight_block_size must be the rows and columns of a block"
@@ -130,7 +130,7 @@ class Folder:
         return given[0], given[1]
 
     def _read(self, name: str, stored: Stored) -> np.ndarray:
-        # The library's own read holds Python's lock: no tensor could be read while another one is placed.
+        # The library's own read holds Python's lock, so no tensor could be read while another is copied to devices.
         data = np.empty(stored.bytes, np.uint8)
         with open(stored.file, "rb") as file:
             file.seek(stored.offset)
@@ -140,7 +140,7 @@ class Folder:
 
 
 def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a folder, each pair of MXFP4 blocks and scales as the tensor that it holds."""
+    """Return the tensors of a folder, with each pair of MXFP4 blocks and scales joined to one `Packed` tensor."""
     out = dict(tensors)
     for name, blocks in tensors.items():
         whole = name.removesuffix(BLOCKS)
@@ -197,7 +197,7 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
         changes: keys of config.json to replace.
 
     Raises:
-        HuggingFaceError: config.json is missing or damaged, or jaxtrain does not build such a model.
+        HuggingFaceError: config.json is missing or damaged, or jaxtrain does not support the model.
     """
     path = locate(os.fspath(name))
     settings = read_settings(path) | dict(changes or {})
@@ -224,7 +224,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
-    """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not build."""
+    """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not support."""
     kind, known = settings.get("model_type"), {family(name).FORMAT.model_type: name for name in FAMILIES}
     if not isinstance(kind, str) or kind not in known:
         if kind is None and isinstance(settings.get("model"), dict):
@@ -272,7 +272,7 @@ def list_tensors(path: Path) -> dict[str, Stored]:
 
 
 def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors with those in FP8 and their scales as one. Raises HuggingFaceError for one without scales."""
+    """Return the tensors, each tensor in FP8 joined with its scales. Raises HuggingFaceError for FP8 without scales."""
     out = {name: stored for name, stored in tensors.items() if not name.endswith(SCALE)}
     for name, stored in out.items():
         scale = tensors.get(name + SCALE)
@@ -298,7 +298,10 @@ def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarr
 
 
 def list_file(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file: eight bytes with the length of a header, the header in JSON, and the data."""
+    """Return the tensors of a safetensors file by name.
+
+    The file has eight bytes with the length of a header, the header in JSON, and the data.
+    """
     try:
         length = file.stat().st_size
         with open(file, "rb") as read:
@@ -328,7 +331,7 @@ def list_file(file: Path) -> dict[str, Stored]:
 
 
 def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConfig:
-    """Return the config in meta.json of a step, whose folder is `step`.
+    """Return the config in a step's meta.json. step: the step's folder.
 
     A relative `data.tokenizer`, as an imported model has, is resolved within the run's folder.
 
@@ -349,7 +352,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         path: a Hugging Face folder, hf:NAME, a run's folder, or one of its checkpoints. No tensor is read.
 
     Raises:
-        HuggingFaceError, CheckpointError: neither of them is there, or its config is not one of this version.
+        HuggingFaceError, CheckpointError: `path` has no model, or its config is not one of this version.
     """
     if is_folder(path):
         run = open_folder(path).run("f32")
@@ -372,7 +375,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def write_tokenizer(spec: str, eot: int, target: Path) -> None:
-    """Write the files of a tokenizer that `load_tokenizer(spec)` has found, so that transformers reads the same ids.
+    """Write the files of the tokenizer that `load_tokenizer(spec)` loads, so that transformers gives the same ids.
 
     Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add its tokens.
     """
@@ -397,7 +400,7 @@ def write_byte_tokenizer(target: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # Byte-level BPE writes each byte as one letter: printable ones as themselves, the others in order from letter 256 on.
+    # Byte-level BPE writes each byte as one letter: printable bytes as themselves, all others in order from letter 256 on.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = [byte for byte in range(256) if chr(byte) not in letters]
     vocab = {c: ord(c) if ord(c) < 256 else others[ord(c) - 256] for c in letters}

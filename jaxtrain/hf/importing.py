@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder onto devices, as a run's first weights or as a checkpoint of jaxtrain.
 
-Tensors are read one after the other. The host holds the current tensor and the next one, which a thread reads meanwhile. The
-experts of a layer are one array here and many tensors in the folder, which are read together.
+Tensors are read one after the other. Host memory has the current tensor and the next tensor, which a thread reads meanwhile.
+The experts of a layer are one array here and many tensors in the folder, which are read together.
 """
 
 import concurrent.futures
@@ -45,13 +45,13 @@ class Origin:
     """The weights of a model: a step of a run, or a Hugging Face folder. No tensor is read yet.
 
     Attributes:
-        name: for a log line.
-        path: of this step or folder.
-        hugging_face: whether it is a folder of Hugging Face's.
-        step: 0 for a folder.
-        meta: meta.json of the step; for a folder, a part of the facts that an import would write.
+        name: the weights' name in log lines.
+        path: the folder of the step, or the Hugging Face folder.
+        hugging_face: whether the weights are in a Hugging Face folder.
+        step: the step; 0 for a Hugging Face folder.
+        meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
         stored: shape and dtype of every tensor, by the names of checkpoints.
-        read: return some of its tensors, each with the dtype and sharding asked for.
+        read: returns some of the tensors, each with the requested dtype and sharding.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Origin:
 def open_origin(path: str) -> Origin:
     """Return the weights of a run's folder, one of its checkpoints, a Hugging Face folder, or hf:NAME in the hub's cache.
 
-    Raises CheckpointError or HuggingFaceError if they cannot be read.
+    Raises CheckpointError or HuggingFaceError if the weights cannot be read.
     """
     if not is_folder(path):
         checkpoints, step = locate(path)
@@ -94,7 +94,7 @@ def open_origin(path: str) -> Origin:
 
 
 def came_from(folder: Folder) -> dict[str, Any]:
-    """Return the part of meta.json that names a folder."""
+    """Return the part of meta.json that names the Hugging Face folder of an import."""
     return {"hugging_face": {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}}
 
 
@@ -102,7 +102,7 @@ def came_from(folder: Folder) -> dict[str, Any]:
 
 
 def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors of a folder's model, and the unused ones. Raises HuggingFaceError if one does not fit."""
+    """Return the tensors of a folder's model, and the unused tensors with reasons. Raises HuggingFaceError for a misfit."""
     shapes = {name: stored.shape for name, stored in folder.tensors.items()}
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
@@ -121,16 +121,16 @@ def _same(one: np.ndarray, two: np.ndarray) -> bool:
 def load(
     folder: Folder, found: Mapping[str, Entry], wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None
 ) -> Tensors:
-    """Return tensors of a folder, rounded where `wanted` has fewer bits.
+    """Return tensors of a folder, rounded where the dtype in `wanted` has fewer bits.
 
     Args:
         folder: an opened folder.
-        found: the tensors of its model, by `matched`.
+        found: the tensors of its model, from `matched`.
         wanted: shape, dtype and sharding of each array, by jaxtrain's names.
         progress: called with the name and the bytes of each tensor that is on the devices.
 
     Raises:
-        HuggingFaceError: a tensor is missing, has another shape, or is not its copy.
+        HuggingFaceError: a tensor is missing, has another shape, or differs from its copy.
     """
     for name, a in wanted.items():
         if name not in found:
@@ -166,9 +166,10 @@ def load(
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
-    """Return a sharding over all devices along the first dimension that divides by their number; replicated if none does.
+    """Return a sharding over all devices along the first dimension that their number divides; replicated if there is none.
 
-    A dimension with one element a device, such as experts, comes last: a save copies such shards in host memory first.
+    A dimension with one element per device, such as experts, is the last choice: a save copies such shards in host memory
+    first.
     """
     mesh = jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
     even = [i for i, size in enumerate(shape) if size % len(devices) == 0]
@@ -181,8 +182,8 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
     Args:
         folder: an opened folder.
-        out: a run's folder to make.
-        dtype: of the weights: f32 | bf16 | auto, which holds all tensors without rounding.
+        out: the run's folder to make.
+        dtype: dtype of the weights: f32 | bf16 | auto, the smaller that represents all tensors without rounding.
         say: called with each line of the report.
 
     Raises:
@@ -219,9 +220,10 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
     started = time.perf_counter()
     run = folder.run(dtype)
-    if run.data.tokenizer != "byte":  # within the run's folder, which can be moved
+    if run.data.tokenizer != "byte":  # a path relative to the run's folder, which can be moved
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer="tokenizer"))
-    if any((folder.path / name).is_file() for name in TOKENIZER):  # first: with a checkpoint the run counts as complete
+    # The tokenizer comes before the checkpoint, with which the run counts as complete.
+    if any((folder.path / name).is_file() for name in TOKENIZER):
         copy_tokenizer(folder.path, out / "tokenizer")
     save(out, run, tensors, came_from(folder))
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
@@ -230,7 +232,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
 
 def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
-    """Write the folder of a run without steps. `more`: further keys of meta.json."""
+    """Write the folder of a run with a checkpoint of step 0. more: further keys of meta.json."""
     plain = config.to_dict(run)
     meta = {
         "config": plain,
@@ -254,7 +256,7 @@ def check_new(out: Path) -> None:
 
 
 def check_space(out: Path, size: int) -> None:
-    """Raise HuggingFaceError if the disk of a folder has fewer free bytes."""
+    """Raise HuggingFaceError if the disk of folder `out` has fewer than `size` free bytes."""
     there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < size:
@@ -262,10 +264,10 @@ def check_space(out: Path, size: int) -> None:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return "1 file", "2 files"."""
+    """Return a count with its noun, such as "1 file" or "2 files"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def rate(size: int, seconds: float) -> str:
-    """Return "16.1 GB in 59.5 s, 269.9 MB/s"."""
+    """Return a size, time and rate, such as "16.1 GB in 59.5 s, 269.9 MB/s". size: bytes."""
     return f"{decimal(size)} in {seconds:.1f} s, {decimal(int(size / seconds))}/s"

@@ -27,17 +27,17 @@ Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def read_params(source: Origin, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
-    """Return the weights of a model on its devices; for a run with adapters, of base and adapters.
+    """Return the weights of a model on its devices; for a run with adapters, the weights of base and adapters.
 
     Args:
         source: the weights.
-        run: its config.
-        definition: of the model.
-        placement: of its parameters.
+        run: the run's config.
+        definition: the model's definition.
+        placement: the placement of its parameters.
         base: the folder of the adapters' base, if it was moved.
 
     Raises:
-        CheckpointError, HuggingFaceError: they cannot be read.
+        CheckpointError, HuggingFaceError: the weights cannot be read.
     """
     abstract = abstract_of(definition, placement)
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
@@ -58,7 +58,7 @@ def base_digest(params: Params) -> str:
 
 
 def abstract_of(definition: Definition, placement: Placement) -> TrainState:
-    """Return shapes, dtypes and shardings of a state of weights alone."""
+    """Return shapes, dtypes and shardings of a train state that has only weights."""
     params = jax.tree_util.tree_map_with_path(
         lambda path, a, axes: jax.ShapeDtypeStruct(
             a.shape, a.dtype, sharding=placement.sharding(axes, jax.tree_util.keystr(path), a.shape)
@@ -70,7 +70,7 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
 
 
 def placed(run: RunConfig) -> tuple[Definition, Placement]:
-    """Return the model of a run on the devices of this process, `alone`, with tokens replicated."""
+    """Return the model of a run, and its placement on the devices of this process by `alone`, with tokens replicated."""
     devices = jax.local_devices()
     spread = alone(run, devices)
     placement = make_placement(spread, devices[: spread.mesh.fsdp])
@@ -82,8 +82,8 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
     """Return the run with its weights sharded over these devices as far as they divide, and all tokens on each device."""
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
-    # Every device has all tokens. With a shard of every expert it computes a share of each token; if experts were not sharded,
-    # every device would send all tokens to them.
+    # Every device has all tokens, and with these rules a shard of every expert, so it computes a partial sum for each token. If
+    # each expert were on one device, every device would send all tokens to the experts.
     rules = tuple((axis, config.EXPERT_AXIS if axis == "experts" else onto) for axis, onto in run.sharding.rules)
     split = dataclasses.replace(run.sharding, rules=rules)
     return dataclasses.replace(for_inference(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)
@@ -124,13 +124,13 @@ def positions_of(segments_BT: np.ndarray) -> np.ndarray:
 
 
 def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunConfig | None = None) -> Logits:
-    """Return a function of (tokens, segments), each int32 (B, T), to the logits of a model, f32 (B, T, V).
+    """Return a function from (tokens, segments), each int32 (B, T), to the logits of a model, f32 (B, T, V).
 
     Args:
         source: the weights.
-        precision: of the arithmetic: f32 | bf16. With f32 the weights are read in f32, too, without rounding.
+        precision: precision of the arithmetic, f32 | bf16. With f32 the weights are read in f32, too, without rounding.
         base: the folder of the adapters' base, if it was moved.
-        run: its config, if it is not that of the weights.
+        run: the run's config; None: the config stored with the weights.
     """
     run = run or source.run()
     weights = dataclasses.replace(run.dtypes, params="f32" if precision == "f32" else run.dtypes.params)
@@ -154,7 +154,7 @@ def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunCo
     def logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
         forward = compiled(tokens_BT.shape[1], max(1, int(segments_BT.max())))
         arrays = tokens_BT, segments_BT, positions_of(segments_BT)
-        # Row by row: the logits of all rows would be many times the size of the model.
+        # Rows are computed one by one: the logits of all rows would be many times the size of the model.
         one = (np.asarray(forward(params[0], *(jnp.asarray(x[i : i + 1]) for x in arrays))) for i in range(len(tokens_BT)))
         return np.concatenate(list(one))
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-BYTES = 16  # of a block: two numbers a byte, the first in the low half
+BYTES = 16  # bytes of a block: two numbers a byte, the first in the low half
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the highest of the four bits is the sign
 BIAS = 127  # of the scales, E8M0
 
@@ -18,7 +18,7 @@ def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     pairs = np.stack([numbers[byte & 15], numbers[byte >> 4]], axis=-1)
     experts, outputs, count = scales.shape
     out = np.empty((experts, count * BYTES * 2, outputs), ml_dtypes.bfloat16)
-    for e in range(experts):  # one after the other: in float32 they take twice the memory
+    for e in range(experts):  # one expert at a time, because float32 needs twice the memory
         powers = np.ldexp(np.float32(1), scales[e].astype(np.int32) - BIAS)
         values = pairs[blocks[e]].reshape(outputs, count, -1) * powers[..., None]
         out[e] = values.reshape(outputs, -1).T.astype(ml_dtypes.bfloat16)

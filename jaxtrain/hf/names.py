@@ -13,9 +13,9 @@ from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError
 from jaxtrain.shapes import DENSE, MTP, STACK
 
-COLUMNS = 64  # of a transposed copy at a time: several times faster, because the cache holds both sides
-PREFIX = "params."  # of parameters among the tensors of a train state
-# Buffers of old versions of transformers, which follow from config.json.
+COLUMNS = 64  # columns that a transposed copy copies at a time: several times faster, because both sides fit the cache
+PREFIX = "params."  # prefix of parameters among the tensors of a train state
+# Buffers that old versions of transformers wrote; config.json determines their values.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TIED = "the head is the embedding"
@@ -24,12 +24,12 @@ SHOWN = 12  # problems named one by one
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of jaxtrain, and the tensors of the checkpoint with its values: one and copies of it, or one per expert."""
+    """A tensor of jaxtrain, and the checkpoint's tensors with its values: one tensor and its copies, or one per expert."""
 
     ours: str  # the name in jaxtrain's checkpoints
-    theirs: tuple[str, ...]
+    theirs: tuple[str, ...]  # the names in the Hugging Face checkpoint
     how: HfTensor
-    sizes: Mapping[str, int]  # of each axis by its letter
+    sizes: Mapping[str, int]  # size of each axis by its letter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,20 +43,20 @@ class Entry:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Those of theirs that hold the same as the first."""
+        """Return the names in `theirs` that are copies of the first tensor."""
         return () if self.how.each_expert else self.theirs[1:]
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Those of theirs that hold ours, without copies."""
+        """Return the names in `theirs` without copies."""
         return self.theirs[: len(self.theirs) - len(self.copies)]
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
 
         Args:
-            stored: the arrays of `read`. Experts outside of `index` are not read.
-            dtype: of the result.
+            stored: the arrays of the tensors in `read`. Experts outside of `index` are not used.
+            dtype: dtype of the result.
             index: a slice of each axis of jaxtrain's array.
         """
         if not self.how.each_expert:
@@ -67,7 +67,8 @@ class Entry:
     def to_theirs(self, x: np.ndarray, at: int = 0, other: np.ndarray | None = None) -> np.ndarray:
         """Return array number `at` of the checkpoint, contiguous, from jaxtrain's global array: the inverse of `to_ours`.
 
-        other: if one array of the checkpoint holds two of jaxtrain's, the result for the first of them. It is filled in place.
+        other: if an array of the checkpoint contains two of jaxtrain's arrays, the result for the first of the two. The second
+        is written into it in place.
         """
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
@@ -89,7 +90,7 @@ class Entry:
         return self._ordered(x.transpose([theirs.index(a) for a in ours]), ours)
 
     def _ordered(self, x: np.ndarray, axes: list[str], back: bool = False) -> np.ndarray:
-        """Return an array with interleaved rotary pairs taken apart, if the checkpoint has them so; `back`: the inverse."""
+        """Return an array with rotary dimensions as two halves, if the checkpoint has interleaved pairs. back: the inverse."""
         if not self.how.interleaved:
             return x
         order = halves_of_pairs(self.sizes[self.how.interleaved], self.sizes["rotary"])
@@ -108,12 +109,12 @@ def halves_of_pairs(width: int, rotary: int) -> np.ndarray:
 
 
 def flat(axes: str) -> list[str]:
-    """Return the letters of "(N H) D" in their order."""
+    """Return the letters of axes in their order: N, H, D for "(N H) D"."""
     return axes.replace("(", "").replace(")", "").split()
 
 
 def grouped(axes: str) -> list[list[str]]:
-    """Return the letters of each axis of "(N H) D"."""
+    """Return the letters of each axis: [N, H] and [D] for "(N H) D"."""
     return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
@@ -143,7 +144,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
     first = [name for name in known if name.startswith("embed")]
-    # jaxtrain's name, its number of the layer, and the number among all layers.
+    # (jaxtrain's name, the layer's number in its stack, the layer's number in the checkpoint)
     order: list[tuple[str, Any, Any]] = [(name, "", "") for name in first]
     layered: list[str] = []
     stacks = (DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)
@@ -168,16 +169,16 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
 def match(
     wanted: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], rule: str, model: Model | None = None
 ) -> dict[str, str]:
-    """Return the unused tensors of a folder, with the reason.
+    """Return the unused tensors of a folder, each with a reason.
 
     Args:
         wanted: `entries` of the model.
-        shapes: of the folder's tensors by name.
+        shapes: shapes of the folder's tensors by name.
         rule: the first line of the error.
         model: tensors of layers after its last one may be unused (`Format.beyond`). None: no tensor may be unused.
 
     Raises:
-        HuggingFaceError: tensors are missing, have wrong shapes or unknown names. It lists them.
+        HuggingFaceError: tensors are missing, or have wrong shapes or unknown names. The error lists these tensors.
     """
     wrong, known = [], set()
     for entry in wanted.values():
@@ -207,7 +208,7 @@ def match(
 
 def copied(view: np.ndarray) -> np.ndarray:
     """Return a contiguous copy of a view with its axes in another order."""
-    # As integers: numpy copies unknown dtypes element by element.
+    # The copy is of integers, because numpy copies unknown dtypes element by element.
     words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
     if words.flags.c_contiguous or words.ndim < 2:
         return np.array(words).view(view.dtype)

@@ -42,7 +42,7 @@ OFF = (None, False, "none", {}, [])  # the values of all other keys that are acc
 
 
 def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
-    """Return both matrices of an adapter of every linear layer, by jaxtrain's names; PEFT's tensors are their `theirs`."""
+    """Return the entries of both adapter matrices of every linear layer, by jaxtrain's names. `theirs` has PEFT's names."""
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
         if weight.ours.rpartition(".")[2] not in EQUATIONS or weight.how.each_expert:
@@ -62,14 +62,14 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
     """Write an adapter for PEFT and return the names of its tensors.
 
     Args:
-        folder: to write; it must hold no adapter yet.
-        adapters: all of the model, by jaxtrain's names.
-        model: of one of jaxtrain's families.
+        folder: the folder to write, without an adapter.
+        adapters: all adapters of the model, by jaxtrain's names.
+        model: a model of one of jaxtrain's families.
         how: rank and alpha.
         base: the base's name for users of PEFT.
 
     Raises:
-        HuggingFaceError: the folder holds an adapter.
+        HuggingFaceError: the folder has an adapter already.
     """
     if (folder / CONFIG).exists() or (folder / TENSORS).exists():
         raise HuggingFaceError(f"{folder} holds an adapter already. Name another folder.")
@@ -101,7 +101,7 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
     """Return the settings of an adapter, its arrays in float32 by jaxtrain's names, and notes on converted or ignored keys.
 
     Raises:
-        HuggingFaceError: the folder holds no adapter, or one with settings or tensors that jaxtrain's adapters do not have.
+        HuggingFaceError: the folder has no adapter, or the adapter has settings or tensors that jaxtrain does not support.
     """
     try:
         found = json.loads((folder / CONFIG).read_text())
@@ -155,8 +155,8 @@ def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[s
 
     Args:
         path: a run's folder, or a checkpoint.
-        folder: to write.
-        base: as in `write`; "", or a folder that is not Hugging Face's: by `base_name`.
+        folder: the folder to write.
+        base: the base's name, as in `write`. For "" and for the folder of a run, `base_name` finds the name.
 
     Raises:
         CheckpointError, HuggingFaceError: before anything is written.
@@ -174,10 +174,10 @@ def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[s
 
 
 def base_name(path: str) -> str:
-    """Return the name by which PEFT finds the base of adapters: of the hub, or a Hugging Face folder.
+    """Return the name by which PEFT finds the base of adapters: a name on the hub, or the path of a Hugging Face folder.
 
     Args:
-        path: of the base: a Hugging Face folder, or a step of a run that was imported from one.
+        path: path of the base: a Hugging Face folder, or a step of a run that was imported from such a folder.
 
     Raises:
         CheckpointError: there is no base in `path`.
@@ -190,7 +190,7 @@ def base_name(path: str) -> str:
         except CheckpointError as error:
             raise lora.gone(path, error) from error
         found = Path(meta["hugging_face"]["folder"]) if "hugging_face" in meta else found
-    if found.parent.name == "snapshots" and found.parent.parent.name.startswith("models--"):  # of the hub's cache
+    if found.parent.name == "snapshots" and found.parent.parent.name.startswith("models--"):  # a folder of the hub's cache
         return found.parent.parent.name.removeprefix("models--").replace("--", "/")
     if is_folder(found):
         return str(found.absolute())
@@ -203,12 +203,12 @@ def base_name(path: str) -> str:
 
 
 def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
-    """Write a checkpoint of adapters for `base`, as of a run with lora.rank. Return the config of its run, and notes.
+    """Write a checkpoint of adapters for `base`, like the checkpoint of a LoRA run. Return the run's config, and notes.
 
     Args:
-        folder: with PEFT's adapter.
+        folder: the folder with PEFT's adapter.
         base: a run's folder, a checkpoint, or a Hugging Face folder.
-        out: a run's folder to make.
+        out: the run's folder to make.
 
     Raises:
         CheckpointError, HuggingFaceError: before anything is written.

@@ -1,6 +1,6 @@
 """Logits of a Hugging Face folder by transformers, in float32 on a CPU: `python torch_logits.py DIR TOKENS.npy OUT.npy`.
 
-A separate program: it imports nothing from jaxtrain, and runs in any Python that has transformers and torch.
+This program is separate: it imports nothing from jaxtrain, and runs in any Python that has transformers and torch.
 """
 
 import sys
@@ -13,7 +13,7 @@ def main():
 
     folder, tokens, out = sys.argv[1:]
     torch.set_grad_enabled(False)
-    # Not sdpa: its kernels have no soft cap, and transformers warns about it.
+    # sdpa would be wrong for some models: its kernels have no soft cap, and transformers only warns about that.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     rows = torch.from_numpy(np.load(tokens).astype(np.int64))
