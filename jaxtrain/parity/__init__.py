@@ -1,4 +1,4 @@
-"""The same steps on several layouts, compared number by number."""
+"""Take the same train steps on several layouts, and compare them number by number."""
 
 import sys
 

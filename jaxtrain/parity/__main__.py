@@ -30,7 +30,7 @@ COMMAND = Command(
         Option(
             "meshes",
             "axes with their sizes joined by x, and further keys, each after a slash: fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, "
-            "fsdp8/sharding.zero=1, seq8/parallel.context=ulysses. `one` is a single device. The others are compared with the "
+            "fsdp8/sharding.zero=1, seq8/parallel.context=ulysses. `one` is a single device. Every layout is compared with the "
             "first. Keys: sharding.*, attention.*, parallel.*, remat.*, dtypes.*, compiler.*, pipeline.*, moe.impl, "
             "moe.buffer, train.grad_accum, train.accumulate, loss.chunk. Default, without those that the config excludes: "
             f"{named.DEFAULT}; with several microbatches also {named.STAGES}; with experts {named.EXPERTS}; with both "
@@ -66,10 +66,10 @@ COMMAND = Command(
     "model: whether layouts agree does not depend on its size.\n\n"
     "Every layout is compared with the first: loss and gradient norm of every step, the first gradient of every tensor, and "
     "its update, which is its weights after the last step minus its initial weights. In float32 the relative bound is 1e-5, "
-    "and 1e-3 for updates. In bfloat16 and FP8 the first layout is also trained in float32, and the bound is sqrt(2 + log2 n) "
-    "times its difference from that, for n devices times microbatches: jaxtrain/parity/compare.py derives it.\n\n"
-    "Exit codes: 0 all agree; 1 one does not, or could not be run; 2 the command or config is wrong, nothing was started; 130 "
-    "Ctrl-C.",
+    "and 1e-3 for updates. In bfloat16 and FP8 the first layout is also trained in float32. The bound is sqrt(2 + log2 n) "
+    "times the difference between these two, where n is devices times microbatches: jaxtrain/parity/compare.py derives it.\n\n"
+    "Exit codes: 0 all layouts agree; 1 a layout does not agree, or could not be run; 2 the command or config is wrong, "
+    "nothing was started; 130 Ctrl-C.",
 )
 
 Runs = list[tuple[Layout, RunConfig]]
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def meshes_of(parsed: Parsed) -> str:
-    """Return the layouts of a command line, as --meshes has them."""
+    """Return the layouts of a command line, in the form of --meshes."""
     if parsed.mode:
         from jaxtrain.parity import known_issues
 
@@ -117,7 +117,10 @@ def find_problems(parsed: Parsed) -> list[Problem]:
 
 
 def config_argv(parsed: Parsed) -> list[str]:
-    """Return the config of a command line; for --known-issues without --config a small model on data of many documents."""
+    """Return the config arguments of a command line.
+
+    For --known-issues without --config, they are a small model, and data with many documents in a sequence.
+    """
     argv = parsed.config.launch.config_argv
     if not parsed.mode or "config" in parsed.given:
         return argv
@@ -126,7 +129,7 @@ def config_argv(parsed: Parsed) -> list[str]:
 
 
 def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
-    """Return the layouts with their configs, lines on default layouts that the config excludes, and all problems."""
+    """Return the layouts with their configs, lines about default layouts that the config excludes, and all problems."""
     argv = config_argv(parsed)
     more = named.FLOAT32 if parsed.mode else DTYPES.get(parsed.options["dtype"], ())
     found = [(layout, *named.load(layout, argv, *more)) for layout in layouts]
@@ -143,14 +146,14 @@ def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], l
 
 
 def start_devices(runs: Runs) -> None:
-    """Set the environment that JAX reads when it starts, and start it."""
+    """Set the environment that JAX reads when it starts, and start JAX."""
     most = max(layout.devices for layout, _ in runs)
     found = named.devices(most)
     if found.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         if hardware.probe().count < most:
             os.environ["JAX_NUM_CPU_DEVICES"] = str(most)
-        # Half the time of compiling. Fast code on a CPU is not compared here.
+        # This halves the compile time. The speed of the compiled code does not matter here.
         flags = os.environ.get("XLA_FLAGS", "")
         if "xla_backend_optimization_level" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
@@ -180,8 +183,8 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     """Train `steps` steps on every layout, and compare them with the first.
 
     Returns:
-      The rows of the report; the first layout compared with its own steps in float32, None in float32; the precision; and
-      the reason why the first layout could not run, or "".
+      The rows of the report; the comparison of the first layout with its own steps in float32 (None for a float32 run); the
+      precision; and the reason why the first layout could not run, or "".
     """
     import jax
 
@@ -194,7 +197,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     total, done = len(runs) + (not in_float32), 0
 
     def attempt(name: str, layout: Layout, run: RunConfig) -> tuple[Any, str, float]:
-        """Return the steps of a layout, the reason if there are none, and seconds."""
+        """Return the steps of a layout or None, the reason if there are no steps, and the time in seconds."""
         nonlocal done
         done += 1
         began = time.perf_counter()
@@ -231,7 +234,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
 
 
 def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Run the checks of known_issues.py; print figure, bound and verdict of each. JAX must be started."""
+    """Run the checks of known_issues.py; print difference, bound and verdict of each. JAX must be started."""
     from jaxtrain.parity import known_issues, report
 
     def print_line(text: str, style: str = "") -> None:

@@ -6,23 +6,26 @@ on every layout.) The initial weights must be equal bit for bit. The error of a 
 |reference| in the 2-norm. If the reference is mostly cancellation, as for the bias of keys, which does not change softmax, the
 denominator is the tensor's share of the global gradient norm.
 
-float32: the bound is 1e-5 for everything except the weights: 168 roundings of u = 2^-24 of one sign, or 28,000 of random signs.
+float32: the bound is 1e-5 for all values except the weights: 168 roundings of u = 2^-24 with one sign, or 28,000 with random
+signs.
 
 bfloat16 and FP8: the bound is the measured effect of rounding. The reference's steps are repeated in float32, and d is the
 distance between the two. A sum that one device rounds once is rounded 1 + log2(n) times on n devices: on each device and in
 each of log2(n) additions. Independent errors add like the root of their number. So the run is at most sqrt(1 + log2 n) d from
 float32, and at most sqrt(2 + log2 n) d from the reference, whose own error is d. (n counts microbatches too.) A tensor's d is
-at least that of the whole gradient, which is not small by chance. For the gradient norm d is that of the whole gradient: |a| -
-|b| is at most |a - b|. For the loss, a mean over the N tokens of the batch, d is that over sqrt(N), or the error of the
-reference's own loss if that is larger.
+at least the d of the whole gradient, which is not small by chance. For the gradient norm, d is the d of the whole gradient,
+because |a| - |b| is at most |a - b|. For the loss, a mean over the N tokens of the batch, d is the d of the whole gradient
+divided by sqrt(N), or the error of the reference's own loss if that is larger.
 
 Weights: Adam divides by the root of the second moment, so rounding decides the sign of a whole step if a gradient is nearly
-zero. Weights whose first gradient is not twice above the bound (times its root mean square) are left out. For an error e of the
-gradient, a weight with a gradient of x times the root mean square has an error of e / x, and all together have about sqrt(e).
-In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change; in bfloat16 it is measured.
+zero. A weight is left out unless its first gradient is above twice the bound times the root mean square of the tensor's
+gradient. For an error e of the gradient, a weight with a gradient of x times the root mean square has an error of e / x, and
+all weights together have an error of about sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change.
+In bfloat16 the bound is measured.
+
 A measured distance is one sample: the norm of m independent errors has a relative standard deviation of 1 / sqrt(2 m), and the
-ratio of two such norms one of 1 / sqrt(m). So the bound of a tensor of m weights is multiplied by 1 + 3 / sqrt(m): 1.4 for the
-64 weights of a small norm, 1.001 for a matrix of 4096 x 4096.
+ratio of two such norms has 1 / sqrt(m). So the bound of a tensor of m weights is multiplied by 1 + 3 / sqrt(m): 1.4 for the 64
+weights of a small norm, 1.001 for a matrix of 4096 x 4096.
 """
 
 import dataclasses
@@ -41,8 +44,8 @@ from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.state import create_state, to_host
 
-EXACT = 1e-5  # of everything except the weights, in float32
-MOVED = 1e-3  # of the weights
+EXACT = 1e-5  # bound of all values except the weights, in float32
+MOVED = 1e-3  # bound of the weights, relative to their change, in float32
 PARAMS, MOMENT = "params.", "optimizer.mu."
 
 Arrays = dict[str, np.ndarray]
@@ -50,7 +53,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The results of a few steps. Gradients and weights by the names of checkpoints, without the part before the first dot."""
+    """The results of a few steps. Names of gradients and weights are those of checkpoints without the first part."""
 
     loss: np.ndarray  # of each step
     grad_norm: np.ndarray
@@ -72,7 +75,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """The entry of a comparison that is worst against its bound."""
+    """The value of a comparison that is largest relative to its bound."""
 
     value: float
     bound: float
@@ -92,7 +95,7 @@ class Comparison:
     grad_norm: Measure
     gradient: Measure
     parameter: Measure
-    start: Measure  # 0, or the part of a tensor's initial values that differ
+    start: Measure  # the fraction of a tensor's initial values that differ; must be 0
 
     @property
     def wrong(self) -> list[str]:
@@ -141,7 +144,9 @@ def compile_step(
     Returns:
       The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
 
-    Raises LayoutError or Unsupported for an impossible layout, JaxRuntimeError if memory does not suffice.
+    Raises:
+      LayoutError, Unsupported: the layout is impossible.
+      JaxRuntimeError: memory does not suffice.
     """
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
@@ -150,7 +155,7 @@ def compile_step(
 
 
 def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
-    """Take the first steps of a run on these devices. Raises as `compile_step`."""
+    """Take the first steps of a run on these devices. Raises the errors of `compile_step`."""
     rows = open_rows(run)
     run, program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
@@ -158,7 +163,7 @@ def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
 
 
 def is_float32(run: RunConfig) -> bool:
-    """Return whether every type of a run is float32."""
+    """Return whether every dtype of a run is float32."""
     return run.precision == "f32" and {*dataclasses.asdict(run.dtypes).values()} == {"f32"}
 
 
@@ -170,8 +175,8 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
 
     Args:
       exact: the reference's steps in float32; None if the reference and the run are in float32.
-      parts: devices x microbatches of the run, which share its sums.
-      tokens: of a batch.
+      parts: devices x microbatches of the run, over which its sums are divided.
+      tokens: number of tokens of a batch.
     """
     names = reference.gradients
     if exact is None:
@@ -189,7 +194,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
 
 
 def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
-    """Compare a run with the reference: of each kind of value, return the entry that is worst against its bound.
+    """Compare a run with the reference: for each kind of value, return the value that is largest relative to its bound.
 
     Raises ValueError for runs of different models.
     """
@@ -211,7 +216,7 @@ def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
 
 
 def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> Measure:
-    """Return the value that is largest against its bound. A value that is not finite counts as the largest."""
+    """Return the value that is largest relative to its bound. A value that is not finite counts as the largest."""
     bound = allowed if isinstance(allowed, Mapping) else dict.fromkeys(values, allowed)
 
     def against(name: str) -> tuple[bool, float]:
@@ -228,16 +233,16 @@ def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
 
 
 def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
-    """Return the error of each tensor's first gradient, relative to its norm or, if more, to its share of the global norm."""
+    """Return the error of each tensor's first gradient, relative to the tensor's length by `_lengths`."""
     lengths = _lengths(reference.gradients)
     return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
 
 
 def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
-    """Return the error of each tensor's weights, relative to their change. `resolved`: the bounds of its gradient.
+    """Return the error of each tensor's weights, relative to their change. resolved: the bound of each tensor's gradient.
 
-    Weights whose first gradient is not twice above that, and not exactly zero in both runs, are left out. So are tensors
-    without gradients: frozen ones, and the biases of routers, for which the sign of a small difference decides a whole step.
+    A weight counts if its first gradient is above twice this bound, or exactly zero in both runs. Tensors without gradients are
+    left out: frozen tensors, and the biases of routers, for which the sign of a small difference decides a whole step.
     """
     found, lengths = {}, _lengths(reference.gradients)
     for name, g in reference.gradients.items():
@@ -259,6 +264,6 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
-    """Return for each tensor its norm, or the share of the global norm by its size if that is larger."""
+    """Return the norm of each tensor, or if it is larger, the tensor's share of the global norm, by its number of elements."""
     whole, size = _norm(gradients), sum(a.size for a in gradients.values())
     return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

@@ -1,8 +1,8 @@
 """Three checks for bugs that were reported against trainers, each by real train steps in float32: `parity --known-issues`.
 
 documents    attention crosses packed documents. A packed batch and the same documents, one a sequence, must have the same loss
-             and the same gradients; on one device, and with documents across devices.
-gradients    gradients are wrong in combined layouts. Combined layouts must take the steps of one device.
+             and the same gradients, on one device and with documents that are sharded over devices.
+gradients    gradients are wrong in combined layouts. Combined layouts must take the same steps as one device.
 processes    the data depends on the number of processes. One, two and four processes, with the same total number of devices,
              must take the same steps.
 """
@@ -32,7 +32,7 @@ STRADDLING = "one,fsdp2xtensor2xseq2"
 PROCESSES = (1, 2, 4)
 DEVICES = 4  # of all processes together
 STEPS = 3
-LIMIT_S = 300.0  # of a run of `processes`
+LIMIT_S = 300.0  # time limit of a run of check `processes`, in seconds
 TRAIN = module_command("main")
 SHORT = (
     *(f"train.steps={STEPS}", "optimizer.warmup_steps=1", "log.every_steps=1", "log.tensorboard=false", "eval.every_steps=0"),
@@ -42,12 +42,12 @@ SHORT = (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check: the figure that is worst against its bound, both relative, and its location."""
+    """The result of one check: the difference that is largest relative to its bound."""
 
     name: str
-    figure: float
-    bound: float
-    where: str
+    figure: float  # relative difference
+    bound: float  # bound of the relative difference
+    where: str  # layout or processes, and the value that differs
 
     @property
     def ok(self) -> bool:
@@ -69,7 +69,7 @@ def separate_documents(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
-    """Compare one step on a packed batch, in each layout, with a step on its documents one by one, on one device."""
+    """Compare a step on a packed batch, in each layout, with a step on its documents in separate sequences on one device."""
     import jax
 
     from jaxtrain.data import pipeline
@@ -101,7 +101,7 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
 
 
 def check_gradients(rows: Sequence[Any]) -> Check:
-    """Return the worst gradient of combined layouts. rows: the layouts of COMBINED, compared (report.Row)."""
+    """Return the worst gradient of combined layouts. rows: the compared layouts of COMBINED (report.Row)."""
     found = [
         Check(
             "gradients",
@@ -135,9 +135,7 @@ def check_processes(argv: Sequence[str]) -> Check:
 
 
 def train_processes(argv: Sequence[str], count: int) -> tuple[list[dict[str, Any]], str]:
-    """Train with `count` processes on this machine.
-
-    Return the train lines of metrics.jsonl, and the reason if there are none."""
+    """Train with `count` processes on this node. Return the train lines of metrics.jsonl, and the reason if there are none."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -162,5 +160,5 @@ def train_processes(argv: Sequence[str], count: int) -> tuple[list[dict[str, Any
 
 
 def worst(checks: Sequence[Check]) -> Check:
-    """Return the check that is largest against its bound. NaN counts as the largest."""
+    """Return the check whose difference is largest relative to its bound. NaN counts as the largest."""
     return max(checks, key=lambda c: (not np.isfinite(c.figure), c.figure / c.bound if c.bound else c.figure))

@@ -1,7 +1,7 @@
-"""Layouts as a command line names them, and their problems. No jax.
+"""The layouts of --meshes, and their problems. Imports no jax.
 
-`fsdp4xtensor2/sharding.zero=1/remat.policy=full` is a mesh and further keys of the config. An axis that is not named has
-size 1. `one` is a single device.
+`fsdp4xtensor2/sharding.zero=1/remat.policy=full` is a mesh and further keys of the config. Axes without a size have size 1.
+`one` is a single device.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Layout:
     """One item of --meshes."""
 
     name: str
-    mesh: tuple[tuple[str, int], ...]  # every axis
+    mesh: tuple[tuple[str, int], ...]  # (axis, size) of every axis
     overrides: tuple[str, ...]  # "sharding.zero=1"
 
     @property
@@ -64,9 +64,10 @@ def default(run: RunConfig) -> str:
 
 
 def parse(text: str) -> tuple[list[Layout], list[Problem]]:
-    """Return the layouts of --meshes, and the problems of its other items."""
+    """Parse --meshes: return the layouts of its valid items, and the problems of all other items."""
     layouts, problems = [], []
-    # Values may hold commas and slashes: a new item has no = before its first slash, a new key has dots and one after it.
+    # Values may contain commas and slashes. A comma begins a new item unless a word and = follow. A slash begins a new key if a
+    # word, which may have dots, and = follow.
     for item in re.split(r",(?!\w+=)", text):
         mesh, *overrides = re.split(r"/(?=[\w.]+=)", item.strip())
         sizes, wrong = _sizes(mesh)
@@ -130,7 +131,7 @@ def devices(count: int, source: str = "") -> Devices:
 
 
 def in_float32(run: RunConfig) -> RunConfig:
-    """Return the run with every type float32, and an attention kernel that supports it."""
+    """Return the run with every dtype float32, and an attention kernel that supports float32."""
     tree = to_dict(run)
     tree["precision"] = "f32"
     tree["fp8"]["exclude"], tree["attention"]["forward"] = "", "compute"
@@ -144,7 +145,7 @@ def in_float32(run: RunConfig) -> RunConfig:
 
 
 def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
-    """Return the problems of several layouts: a problem of all of them once, another with the layouts that have it."""
+    """Return the problems of several layouts: once if all layouts share it, else with the name of each layout that has it."""
     seen = Counter(str(p) for _, problems in named for p in {str(p): p for p in problems}.values())
     out: dict[str, Problem] = {}
     for name, problems in named:
@@ -157,7 +158,7 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 
 
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
-    """Return the problems of comparing these runs, although each is possible: data, optimizer, experts, memory."""
+    """Return the problems of a comparison of runs that are possible one by one: data, optimizer, experts, memory."""
     run = runs[0]
     problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
     if run.optimizer.name not in METHODS:
@@ -186,9 +187,10 @@ def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
     width = {"f32": 4, "bf16": 2, INT8: 1}
     state = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
     on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
-    # On CPU devices every group along `data` has a state in the same memory. Gradients are added at the first step.
+    # CPU devices share one memory, with a state for each index of `data`; 4 bytes are a gradient. The host has the weights
+    # twice and a gradient once, for two runs.
     copies = max(dict(layout.mesh)["data"] for layout in layouts) if on_cpu else 0
-    need = count * (copies * (state + 4) + 6 * 4) / 2**30  # and weights twice and a gradient once on the host, of two runs
+    need = count * (copies * (state + 4) + 6 * 4) / 2**30
     if need <= hardware.available_gib():
         return []
     rule = f"{count / 1e9:.1f} billion parameters: these layouts need at least {need:,.0f} GiB, this machine has "

@@ -26,7 +26,7 @@ class Row:
     comparison: Comparison | None = None  # None for the reference, and for a failed layout
     bounds: Bounds | None = None
     failed: str = ""  # the reason if there are no numbers
-    seconds: float = 0.0  # compiling included
+    seconds: float = 0.0  # with compile time
 
     @property
     def verdict(self) -> str:
@@ -90,7 +90,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def _cells(row: Row) -> list[str]:
-    """Return the cells of COLUMNS: differences, or for the reference its last loss and gradient norm."""
+    """Return the cells of COLUMNS: differences, or for the reference the loss and gradient norm of the last step."""
     if row.comparison:
         return _differences(row.comparison)
     if not row.trained:
@@ -103,7 +103,7 @@ def _differences(comparison: Comparison) -> list[str]:
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each kind of bound, with the loosest of its tensors."""
+    """Return a line for each set of bounds, with the largest bounds of its tensors."""
     lines: dict[str, None] = {}
     for row in rows:
         if row.bounds:
@@ -163,5 +163,5 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for a number that JSON does not have."""
+    """Return the value, or None if it is not finite, which JSON does not support."""
     return value if np.isfinite(value) else None
