@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
     queries_of: jax.Array  # segments and positions of queries, (B, 2, T)
     keys_of: jax.Array  # segments and positions of keys, (B, 2, S)
     forward: jax.Array  # for each tile of queries, the tiles of keys to visit (tiles.visits), (B, tiles, 4)
-    queries: Any = None  # the same for the kernel of queries' gradients; None without a backward pass
+    queries: Any = None  # like `forward`, with the tiles of the kernel of queries' gradients; None without a backward pass
     keys: Any = None  # for each tile of keys, the tiles of queries to visit; None without a backward pass
 
 

@@ -61,7 +61,7 @@ class Static:
     def roles(self) -> bool:
         """Return whether one warpgroup sums gradients of keys and the other gradients of values.
 
-        Above this width, the two accumulators do not fit the registers of one warpgroup.
+        Above a width of 128, the two accumulators do not fit the registers of one warpgroup.
         """
         return self.width > 128
 
