@@ -11,8 +11,8 @@ To see its plan on this or any other machine, or to search for a better mesh:
     ./run.sh plan --config=configs/gpt_oss_20b.py --topology=h200:8
     ./run.sh plan --config=configs/gpt_oss_20b.py --topology=h200:8 --search --budget=600
 
-Up to 64 GPUs keep the batch and change the accumulation: --config=configs/gpt_oss_20b.py:gpus=16. GPT-OSS 120B on 64 GPUs:
---config=configs/gpt_oss_20b.py:120b,gpus=64
+Up to 64 GPUs keep the batch and change the accumulation: --config=configs/gpt_oss_20b.py:gpus=16. GPT-OSS 120B on 8 and on 64
+GPUs: --config=configs/gpt_oss_20b.py:120b and --config=configs/gpt_oss_20b.py:120b,gpus=64
 """
 
 import ml_collections
@@ -49,6 +49,14 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         # weights and moments, 20 GiB on each of 64. With 64 the step needs 129.3 GiB by plan.
         config.mesh.expert = 8
         config.mesh.data = max(1, variant.gpus // 64)
+    if variant["120b"] and variant.gpus <= GPUS:
+        # Weights and moments in float32 are 163 GiB on each of 8 GPUs. With 8-bit moments they are 84.2 GiB, and the sum of
+        # gradients in bfloat16 is 27 GiB. Two sequences a GPU at a time and full remat fit: the step needs 123.7 GiB by plan.
+        config.dtypes.m = config.dtypes.v = "int8"
+        config.dtypes.grads = "bf16"
+        config.remat.policy = "full"
+        config.train.global_batch = 32
+        config.train.grad_accum = 2
 
     config.optimizer.lr = 4e-4
     config.optimizer.lr_min = 4e-5

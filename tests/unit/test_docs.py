@@ -240,6 +240,78 @@ def test_rows_without_a_setting_say_why():
     assert not [row for row in rows if "`" not in row.split("|")[2] and row.split("|")[2].strip() not in words]
 
 
+# Part of a row of coming_from.md with a capability that is "not there" -> pattern of a name that the capability would have here.
+NOT_THERE = {
+    "enable_async_tensor_parallel": "async_tensor|decompos",
+    "enable_fsdp_symm_mem": "symm",
+    "parallelism.pipeline_parallel_schedule": "bubble|zb",
+    "selective_ac_option": "every_other|alternate",
+    "MXFP8LinearConverter": "mxfp8|nvfp4",
+    "early_step_in_backward": "early_step|in_backward|fused_step",
+    "lr_scheduler.decay_type": "sqrt",
+    "comm.init_timeout_seconds": "init_timeout|trace_buf|flight_rec",
+    "ici_fsdp_transpose_parallelism": "transpose|autoregressive",
+    "pipeline_delay_activation_forwarding": "delay|layers_per",
+    "use_ring_of_experts": "ring_of",
+    "te_comm_gemm_overlap": "gemm_overlap",
+    "enable_rampup_batch_size": "ramp",
+    "parameter_memory_host_offload": "params_offload|offload_param|parameter_offload",
+    "te_fp8_currentscaling": "delayed",
+    "fused_qkv": "fused_(qkv|mlp)",
+    "dropout_rate": "dropout",
+    "enable_emergency_checkpoint": "emergency",
+    "decoder-first-pipeline-num-layers": "first_pipeline|stage_layers|pipeline.layout",
+    "tp-comm-overlap": "comm_overlap",
+    "ddp-bucket-size": "bucket_size|nccl_ub",
+    "--rampup-batch-size": "ramp",
+    "recompute-method block": "recompute_layers|remat.layers",
+    "optimizer-offload-fraction": "fraction_offload|offload_fraction",
+    "--fp16": "fp16|float16|loss_scale",
+    "fp8-format hybrid": "e5m2|hybrid|delayed|tensorwise",
+    "attention-dropout": "dropout",
+    "use-flash-attn": "flash",
+    "token-dispatcher-type flex": "flex|deepep",
+    "tools/checkpoint/convert.py": "megatron",
+    "distributed-timeout-minutes": "distributed_timeout",
+    "reduce_bucket_size": "bucket_size",
+    "stage3_param_persistence_threshold": "persist",
+    "zero_optimization.offload_param": "nvme|offload_param|params_offload",
+    "zero_hpz_partition_size": "hpz|secondary",
+    "zero_quantized_gradients": "quantized_grad",
+    "fp16.enabled": "fp16|float16|loss_scale",
+    "optimizer.type": "lamb|onebit",
+    "comet": "comet",
+    "elasticity": "elastic",
+    "reshard_after_forward=8": "reshard",
+    "ignored_modules": "ignored",
+    "flash_attn": "flash",
+    "ScheduleGPipe": "bubble|zb",
+    "`tf32`": "fp16|float16",
+    "lora_dropout": "dropout",
+    "loss_type": "ipo|hinge|kto|orpo|simpo",
+}
+
+
+def names_of_jaxtrain() -> str:
+    """Return a line for each key with its values, command, option and module."""
+    docs = REPO / "docs"
+    keys = [" ".join(row.split(" | ")[:4]) for row in (docs / "config.md").read_text().splitlines() if row.startswith("| `")]
+    options = [row.split(" | ")[0] for row in (docs / "commands.md").read_text().splitlines() if row.startswith("| ")]
+    modules = [str(p.relative_to(REPO)) for p in (REPO / "jaxtrain").rglob("*.py")]
+    return "\n".join([*keys, *options, *modules]).lower().replace("-", "_")
+
+
+def test_absent_capabilities_are_absent():
+    """A row that calls a capability "not there" is true, until a key, value, option or module of that name arrives."""
+    page = (REPO / "docs" / "coming_from.md").read_text().splitlines()
+    rows = [row for row in page if row.startswith("| ") and re.search(r"not there(?! \| jaxtrain)", row)]
+    assert not [row for row in rows if not any(word in row for word in NOT_THERE)], "rows that no word of NOT_THERE describes"
+    assert not [word for word in NOT_THERE if not any(word in row for row in rows)], "words of no row"
+    known = names_of_jaxtrain()
+    assert "muon" in known and "import" in known and "experts/pallas" in known
+    assert {word: found.group() for word, pattern in NOT_THERE.items() if (found := re.search(f".*({pattern}).*", known))} == {}
+
+
 def test_the_list_of_modules_is_up_to_date():
     assert file_tree.PAGE.read_text() == file_tree.page(), "run: python -m benchmarks.file_tree --write"
 
