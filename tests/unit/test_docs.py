@@ -240,7 +240,7 @@ def test_rows_without_a_setting_say_why():
     assert not [row for row in rows if "`" not in row.split("|")[2] and row.split("|")[2].strip() not in words]
 
 
-# Part of a row of coming_from.md with a capability that is "not there" -> pattern of a name that the capability would have here.
+# Part of a row of coming_from.md with a capability that is "not there" -> pattern of the name that it would have here.
 NOT_THERE = {
     "enable_async_tensor_parallel": "async_tensor|decompos",
     "enable_fsdp_symm_mem": "symm",
