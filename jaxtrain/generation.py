@@ -105,7 +105,7 @@ class Sampler:
 
 
 def check_decodes(run: RunConfig, definition: Definition) -> None:
-    """Raise ConfigError for a model from outside the package that cannot write samples."""
+    """Raise ConfigError for a model from outside the package that has no decode(), which samples need."""
     if not definition.decodes:
         rule = f"the {run.model.family} model has no decode() and logits(), which write samples"
         raise ConfigError([Problem("sample.max_tokens", run.sample.max_tokens, rule, "Set 0.")])
