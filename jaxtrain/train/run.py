@@ -473,7 +473,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
                 "the last step could not be saved (see the log). The newest checkpoint is intact: start again."
             )
         loop.samples.write(state.weights(loop.current), loop.done)
-    return DONE, f"{loop.done} steps done"
+    return DONE, f"{loop.done} steps"
 
 
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:

@@ -1,5 +1,6 @@
 """Checks of the mesh and sharding.rules: sizes that divide, and mesh axes that do not clash."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -81,6 +82,10 @@ def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None,
     try:
         return config.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []
     except ConfigError as error:
+        need = math.prod(size for axis in MESH_AXES if (size := getattr(run.mesh, axis)) > 0)
+        if (devices.kind, devices.count) == ("cpu", 1) and need > 1:  # the default of a machine without GPUs
+            remedy = f"Set the variable JAX_NUM_CPU_DEVICES={need} to start {need} CPU devices."
+            return None, [dataclasses.replace(p, remedy=remedy) if p.key == "mesh" else p for p in error.problems]
         return None, error.problems
 
 

@@ -115,7 +115,7 @@ def test_the_receipt_tells_of_every_attempt(recording: Recording) -> None:
     assert [a["exit_code"] for a in attempts] == [None, 130, None, 130, 75, 0]
     assert [a["resumed_from_step"] for a in attempts] == [None, None, 7, 10, 16, 20]
     assert attempts[1]["reason"] == "SIGINT at step 7"
-    assert attempts[-1]["reason"] == "24 steps done"
+    assert attempts[-1]["reason"] == "24 steps"
 
 
 def test_metrics_weights_and_moments_are_those_of_an_uninterrupted_run(recording: Recording) -> None:

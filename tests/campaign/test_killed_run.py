@@ -71,7 +71,7 @@ def test_the_parts_are_the_wall_time(killed: Killed):
 
 def test_the_page_tells_of_every_attempt(killed: Killed):
     words = " ".join(Read(page.html([read(killed.workdir)])).words)
-    assert f"done: {STEPS} steps done" in words and "killed: the receipt has no end" in words
+    assert f"done: {STEPS} steps" in words and "killed: the receipt has no end" in words
     found = goodput.summarise(goodput.read(killed.workdir / goodput.FILE))
     for cause, seconds in found.parts.items():
         assert (f"{seconds:,.1f}" in words) or not seconds, cause

@@ -49,7 +49,7 @@ def test_a_run_returns_what_it_reached_and_resumes(
     config.env.set = "NCCL_CROSS_NIC=1"
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)]
     result = train.run(config, tmp_path / "run")
-    assert (result.exit_code, result.reason, result.step, result.error) == (0, "2 steps done", 2, None)
+    assert (result.exit_code, result.reason, result.step, result.error) == (0, "2 steps", 2, None)
     assert result.metrics == runs.lines(tmp_path / "run")[-1] and result.metrics["step"] == 2
     assert result.checkpoints == tmp_path / "run" / "checkpoints" and runs.steps(tmp_path / "run") == [2]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)] == before

@@ -49,7 +49,7 @@ def test_a_run_says_what_it_is(plain: Path) -> None:
     assert receipt["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
     assert receipt["devices"]["count"] == 8
     assert receipt["ranks"] == {"device": list(range(8)), "process": [0] * 8, "gpu": receipt["ranks"]["gpu"]}
-    assert receipt["reason"] == "8 steps done"
+    assert receipt["reason"] == "8 steps"
     assert receipt["memory_gib"]["optimizer state"] > receipt["memory_gib"]["parameters"] > 0
     assert receipt["overrides"]["train.steps"] == "8"
     assert not (plain / "samples.txt").exists()

@@ -252,7 +252,7 @@ def test_the_page_shows_the_run(watched: Watched) -> None:
     for heading in ("Training", "Wall time", "Samples", "Receipt"):
         assert f"<h2>{heading}</h2>" in text
     assert "<h2>Memory</h2>" not in text and "<h2>GPUs</h2>" not in text  # a CPU
-    assert "done: 10 steps done" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told
+    assert "done: 10 steps" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told
     found = run.wall_time
     assert found is not None and found.attempts == 2 and found.parts["repeated"] > 0
     assert math.isclose(sum(found.parts.values()), found.wall_s, rel_tol=1e-3)

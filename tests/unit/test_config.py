@@ -756,6 +756,15 @@ def test_mesh_sizes():
     assert sizes("--config.mesh.tensor=3") is None
 
 
+def test_a_mesh_for_several_devices_on_one_cpu_device():
+    """A machine without GPUs has one CPU device, unless the variable gives more."""
+    run = launch.load([TINY, "--config.mesh.tensor=2", "--config.mesh.seq=2"]).run
+    one = hardware.probe({"JAX_PLATFORMS": "cpu"})
+    sizes, problems = mesh_sizes(run, one)
+    assert sizes is None and [p.remedy for p in problems] == ["Set the variable JAX_NUM_CPU_DEVICES=4 to start 4 CPU devices."]
+    assert mesh_sizes(run, hardware.probe({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}))[1] == []
+
+
 def test_mesh_sizes_on_nodes():
     def sizes(devices=32, node=8, **mesh):
         found = config.mesh_sizes(config.Mesh(**mesh), devices, node)

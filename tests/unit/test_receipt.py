@@ -87,7 +87,7 @@ def test_the_end_adds_clocks_and_figures(tmp_path: Path) -> None:
     written.saved(save)
     written.saved(save | {"step": 20, "blocked_s": 0.75, "total_s": 4.0, "host_gib": 10.0})
     gpu.reasons = AT_ITS_CAP | HW_THERMAL
-    written.finish(0, "30 steps done")
+    written.finish(0, "30 steps")
     found = load(tmp_path / "receipt.json")
     assert found["hardware"]["after"][0]["throttle_reasons"] == "sw_power_cap+hw_thermal"
     assert found["measured_over_planned"] == {"step_s": 1.25, "peak_gib": 1.1}

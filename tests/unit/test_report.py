@@ -91,7 +91,7 @@ def test_time_is_drawn_as_it_was_spent():
     lines.append({"kind": "spent", "until": 165.0, "seconds": {"restore": 5.0}, "step": 30, "doing": "step"})
     lines.append({"kind": "back", "step": 20})
     lines.append({"kind": "spent", "until": 200.0, "seconds": {"step": 35.0}, "step": 60, "doing": "step"})
-    lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps done"})
+    lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps"})
     found = goodput.summarise(lines)
     drawn = {cause: 0.0 for cause, colour in charts.COLOURS.items() if colour}
     places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
