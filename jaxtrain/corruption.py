@@ -29,7 +29,7 @@ class Corrupted(RuntimeError):
 
 
 class Verifier:
-    """Runs steps twice and compares the results. mesh: that of the states. say: prints a line of the log."""
+    """Runs steps twice and compares the results. mesh: the mesh of the states. say: writes a line to the log."""
 
     def __init__(self, abstract: TrainState, mesh: jax.sharding.Mesh, say: Callable[[str], None]):
         self._abstract, self._mesh, self._say = abstract, mesh, say
@@ -113,7 +113,7 @@ class Verifier:
 
 
 def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
-    """Return the arrays in device memory: XLA computes on nothing that is in host memory."""
+    """Return (name, array) of every array in device memory. XLA cannot compute on arrays in host memory."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != ON_HOST]
 

@@ -18,9 +18,9 @@ A token of a model with E experts goes through k of them, and through the shared
 
     feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
 
-The first layers without experts (model.dense_layers) have 2 * 3 D times their own width. MFU counts these active FLOPs only, for
-any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of the buffers,
-which is in HFU only (`beyond`).
+The first layers without experts (model.dense_layers) have 2 * 3 D times their own width. MFU counts these active FLOPs only,
+for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of the
+buffers, which is in HFU only (`beyond`).
 
 A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas apply to it too.
 

@@ -16,8 +16,8 @@ import pynvml
 
 from jaxtrain.config import Problem
 
-# GiB of every GPU left to NCCL buffers and the CUDA context, which JAX does not allocate. XLA allocates cuDNN's workspace, so the
-# reserve does not include it. The reserve is a budget and not a measurement. train.memory_fraction changes JAX's fraction.
+# GiB of every GPU left to NCCL buffers and the CUDA context, which JAX does not allocate. XLA allocates cuDNN's workspace, so
+# the reserve does not include it. The reserve is a budget and not a measurement. train.memory_fraction changes JAX's fraction.
 RESERVE_GIB = 6.0
 # On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25

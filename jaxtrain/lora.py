@@ -26,10 +26,10 @@ from jaxtrain.train.state import Tensors, is_stacked
 
 @functools.partial(jax.jit, static_argnames="order")
 def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
-    """Return the sum modulo 2^32 of each element's 16 bits times an odd number that depends on its index.
+    """Return the sum modulo 2^32 of (each element's 16 bits + 1) times an odd number that depends on its index.
 
-    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. The index of an element is that in a
-    stack of layers in order.
+    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. The index of an element in a stack
+    is computed as if the layers were in order.
     """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):

@@ -63,7 +63,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Wrap the call that returns the next batch."""
+        """Count the time of a block as waiting for data. The block requests the next batch."""
         before = self._clock()
         yield
         self._wait += self._clock() - before
