@@ -259,7 +259,6 @@ class Writers:
 
         If a checkpoint folder is not mounted or its path is misspelt, these files may be the only record of the run.
         """
-
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         moved = []
         for path in (self.path, self.samples_path) if self._active else (self.path,):

@@ -92,7 +92,6 @@ class StackWeight:
 
     The backward pass of the stack (models/remat.py) gives `into` the weight's gradient, in the dtype of `into`; or, if
     `check.adds`, the sum of `into` and the weight's gradient. The weight itself has no gradient.
-
     """
 
     value: Any  # an array, or ComputeCopy

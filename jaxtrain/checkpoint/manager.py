@@ -136,7 +136,7 @@ class Checkpoints(Steps):
         if self._peers.count == 1:
             job = functools.partial(self._write, record, dict(tensors), sums, times)
         else:
-            # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
+            # Orbax begins with a collective over the devices, and collectives must be in the same order on all processes.
             job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums, times), times)
         times.returned = time.perf_counter()
         self._pending = self._worker.submit(job)
@@ -274,8 +274,8 @@ class Checkpoints(Steps):
         folder = self.directory / str(step)
 
         def synced() -> str:
-            # Orbax leaves its small JSON files to the page cache. A power cut could take them together with older steps, if
-            # those were deleted before.
+            # Orbax's small JSON files may be in the page cache only. Without this sync, a power cut could lose them after older
+            # steps were deleted.
             self.storage.sync(step)
             return json.dumps(files.listed(folder))
 

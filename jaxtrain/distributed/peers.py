@@ -19,7 +19,7 @@ AGREE_S = 60.0  # for all processes to publish the step they have reached, after
 EXIT_S = 300.0  # for all processes to come to the end of the run
 POLL_S = 1.0
 ANSWER_S = 2.0  # for an answer of the service, which takes milliseconds. JAX aborts 6 s after the end of process 0.
-SILENT = 5  # unanswered requests in a row: process 0 is stopped, or its machine or the network is down
+SILENT = 5  # unanswered requests in a row: process 0 is stopped, or its node or the network is down
 COLLECTIVE = re.compile(r"gloo|nccl|collective|(closed|reset) by peer", re.IGNORECASE)
 
 

@@ -27,8 +27,8 @@ LONGEST_PAUSE_S = 60
 LAST_OF_A_JOB_S = 600
 POLL_S = 0.1
 MEANINGS = {AGAIN: "restart requested: a process was lost, the time limit, or a signal", HANG: "the watchdog ended a hang"}
-# After running out of memory, a run would do so again. A fault in native code needs a look, and may have damaged files that a
-# restart reads. Neither is restarted.
+# A run that is out of memory would fail again after a restart. A fault in native code must be examined, and may have damaged
+# files that a restart reads. So neither is restarted.
 DEATHS = {
     signal.SIGABRT: ", as jax ends a run with a lost process",
     signal.SIGTERM: ", before or after the run",
@@ -61,7 +61,7 @@ class Signals:
 
     def release(self) -> None:
         """Restore the default actions of the signals, for a program that replaces this one."""
-        # Python ignores the last two, and a program would inherit that.
+        # Python ignores SIGPIPE and SIGXFSZ, and a program would inherit that.
         for number in (*self._heard, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
 
@@ -95,7 +95,7 @@ class Signals:
         """
         self._early.clear()
         self.check(again)
-        # The process inherits this: until the trainer handles it, a request for a trace would end it.
+        # The process inherits SIG_IGN. Without it, a request for a trace would end the process until the trainer handles it.
         before = signal.signal(TRACE, signal.SIG_IGN)
         try:
             child = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL if quiet else None)
@@ -210,7 +210,7 @@ class Supervisor:
             whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1),
             whole_number(environ, "JAXTRAIN_RESTART_RESET", 600),
         )
-        # Restarts of another run.sh. A node that was reached by ssh has some from the first node.
+        # Another run.sh may have set these variables. A node that was reached by ssh gets some of them from the first node.
         for name in (NOTE, PREFLIGHT) if EXPECTED in environ else OF_AN_ATTEMPT:
             self.environ.pop(name, None)
 

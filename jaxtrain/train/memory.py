@@ -152,7 +152,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
     `bytes_in_use`, which includes memory of other users and ignores fragmentation. CPUs report nothing.
     """
     analysis = compiled.memory_analysis()
-    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without memory that is written in place
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without outputs in donated memory
     need = analysis.temp_size_in_bytes + outputs
     held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
     for device in devices:

@@ -1,8 +1,8 @@
 """A training run, from its config to its exit code. `train_attempt` has the steps from top to bottom.
 
-`run` is for Python programs and notebooks. The command line (main.py) answers before jax is imported, and calls `attempt`.
-Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is allocated after
-them. Files are written only after all checks that may refuse a run.
+`run` is for Python programs and notebooks. The command line (main.py) reports mistakes before jax is imported, then calls
+`attempt`. Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is
+allocated after these checks. Files are written only after all checks that may refuse a run.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ class Result:
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
     """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    Signals (Ctrl-C, an interrupted notebook) end the run with a save if this is the main thread. XLA's compile cache is then
-    at `paths.cache` for the whole process.
+    In the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. The whole process uses XLA's compile
+    cache at `paths.cache` from then on.
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
@@ -116,7 +116,7 @@ def attempt(
     with contextlib.ExitStack() as stack:
         ending = Ending()
         budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
-        facts = lambda: ending.facts()  # noqa: E731 - the loop that has them comes later
+        facts = lambda: ending.facts()  # noqa: E731 - the loop sets `ending.facts` later
         watchdog = Watchdog(budgets, workdir, facts=facts, ended=ending.hung, process_index=jax.process_index())
         stack.enter_context(watchdog)
         stack.enter_context(watchdog.phase("startup"))
@@ -410,7 +410,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
 
 
 def train_steps(setup: Setup, services: Services, saver: Saver, start_times: StartTimes, ending: Ending) -> tuple[int, str]:
-    """Compile, restore, take the steps, and save the last one. Return (exit code, reason)."""
+    """Compile, restore, take the steps, and save after the last step. Return (exit code, reason)."""
     run, console, steps = setup.run, services.console, setup.run.train.steps
     print_summary(run, setup.program, setup.start, setup.data, setup.held_out, setup.checkpoints.directory, console)
     if not setup.asked.data.max_segments and run.data.masks_documents:
@@ -477,7 +477,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 
 
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
-    """Give the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
+    """Add the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
     saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
     references = References(setup.run, setup.program, restored, saved, services)
     saver.remember(**{META: references.digest})

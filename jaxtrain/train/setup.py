@@ -130,7 +130,7 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
     console.say(f"compiled in {seconds:.1f} s; per device: {by_class}")
-    options = compiler.remove_run_options(setup.options.options)  # options that name a file of this run explain no difference
+    options = compiler.remove_run_options(setup.options.options)  # the receipt has no options that differ in every run
     receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
     if run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, console.say)

@@ -100,7 +100,7 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
         and EXPERT_AXIS in table["experts"]
         and not run.moe.capacity_factor
     ):
-        # Its router's logits are all equal.
+        # The router's logits of an empty slot are all equal.
         over = f"mesh.{EXPERT_AXIS}"
         more = f" after {run.model.dense_layers} dense ones" * bool(run.model.dense_layers)
         rule = f"does not divide into {count} groups ({of}){more}; "
