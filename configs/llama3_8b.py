@@ -67,7 +67,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.parallel.scan_layers = True  # a layer has 8 ring steps, so 32 unrolled layers would compile too long
         # A microbatch is one sequence over all 8 GPUs: 16,384 or 131,072 tokens on each.
         config.data.seq_len = 1_048_576 if variant["1m"] else 131_072
-        # A step has 16 sequences of 131,072 tokens, 2.1 M tokens, or one sequence of 1,048,576. That needs no sum of gradients.
+        # A step has 16 sequences of 131,072 tokens (2.1 M tokens), or one sequence of 1,048,576 tokens without accumulation.
         config.train.global_batch = config.train.grad_accum = 1 if variant["1m"] else 16
         config.train.steps = 2000
         config.eval.sequences = 8

@@ -1,7 +1,7 @@
 """Every config key: its default, type and meaning. Imports no jax and touches no device or file.
 
 A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
-turns the result, once, into the frozen `RunConfig` that the rest of the program reads. The dataclasses below are the only
+turns the result, once, into the frozen `RunConfig` that all other modules read. The dataclasses below are the only
 declaration: defaults, types, choices, ranges, `--explain` and `docs/config.md` all come from them.
 
 No key defaults to None, because `ml_collections` cannot override None from the command line. No key is a tuple, because an
@@ -569,7 +569,7 @@ class Optimizer:
     )
 
     def decay(self, steps: int) -> int:
-        """Return the steps of the decay in a run of this length: decay_steps, or the schedule's own number for 0."""
+        """Return the number of decay steps in a run of `steps` steps: decay_steps, or for 0 the default of the schedule."""
         after = max(1, steps - max(1, self.warmup_steps))
         derived = max(1, steps // 5) if self.schedule == "wsd" else after
         return min(self.decay_steps or derived, after)

@@ -5,7 +5,7 @@ send more bytes than the ring.
 
 A ring of r ranks cuts each sequence into 2 r chunks of C tokens and gives ring rank g the chunks g and 2 r - 1 - g (zigzag
 order). An early chunk has few visible keys, its partner many. Under the causal mask every ring rank computes the same 2 r C^2
-pairs. The Ulysses ranks of one ring rank shard its two chunks, and each attends to both with some of the heads.
+pairs. The Ulysses ranks of a ring rank shard its two chunks. In attention, each of them has both chunks, for some of the heads.
 """
 
 import dataclasses

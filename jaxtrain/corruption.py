@@ -51,7 +51,7 @@ class Verifier:
     def twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
         """Return the result of `train_step(current, batch)` after two executions gave the same bits. `current` is donated.
 
-        A copy of the state is in host memory meanwhile, as for a checkpoint, so devices need no more memory than for a step.
+        During the two executions, a copy of the state is in host memory, so devices need no more memory than for a step.
         Raises Corrupted.
         """
         jax.block_until_ready(current)
@@ -119,7 +119,7 @@ def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
 
 
 def compare_matmuls() -> str:
-    """Return in words whether the devices of this process agree on a matmul that each computes by itself."""
+    """Return a sentence: whether all devices of this process compute the same bits of one matmul."""
     key = jax.random.key(0)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
     found = {}

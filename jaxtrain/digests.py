@@ -6,7 +6,7 @@ digest does not depend on the sharding. One flipped bit changes the first sum by
 elements change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
 
 Each device sums its shards, and one all-reduce adds all sums of a call. Hundreds of small all-reduces would need the same order
-on every process, between those of training.
+on every process, relative to the all-reduces of training.
 """
 
 import functools
@@ -40,8 +40,8 @@ def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> 
         stride *= shape[axis] if shape else x.shape[axis]
     weighted = w * ((index * jnp.uint32(KNUTH)) | jnp.uint32(1))
     wrong = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
-    # One reduction for all three: for three reductions, XLA's CPU compiler would write their operands to memory, six times a
-    # bfloat16 array.
+    # One reduction computes all three sums. For three reductions, XLA's CPU compiler would write their operands to memory,
+    # which are six times as large as a bfloat16 array.
     zeros = (jnp.uint32(0),) * 3
     return jnp.stack(jax.lax.reduce((w, weighted, wrong.astype(jnp.uint32)), zeros, _added, tuple(range(x.ndim))))
 

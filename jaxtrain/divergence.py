@@ -58,7 +58,7 @@ class Bads:
 
 
 def describe_batch(source: Any, batch: int) -> str:
-    """Return in words the data of a batch, or its number alone for a user's own source."""
+    """Return the data of a batch in words; for a user's own source, only the number of the batch."""
     windows = getattr(source, "windows", None)
     if windows is None:
         return f"batch {batch}"

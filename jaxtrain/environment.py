@@ -88,7 +88,7 @@ class Overlay:
         return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
     def lines(self) -> list[str]:
-        """Return lines for the log: the variables that are set, with reasons, and those of the shell."""
+        """Return lines for the log: the variables that are set, with reasons, and the inherited variables of the shell."""
         said = [f"environment: {name}={value} ({self.why[name]})" for name, value in self.set.items()]
         if self.inherited:
             shell = " ".join(f"{name}={value}" for name, value in self.inherited.items())

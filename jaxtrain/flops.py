@@ -24,8 +24,8 @@ buffers, which is in HFU only (`beyond`).
 
 A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas apply to it too.
 
-Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
-width H = P + r for queries and keys, r of them rotated, and of width W for values,
+Multi-head latent attention has a latent of width R for keys and values, and for queries a latent of width Q or none. Heads of
+queries and keys have width H = P + r, of which r are rotated. Heads of values have width W. Then
 
     projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
     attention      2 N (H + W) T                         ("full"), half of it ("causal")
@@ -117,7 +117,7 @@ def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, 
 
 
 def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
-    """Return forward FLOPs per token of one layer's matmuls, by the activation they make (`activations.ACTIVATIONS`)."""
+    """Return forward FLOPs per token of one layer's matmuls, by the activation they compute (`activations.ACTIVATIONS`)."""
     out: dict[str, float] = {}
     for name, cost in products(model, rows, dense).items():
         out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
@@ -237,9 +237,9 @@ def adapters(run: RunConfig) -> float:
 def training(run: RunConfig) -> Flops:
     """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
 
-    A frozen weight has no gradient, which is one of its three matmuls. With adapters a step is two forward passes of the base
-    and three of the adapters. Input gradients below the lowest trained layer are counted although not needed, as the usual
-    count does for the first layer. For a family that states its FLOPs, all weights count as trained.
+    A frozen weight has no gradient, which is one of its three matmuls. With adapters, a step has the FLOPs of two forward
+    passes of the base and three of the adapters. Input gradients below the lowest trained layer are counted although they are
+    not needed. The usual count of a first layer has them too. For a family that states its FLOPs, all weights count as trained.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     if stated(m):
@@ -313,9 +313,9 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     - the attention kernel unless both its output and its log-sum-exp are saved;
     - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
     - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
-    - gate and up if they are not saved, those of experts too; the router, whose scores only "none" saves;
-    - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
-      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with sandwich_norm in all;
+    - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
+    - down in the layers whose output is the next layer's input under the same checkpoint. The last layer of each `remat.every`
+      is not such a layer: the backward pass does not read its output, and XLA drops it. With sandwich_norm, down in all layers;
     - both projections of multi-token prediction, whose results only "dots" saves.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left

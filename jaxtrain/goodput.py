@@ -76,7 +76,7 @@ class Goodput:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger. The last one also has `seen_last`: the time when its writer was last alive.
+    """Return the lines of a ledger. The last line also has `seen_last`: the time when its writer was last alive.
 
     Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
     """
@@ -155,7 +155,7 @@ def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doi
 
 
 def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
-    """Return the newest spans of an attempt, back to the last one in which a step was done."""
+    """Return the newest spans of an attempt, after its last span in which a step was done."""
     newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
     return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
 

@@ -19,13 +19,13 @@ from jaxtrain.config import Problem
 # GiB of every GPU left to NCCL buffers and the CUDA context, which JAX does not allocate. XLA allocates cuDNN's workspace, so
 # the reserve does not include it. The reserve is a budget and not a measurement. train.memory_fraction changes JAX's fraction.
 RESERVE_GIB = 6.0
-# On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
+# On small cards, the reserve is at most this fraction of memory, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU model. Rates are dense TFLOP/s (0: the format does not exist there), memory is in the data sheet's GB.
+    """One GPU model. Rates are dense TFLOP/s (0: the GPU lacks the format), memory is in the data sheet's GB.
 
     `hbm_gb` is the nominal size; a driver's figure differs by up to two percent, so budgets use the reported size.
     `nvlink_gb_s` counts both directions, as data sheets do. `sm` is the compute capability times ten.
@@ -87,7 +87,7 @@ def lookup(device_kind: str) -> Gpu | None:
 class Devices:
     """The devices of a run: `kind` is cpu or gpu, `memory_gib` of one device, `source` of this information.
 
-    CPU devices of one process share the memory that is available to it: `memory_gib` is an equal part of that.
+    CPU devices of one process share the memory that is available to the process: `memory_gib` is an equal part of it.
 
     `sm` is the compute capability times ten (90: Hopper), 0 if unknown. `node`: devices of one node; 0: all. `problem`: why
     `count` is 0, if that is known.
@@ -128,7 +128,7 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
     if found:
-        # The mesh needs equal devices: the name of the first one, and the least memory and capability of all.
+        # The mesh needs equal devices: all get the name of the first GPU, and the least memory and capability.
         names, memories, sms = zip(*found, strict=True)
         return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
     if platform in ("cuda", "gpu"):
@@ -214,7 +214,7 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
 
 
 def _uuid(index: int, nvml: Any) -> str:
-    """Return a GPU's UUID; "" if the driver has lost the GPU. A lost GPU is no reason to refuse another one."""
+    """Return a GPU's UUID; "" if the driver has lost the GPU. Other GPUs can be used nevertheless."""
     try:
         found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:

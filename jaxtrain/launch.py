@@ -161,7 +161,7 @@ def _changed(config: ml_collections.ConfigDict) -> set[str]:
     return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
 
 
-AUTHORS = ("default", "file", "command line")  # each ranks above those before it
+AUTHORS = ("default", "file", "command line")  # origins of a value, in ascending rank
 
 
 def fit_schedule(
@@ -169,7 +169,7 @@ def fit_schedule(
 ) -> tuple[RunConfig, list[str]]:
     """Fit the schedule to a shorter run or a lower peak, if the origin of its values ranks below that of the change.
 
-    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for one: the same fraction of the run. A
+    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run. A
     value whose origin ranks at least as high as that of train.steps is unchanged, and `validate` reports the contradiction.
 
     Args:

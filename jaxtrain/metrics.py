@@ -34,7 +34,7 @@ EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
 NAMED_EVAL_KEYS = ("kind", "step", "set", *EVAL_KEYS[2:])  # where data.eval_source names its sets
 # One source of a mixture: tokens and epochs read so far, and its weight at this step.
 SOURCE_KEYS = ("kind", "step", "source", "tokens", "epoch", "weight")
-# One GPU over the last seconds (jaxtrain/monitor): means, but the highest temperature. `gpu` is its index on its node.
+# One GPU over the last seconds (jaxtrain/monitor): means, and the highest temperature. `gpu` is its index on its node.
 GPU_KEYS = (
     "kind", "step", "gpu", "process",
     "utilization", "memory_used_gib", "pool_gib", "in_use_gib", "largest_free_gib",

@@ -37,7 +37,7 @@ class Position:
         return batch
 
     def read(self, step: int) -> int:
-        """Return the number of batches before the position after `step` optimizer steps, skipped ones included."""
+        """Return the number of batches that were read or skipped in `step` optimizer steps."""
         return self.at(step - 1) + 1 if step > self.step else self.begin
 
 

@@ -252,7 +252,7 @@ def _measured(g: jax.Array) -> jax.Array:
 
 
 def _in_gradients(program: Program, params: Any, batch: Any) -> str:
-    """Return one line about the first gradient that is not finite and its microbatch; or about the largest gradient."""
+    """Return one line: the first gradient that is not finite, and its microbatch. If all are finite: the largest gradients."""
     found = _gradients(program, params, batch)
     wrong = _order((name for name, x in found.items() if x[0]), backward=True)
     if not wrong:

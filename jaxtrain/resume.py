@@ -12,7 +12,7 @@ from jaxtrain import config
 from jaxtrain.config import Problem
 from jaxtrain.optim import groups
 
-# Effects of a change on training, each greater than those before it.
+# Effects of a change on training, in ascending order.
 NOTHING = "nothing"  # neither losses nor speed
 TIME = "time"  # work between the steps: no training loss changes
 INPUTS = "inputs"  # the same program computes other numbers
@@ -199,7 +199,7 @@ def rows_for(key: str) -> list[Row]:
 
 
 def effect(key: str) -> str:
-    """Return the effect of a change of a dotted key, one of the effects above; FUNCTION if the table has no such key."""
+    """Return the effect of a change of a dotted key, such as TIME; FUNCTION if the table has no such key."""
     return next((row.effect for row in rows_for(key)), FUNCTION)
 
 

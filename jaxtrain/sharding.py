@@ -192,7 +192,7 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
-        """Return `f`, which computes with local shards, as a function of global arrays. Manual over the whole mesh."""
+        """Return `f`, which computes with local shards, as a function of global arrays. All mesh axes are manual."""
         # The replication checker does not support axis_index_groups, the Pallas interpreter, and sums over some axes only.
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

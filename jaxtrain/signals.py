@@ -17,7 +17,7 @@ from typing import Any
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 TRACE = signal.SIGUSR2
 
-# A terminal signals the whole process group and a launcher may forward the same signal: that counts as one request.
+# A terminal signals the whole process group, and a launcher may forward the same signal. Both signals count as one request.
 SAME_REQUEST_S = 0.2
 
 CLOSE = 0  # no signal has this number
@@ -114,7 +114,7 @@ class Stop:
         elif self.reason is None:
             self._first = now
             self.exit_code = EXIT_CODES[number]
-            self.reason = number.name  # last: the loop checks this one
+            self.reason = number.name  # set after `exit_code`, because the loop checks `reason`
             if self.at_once is not None:
                 _say(f"\n{self.name}: stopping, there is nothing to save yet.\n")
                 try:

@@ -148,7 +148,7 @@ def _taking(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 def place_layers(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
     """Return a stack of consecutive layers with each in its slot and zeros in empty slots; for use inside jit.
 
-    order: the layer of each slot, None for an empty one.
+    order: the layer of each slot, None for an empty slot.
     """
     if tuple(order) == tuple(range(x.shape[0])):
         return x

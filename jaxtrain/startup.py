@@ -1,4 +1,4 @@
-"""Start JAX: on GPUs in the environment of a run, on a machine without GPUs without the messages of the CUDA plugin.
+"""Start JAX: with GPUs in the environment of a run, without GPUs with the messages of the CUDA plugin removed.
 
 With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries it at start and prints a traceback, and the
 plugin's libraries report the missing driver, at start or when the first program is compiled for a described GPU. These messages

@@ -20,7 +20,7 @@ def is_bucket(path: object) -> bool:
 
 
 def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
-    """Return the broken rule and the remedy for a path that cannot be used; None for one that can.
+    """Return the broken rule and the remedy for a path that cannot be used; None if the path can be used.
 
     checkpoints: whether it is for checkpoints. All other files must be on a mounted file system.
     """

@@ -1,4 +1,4 @@
-"""Names from other trainers with jaxtrain's keys for them, and the nearest keys of a wrong one. Imports no jax."""
+"""Names of other trainers with jaxtrain's keys for them, and the nearest keys of a wrong key. Imports no jax."""
 
 import difflib
 import re

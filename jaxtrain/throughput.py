@@ -26,7 +26,7 @@ class Throughput:
         clock: seconds; for tests.
     """
 
-    SETTLE = 2  # steps not counted after a halt, the halted one included
+    SETTLE = 2  # steps that are not counted after a call of `exclude`, the current step included
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
 def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
     """Ask run.sh, if there is one, not to restart this run, which ends for its time limit."""
     if why.startswith(WHY) and NOTE in environ:
-        with contextlib.suppress(OSError):  # a later attempt finds the time over
+        with contextlib.suppress(OSError):  # without the note, the next attempt ends at once for its time limit
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
 
 

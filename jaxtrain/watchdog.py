@@ -233,7 +233,7 @@ class Watchdog:
         return [*self._phases, *self._beside.values()]
 
     def _give_back(self, late: float, now: float) -> None:
-        """Extend all budgets by `late` seconds in which the process did not run (stopped, or its machine suspended).
+        """Extend all budgets by `late` seconds in which the process did not run (it was stopped, or its node suspended).
 
         A call into C that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
         """

@@ -128,7 +128,7 @@ class Zero:
             return jax.tree_util.tree_map_with_path(gather, module, is_leaf=lambda p: isinstance(p, nnx.Param))
 
     def gather_weight(self, w: Any, axes: Axes, exact: bool = False) -> Any:
-        """Return one weight, gathered, in the compute dtype; if `exact`, in its own."""
+        """Return one weight, gathered, in the compute dtype; if `exact`, in the master dtype."""
         if isinstance(w, StackWeight):
             raise TypeError("the stack of layers is not run by remat.Plan.run alone: set uses_plan_run = False in the model")
         if not isinstance(w, ComputeCopy):
@@ -166,7 +166,7 @@ class Zero:
     def step_weights(self, params: Params, definition: Definition, in_fp8: Params) -> tuple[Params, Params]:
         """Return (base, copies) of the master weights, for all microbatches of a step.
 
-        base: the weights that are differentiated: at ZeRO-1 the gathered ones, otherwise the masters.
+        base: the weights that are differentiated: at ZeRO-1 the gathered weights, otherwise the master weights.
         copies: for each weight its `ComputeCopy.value`, or None.
 
         Args:
@@ -237,7 +237,7 @@ class Zero:
         return jax.tree.map(settled, grads, axes)
 
     def _by_layer(self, f: Callable[[jax.Array, GatherSpec], Any], w: jax.Array, axes: Axes, compute: jnp.dtype) -> jax.Array:
-        """Apply `f` to each layer of a stack that is sharded: a collective of the whole stack would transpose it in memory."""
+        """Apply `f` to each layer of a sharded stack. A collective of the whole stack would transpose it in memory."""
         spec = self.gather_spec(axes, compute)
         if axes[0] != "layers" or not spec.dims:
             return f(w, spec)

@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.storage import Unreachable as Unreachable
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
     """Return the checkpoints and the step that a path names: a run's folder, its checkpoints folder, or one step's folder.
 
-    Without a step it is the newest. Raises CheckpointError if there is no complete one.
+    If the path names no step, the newest step is returned. Raises CheckpointError if there is no complete step.
     """
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")

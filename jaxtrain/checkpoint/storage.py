@@ -226,7 +226,8 @@ class Storage:
         with _requests(folder) as client:
             with contextlib.suppress(FileNotFoundError):  # another process deleted it
                 client.rm([os.fspath(folder / name) for name in names])
-            # S3 refuses single objects in an answer of status 200, and s3fs drops those errors. The request for one raises.
+            # S3 may refuse single objects in an answer of status 200, and s3fs drops those errors. A request for a single
+            # object raises.
             for name in sorted(self.files(folder).keys() & set(names)):
                 with contextlib.suppress(FileNotFoundError):
                     client.rm_file(os.fspath(folder / name))

@@ -43,8 +43,9 @@ RESTARTED = (signal.SIGABRT, signal.SIGTERM, signal.SIGUSR1)
 class Signals:
     """Signals to the supervisor: each is passed on to the running process, once.
 
-    The sender may have signalled that process too: a terminal signals the process group, a scheduler all processes of a job or
-    only this one. The supervisor cannot distinguish them, so the trainer counts two within 0.2 s as one request.
+    The sender may have signalled that process too: a terminal signals the process group, and a scheduler signals all processes
+    of a job or only the supervisor. The supervisor cannot distinguish these cases. So the trainer counts two signals within
+    0.2 s as one request.
     """
 
     def __init__(self) -> None:
@@ -337,7 +338,7 @@ class Supervisor:
         return code
 
     def _attempt(self, command: str, arguments: list[str], here: list[str] | None = None) -> int:
-        """Run a command on all nodes. `here` are further arguments on this one. Returns: the exit code of all."""
+        """Run a command on all nodes. here: further arguments on this node. Returns: the exit code of all nodes."""
         local, lines = [*arguments, *(here or ())], {}
         if nodes := self.options.nodes:
             local = [*arguments, *nodes.arguments(0), *(here or ())]

@@ -106,7 +106,7 @@ class Chosen:
 
 
 def choose(program: Program, card: Card | None) -> Chosen:
-    """Return XLA's options for a program on GPUs with this much memory; on CPU (`card` None), only those of the config.
+    """Return XLA's options for a program. card: the memory of each GPU; None on CPUs, where only the config's options apply.
 
     An option that this XLA does not have is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
     does not accept.
@@ -209,14 +209,15 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
         chosen["optimization_level"] = "O1"
     if program.run.model.num_experts and program.placement.gather_axes("experts", "expert_embed"):
         # A layer of experts has six large gathers and reductions. The kernels that could overlap them are Pallas' and cuDNN's,
-        # for which XLA's scheduler assumes 10 us each. One at a time, half of the collectives would be exposed.
+        # for which XLA's scheduler assumes 10 us each. If one collective ran at a time, half of them would be exposed.
         chosen[IN_FLIGHT] = "8"
     elif program.context.ring > 1:
-        # In the backward pass, a ring sends gradients and keys; one at a time, only one of the two would be overlapped.
+        # In the backward pass, a ring sends gradients and keys. If one collective ran at a time, one of the two would be
+        # exposed.
         chosen[IN_FLIGHT] = "2"
     elif program.gathers_where_used and program.placement.crosses_nodes(program.placement.gather_axes("embed")):
-        # A layer's gradients are reduced while the previous layer gathers its weights. One at a time, the reduction is exposed
-        # if gathers take long, as over a network: 2.1 of 2.2 s exposed in a planned step of Llama 3 70B on 64 GPUs.
+        # A layer's gradients are reduced while the previous layer gathers its weights. If one collective runs at a time, the
+        # reduction is exposed if gathers take long, as over a network: 2.1 of 2.2 s in the plan of Llama 3 70B on 64 GPUs.
         chosen[IN_FLIGHT] = "2"
     return chosen, "jaxtrain's (jaxtrain/train/compiler.py)"
 

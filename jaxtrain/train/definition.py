@@ -114,5 +114,5 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a parameter's name matches one of these patterns, as `train.freeze` has them."""
+    """Return whether a parameter's name matches one of these patterns. Patterns are as in `train.freeze`."""
     return any(fnmatch.fnmatchcase(name, p) for p in patterns)

@@ -100,8 +100,8 @@ class HeldOut:
     def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
         """Write the losses of all sets to metrics, log and receipt.
 
-        If the run is asked to stop meanwhile, nothing is written, unless `finish`: the next attempt evaluates again. Several
-        processes always finish, since each has a share of every batch.
+        If a stop is requested during the evaluation, nothing is written, and the next attempt evaluates again. With `finish`,
+        or with several processes, the evaluation is completed. Each process has rows of every batch, so none may stop alone.
         """
         services, program = self._services, self._program
         alone = services.peers.count == 1 and not finish

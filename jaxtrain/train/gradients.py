@@ -1,4 +1,4 @@
-"""The gradients of a step: the losses of its microbatches, differentiated one after another, or on pipeline stages, and summed.
+"""The gradients of a step: the sum over its microbatches, which run one after another or on pipeline stages.
 
 Everything here computes with local shards, inside the step's one shard_map.
 """
@@ -136,7 +136,7 @@ def make_gradients(
 
     Args:
       in_fp8: the weights that are multiplied in FP8.
-      adds: the backward pass of the stack of layers adds its gradients to those of earlier microbatches.
+      adds: the backward pass of the stack of layers adds its gradients to the sum of earlier microbatches.
       pipe: the pipeline, if layers are on stages.
     """
     p = objective.placement
@@ -147,7 +147,7 @@ def make_gradients(
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
         learnt = part(base, trained)
-        # remat.Plan.run computes the gradients of the stack, autodiff the others.
+        # remat.Plan.run computes the gradients of the stack, autodiff computes all others.
         stack = {name: w for name, w in learnt.items() if definition.uses_plan_run and name == STACK}
         rest = {name: w for name, w in learnt.items() if name not in stack}
 

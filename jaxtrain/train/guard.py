@@ -17,7 +17,7 @@ TAKEN, NOT_FINITE, SPIKE, HELD = range(4)
 NAMES = {TAKEN: "taken", NOT_FINITE: "not finite", SPIKE: "spike", HELD: "held"}
 
 WINDOW = 128  # applied steps that a loss is compared with
-LEAST = 32  # applied steps before anything counts as a spike
+LEAST = 32  # applied steps before a step may count as a spike
 SIGMA = 1.4826  # standard deviation over median absolute deviation of a normal distribution (Rousseeuw and Croux 1993)
 FLAT = 0.01  # smallest deviation, as a fraction of the median: constant losses have a deviation of 0
 

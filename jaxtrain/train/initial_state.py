@@ -97,7 +97,7 @@ def choose_start(
 
     The checkpoint is `checkpoint.step` if given, else the newest one that can be read and is not in `damaged`. Raises
     ConfigError for a forbidden change of a resumed run. Raises CheckpointError if there are checkpoints and none can be read: a
-    run never overwrites existing ones.
+    run never overwrites existing checkpoints.
     """
     reasons = dict(damaged)
     per_step = run.train.global_batch * run.data.seq_len
@@ -152,7 +152,7 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     """Return notes on settings of init.from's model that differ and that tensors do not show, such as the rotary base.
 
-    Raises ConfigError if its tensors do not fit: one is missing, has another shape, or is a weight that this model lacks.
+    Raises ConfigError if the tensors of init.from do not fit: a tensor is missing, has another shape, or is not in this model.
     """
     source = open_origin(run.init.from_)
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]

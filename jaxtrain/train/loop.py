@@ -86,7 +86,7 @@ class Loop:
             self._release_guard()
 
     def train(self) -> None:
-        """Take all steps and save the last one. Raises Diverged, Corrupted, and the exceptions of data and devices."""
+        """Take all steps, and save after the last step. Raises Diverged, Corrupted, and exceptions of data and devices."""
         services, steps = self.services, self.run.train.steps
         try:
             with GarbageCollector() as collector, services.watchdog.phase("step"):
@@ -192,7 +192,7 @@ class Loop:
             self._times.between_s = time.perf_counter() - began
         every = self.run.checkpoint.every_steps
         if done == self.run.train.steps or self._save_due or (every and done % every == 0):
-            rates.exclude(more=1)  # the step after the queued one waits for the copies
+            rates.exclude(more=1)  # one step is queued, and the step after it waits for the copies
             if self._read_metrics():
                 return
             # While steps are skipped, the state is older than its step. It is saved after the next applied step.

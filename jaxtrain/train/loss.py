@@ -139,7 +139,7 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
     The gradient goes through the fused cross entropy, so that no logits are held and the layouts are those of `cross_entropy`.
     L depends on the weights through the tokens' log-probabilities l_t alone, so dL = sum_t (dL/dl_t) dl_t with
 
-        dL/dl_t = beta L'(m) on chosen tokens, -beta L'(m) on rejected ones
+        dL/dl_t = beta L'(m) on chosen tokens, -beta L'(m) on rejected tokens
         L'(m) = -(1 - eps) sigmoid(-m) + eps sigmoid(m)
 
     A first pass without gradients computes l_t, L and dL/dl_t. Then sum_t w_t (-l_t), the weighted cross entropy with the

@@ -1,12 +1,12 @@
 """A step's gradients on pipeline stages: one SPMD program that follows a schedule tick by tick (stages.py).
 
 A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
-runs one group of its layers forward on one microbatch and one backward on another, and sends the results to its neighbours.
+runs one group of layers forward on one microbatch and one group backward on another, and sends the results to its neighbours.
 Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: saved activations are
 in buffers with a slot for each pass in flight, and each gradient is added to the sums of the stack at once.
 
 The embedding and the head are shared by all stages. Their tables are sharded by vocabulary over the stages, as over a tensor
-axis: each stage looks up its rows for the microbatch that enters, and computes its slice of the logits of the one that leaves.
+axis: each stage looks up its rows for the microbatch that enters, and computes its shard of the logits of the one that leaves.
 So all stages have equal work and memory. Dense layers before a stack with experts are replicated: all stages run them for the
 microbatch that enters.
 """
@@ -110,7 +110,7 @@ class StageLayers:
         vjp = jax.tree.unflatten(tree, found)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
         for q, of_layer in enumerate(grads):
-            # The gradient of an invalid pass may be anything, including NaN.
+            # The gradient of an invalid pass may have any value, including NaN.
             added = [jnp.where(this.valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
             sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
         return dx, sums
@@ -172,7 +172,7 @@ class Pipeline:
         return StageLayers(model, of_place, first, self.arrangement.per_group)
 
     def send(self, tree: Any, by: int) -> Any:
-        """Send to the next stage (by = 1) or the previous one (-1); with several groups per stage, cyclically."""
+        """Send to the next stage (by = 1) or to the previous stage (by = -1); with several groups per stage, cyclically."""
         stages = self.schedule.stages
         links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, links), tree)
@@ -260,7 +260,7 @@ jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Ca
 
 
 class _Step:
-    """One step of one stage."""
+    """A train step on one stage."""
 
     def __init__(
         self,

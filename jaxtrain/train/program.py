@@ -86,7 +86,7 @@ class Program:
 
     @property
     def layer_trips(self) -> int:
-        """Return the iterations of the loop over layers; 0 without one."""
+        """Return the number of iterations of the loop over layers; 0 without a loop."""
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)

@@ -49,7 +49,7 @@ ANEW = "Start a new run in another --workdir (--config.init.from starts it from 
 
 
 class NumberedRows:
-    """Rows of one source by their numbers, as a source of batches: batch i has the next `size` of them."""
+    """The rows of a source with given numbers, as a source of batches: batch i has `size` rows, from row i x size on."""
 
     def __init__(self, batches: Any, source: PairRows, number_R: np.ndarray, size: int):
         # The last batch is filled with its first row, which `References` masks.

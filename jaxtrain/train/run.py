@@ -106,7 +106,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
 def attempt(
     run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Overlay | None = None, *, own_process: bool = False
 ) -> Result:
-    """Make one attempt at a run that has passed validate.validate, on JAX as it was started.
+    """Make one attempt at a run. validate.validate has passed, and JAX was started.
 
     Args:
       overlay: the environment that was set for the run, for log and receipt.
@@ -163,7 +163,7 @@ class Ending:
         self._finish(HUNG, cause)
 
     def asked_early(self, name: str, code: int) -> None:
-        """Complete the files of a run that is asked to stop before its first step, in this process or another one."""
+        """Complete the files of a run that is asked to stop before its first step, in this or in another process."""
         self.peers.ask_to_stop(name)
         forbid_restart(name)
         with self._once:
@@ -173,7 +173,7 @@ class Ending:
         self.peers.close()
 
     def lost_process(self, words: str) -> None:
-        """End this process: another process of the run is lost, and this one would wait for it."""
+        """End this process, because another process of the run is lost and this process would wait for it."""
         with self._once:
             if self.over:
                 os._exit(self.code)

@@ -88,7 +88,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
-        # Samples come late. A missing tokenizer, or one of another model, must not end the run then.
+        # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
         if tokenizer:
             generation.check_decodes(run, program.definition)

@@ -137,8 +137,8 @@ class Schedule:
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the buffer slots of saved activations: slot by forward unit, slot by backward unit, number of slots.
 
-        No slot is used twice at a time, even on the first stage, where units are in flight the longest. Idle stages run forward
-        units past the last one; these use slots that are free then.
+        A slot has one unit at a time, even on the first stage, where units are in flight the longest. After the last forward
+        unit, idle stages run further forward units in free slots.
         """
         done = {self.backward_unit(w): w + self.wait + self.stages - 1 for w in range(self.units)}
         free: list[int] = []

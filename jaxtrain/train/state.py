@@ -30,7 +30,7 @@ Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 class TrainState:
     """All arrays that a step changes, or their shapes while nothing is allocated."""
 
-    step: Any  # int32 (): steps done, skipped ones too
+    step: Any  # int32 (): steps done, skipped steps included
     params: Params  # master weights
     optimizer: Any  # optax state: moments sharded like their parameters
     guard: Any = ()  # the statistics for skipping steps (jaxtrain/train/guard.py); on every device
@@ -177,7 +177,7 @@ class NamedLeaf(NamedTuple):
     """An array of a state, or its shape."""
 
     name: str
-    order: tuple[int | None, ...]  # for each slot on its axis 0 the layer, None for an empty one; () without layers
+    order: tuple[int | None, ...]  # the layer in each slot of axis 0, None for an empty slot; () without layers
     array: Any
 
     @property

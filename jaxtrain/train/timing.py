@@ -48,7 +48,7 @@ class GarbageCollector:
     """Python's garbage collector under the loop's control. A context manager around the loop.
 
     On entry all objects (modules, compiled programs, the model's tree) are frozen, or each collection would traverse them. On
-    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot distinguish them.
+    exit the collector is as it was before. Objects that other code had frozen are unfrozen too: Python cannot distinguish them.
     """
 
     EVERY = 50  # steps between two collections
