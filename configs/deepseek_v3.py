@@ -1,4 +1,4 @@
-"""DeepSeek-V3 from scratch (671 B parameters, 37 B active), sequences of 4096 tokens, on 16 or more nodes of 8 141 GB GPUs.
+"""DeepSeek-V3 from scratch (671 B parameters, 37 B active), sequences of 4096 tokens on 16 or more nodes of 8 GPUs with 141 GB.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/350BT/*' --local-dir=corpus
     ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:deepseek-ai/DeepSeek-V3 \\

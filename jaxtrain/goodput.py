@@ -112,7 +112,7 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
                 until = _tail(spans, attempts, until, line["seen"], doing, at)
                 away = "down"
                 for span in _spans_without_progress(spans, attempts):
-                    span.last = None  # the killed attempt lost these steps before they were recorded
+                    span.last = None  # the attempt was killed during unfinished steps
             if attempts:
                 gap = max(0.0, line["time"] - until)
                 spans.append(Span(0, until, until + gap, {away: gap}, at, at))

@@ -141,10 +141,10 @@ def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
 def allocate(leaves: tuple[Leaf, ...]) -> None:
     """Make XLA take the host memory of all copies from the system once. XLA keeps it for the saves that follow.
 
-    No device computes for it and no device memory is used: zeros come from the host.
+    No device computes and no device memory is used: the zeros are made on the host.
     """
     held = [jax.make_array_from_callback(a.shape, a.sharding, functools.partial(_zeros, a)) for a in copies(leaves)]
-    jax.block_until_ready(held)  # all at once, as in a save
+    jax.block_until_ready(held)  # all copies exist at the same time, as in a save
 
 
 def _zeros(a: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Arrays with layers stacked on axis 0: functions that copy one layer, and that build a stack of layers, for any sharding.
+"""Copy one layer of an array with layers stacked on axis 0, and build such a stack from layers, for any sharding.
 
 state.py decides which layer is in which slot of a stack. If a stack is sharded over pipeline stages, a layer is on the devices
 of one stage only. The other stages get the layer as a sum of bits, to which they add zeros. So -0.0 and NaN are preserved, and
