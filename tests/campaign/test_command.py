@@ -39,4 +39,4 @@ def test_the_package_lists_its_commands(tmp_path):
     listed = python("-m", "jaxtrain", "--help", cwd=tmp_path)
     assert listed.returncode == 0 and "python -m jaxtrain.main " in listed.stdout
     wrong = python("-m", "jaxtrain", "main", cwd=tmp_path)
-    assert wrong.returncode == 2 and "Fix: python -m jaxtrain.main." in wrong.stderr
+    assert wrong.returncode == 2 and "Fix: python -m jaxtrain.main --config=FILE." in wrong.stderr
