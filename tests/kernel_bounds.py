@@ -1,20 +1,24 @@
-"""How far a kernel may be from its definition: bounds that follow from the types it computes in, element by element.
+"""Error bounds of kernels: how far a result may be from its definition, element by element, by the types it is computed in.
 
-They are bounds and not averages: a correct kernel stays below them everywhere, and what is above is an error.
+They bound every element and are no averages: a correct kernel stays below them everywhere, and a result above is an error.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 EXACT = 2.0**-24  # unit roundoff of float32: sums and softmax are in float32 everywhere
-ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # of the types that a kernel's inputs and results have
+ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # unit roundoff of a kernel's inputs and results, by type
 
 
 def sums(y: Any, size: Any, summed: Any, *, dtype: str) -> Any:
-    """How far sums of products y may be from their definition. size: the same sums of |.|; summed: how many products each has.
+    """Return the error bound of sums of products y.
 
-    A kernel adds in float32, in any order, with roundoff e = 2^-24 for each number it adds, and for each product of float32
-    numbers (those of bfloat16 are exact); then it rounds to its type, by at most u of the number. To first order in e and u:
+    size: the same sums of absolute values. summed: the number of products in each sum.
+
+    A kernel adds in float32, in any order. Each addition has a roundoff of e = 2^-24, and so has each product of float32
+    numbers;
+    products of bfloat16 numbers are exact. The kernel then rounds to its type, by at most u of the number. To first order in e
+    and u:
     summed e size + u |y|.
     """
     return summed * EXACT * size + ROUNDOFF[dtype] * abs(y)
