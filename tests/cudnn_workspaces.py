@@ -1,8 +1,7 @@
 """A child process of test_cudnn_workspaces: get cuDNN's workspace of backward calls on an H200. stdin: the cases, as JSON.
 
-It prints, for each case, the bytes that cuDNN reports and the bytes that the formula gives for the same program. If cuDNN
-cannot
-be queried here, it prints the reason and exits with code 3.
+For each case it prints the bytes that cuDNN reports and the bytes that the formula gives. If cuDNN cannot be queried here, it
+prints the reason and exits with code 3.
 """
 
 import json

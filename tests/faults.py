@@ -35,8 +35,7 @@ class Faults:
         self.started = 0
 
     def start(self, workdir: Path, *options: str, env: dict[str, str] | None = None, **overrides: Any) -> runs.Child:
-        """Start a run in a child process. options: further command-line arguments. All runs share the folder's compile cache.
-        """
+        """Start a run in a child process. options: more command-line arguments. All runs share the folder's compile cache."""
         self.started += 1
         chosen = {"paths__cache": self.folder / "cache", **self.overrides, **overrides}
         path = os.pathsep.join([str(self.folder), str(runs.REPO)])
@@ -80,8 +79,7 @@ def free_port() -> int:
 
 
 def saving(workdir: Path, since: float = 0.0) -> bool:
-    """Return whether a save is under way that began after `since` (seconds since 1970): its step's folder is not complete yet.
-    """
+    """Return whether a save that began after `since` (seconds since 1970) is under way: its step is not complete yet."""
     found = Checkpoints(workdir / "checkpoints")
     try:
         unfinished = [step for step, state in found.states().items() if state == "unfinished"]

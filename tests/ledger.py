@@ -4,8 +4,7 @@
     ./run.sh test --ledger                 list the tests that were never proved, or last more than 10 commits ago
 
 Each result is a JSON line: item (the test's id), commit, date (UTC), seconds, result (passed, failed, skipped), why (of a
-skip).
-A test is proved if it passed while no tracked file had uncommitted changes.
+skip). A test is proved if it passed while no tracked file had uncommitted changes.
 """
 
 import dataclasses
@@ -103,8 +102,8 @@ def order(groups: dict[str, Sequence[str]], known: dict[str, Entry], salt: str) 
     """Return the names of groups of tests in the order in which a campaign runs them.
 
     Groups with a test that was never proved come first, in an order that `salt` (the commit) determines. So where no ledger is
-    kept,
-    as in CI, a campaign with a time limit runs other tests at each commit. The other groups follow, the oldest proof first.
+    kept, as in CI, a campaign with a time limit runs other tests at each commit. The other groups follow, the oldest proof
+    first.
     """
 
     def key(name: str) -> tuple[str, str]:

@@ -1,9 +1,8 @@
 """An interpolated trigram model of bytes (Jelinek and Mercer 1980): a neural model of the same text has to reach a lower loss.
 
 The probability of a token is a mixture of four: uniform, its frequency, given the token before, and given the two tokens
-before.
-Counts do not cross a document's border, with one exception: the end-of-text id of the document before is context for the first
-tokens.
+before. Counts do not cross a document's border, with one exception: the end-of-text id of the document before is context for
+the first tokens.
 """
 
 import numpy as np

@@ -70,7 +70,7 @@ def test_a_step_that_is_not_there(tmp_path, capsys, monkeypatch):
     assert "checkpoint.step = 15: run/checkpoints has no such step. Set one of its steps: 10, 20." in capsys.readouterr().err
     with pytest.raises(AssertionError, match="JAX was started"):
         main.main([TINY, "--workdir=run", "--config.checkpoint.step=10"])
-    monkeypatch.setenv("JAXTRAIN_RESTART", "1")  # a rollback to step 4 later deletes this step
+    monkeypatch.setenv("JAXTRAIN_RESTART", "1")  # an earlier attempt has rolled back to step 15 and deleted it later
     with pytest.raises(AssertionError, match="JAX was started"):
         main.main(command)
 

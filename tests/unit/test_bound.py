@@ -93,9 +93,7 @@ def test_bound_knows_what_stages_hold_and_move():
 
 
 def test_bound_of_a_pipeline():
-    """Each of two nodes has half of the layers. That needs less memory than two replicas, and adds the
-    time of an idle stage.
-    """
+    """Each of two nodes has half of the layers. That needs less memory than two replicas, but stages are idle at times."""
     nodes = topology.parse("h200:8x2")
     batch = ("train.global_batch=128", "train.grad_accum=8", "mesh.fsdp=8", "remat.policy=full", "remat.tensors=")
 
@@ -176,9 +174,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_no_golden_plan_is_below_its_bound(name):
-    """For shipped configs as XLA compiled them, no plan needs less memory or time than its bound, so none
-    that fits is refused.
-    """
+    """For shipped configs as XLA compiled them, no plan needs less memory or time than its bound, so none is refused."""
     plan = json.loads((REPO / f"tests/golden/{name}.json").read_text())
     file, _, variant = GOLDEN[name].partition(":")
     loaded = launch.load([f"--config={REPO}/configs/{file}.py" + (f":{variant}" if variant else "")])

@@ -16,8 +16,8 @@ from jaxtrain.plan.program import assignment, buffers, hlo
     ],
 )
 def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
-    """With sequences of 8192 tokens and a model dimension of 8192, an activation has the shape of a
-    weight. It is no gradient.
+    """With sequences of 8192 tokens and a model dimension of 8192, activations have the shape of a weight, and are no
+    gradients.
     """
     metadata = f'metadata={{op_name="jit(train_step)/{op_name}"}}'
     module = hlo.parse(

@@ -648,7 +648,7 @@ def test_every_key_is_documented():
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
     """train.attempt gets the config, the workdir and the launch. The memory variable is exported before
-    the module is imported.
+    its module is imported.
     """
     seen = {}
 
@@ -763,10 +763,10 @@ def test_mesh_sizes_on_nodes():
         found = config.mesh_sizes(config.Mesh(**mesh), devices, node)
         return tuple(found[axis] for axis in config.MESH_AXES if found[axis] > 1 or axis not in config.OPTIONAL_AXES)
 
-    assert sizes() == (4, 8, 1, 1)  # devices left for the other axes: inside a node, and the number of nodes
+    assert sizes() == (4, 8, 1, 1)  # data is the number of nodes, and fsdp the devices left inside a node
     assert sizes(tensor=2) == (4, 4, 2, 1)
     assert sizes(tensor=4, seq=2) == (4, 1, 4, 2)
-    assert sizes(seq=16) == (2, 1, 1, 16)  # the axis spans two nodes and fills them
+    assert sizes(seq=16) == (2, 1, 1, 16)  # seq fills two nodes, so no device of a node is left for fsdp
     # Stages are on different nodes, as far as there are several.
     assert sizes(stage=4) == (1, 4, 8, 1, 1) and sizes(devices=64, stage=4) == (2, 4, 8, 1, 1)
     assert sizes(devices=16, stage=4) == (1, 4, 4, 1, 1) and sizes(devices=8, stage=4) == (1, 4, 2, 1, 1)

@@ -1,8 +1,7 @@
 """README and docs are correct: links and file names exist, and commands can be parsed.
 
 tests/campaign/test_doc_commands.py runs the commands of ```bash blocks. Commands in ```text blocks, and in the docstrings of
-config
-files, need GPUs or the network: their configs are checked against a described node of eight GPUs.
+config files, need GPUs or the network: their configs are checked against a described node of eight GPUs.
 """
 
 import argparse

@@ -165,7 +165,7 @@ LATENT = dataclasses.replace(
 
 @pytest.mark.parametrize("rank", [0, 24])
 def test_latent_attention_by_hand(rank):
-    """The matmul weights of DeepSeek-V2's figure 3 count twice; heads have 20 numbers in scores and 16 in values."""
+    """Each weight of the matmuls in DeepSeek-V2's figure 3 counts 2 FLOPs. A head has 20 numbers in scores and 16 in values."""
     model, d, n = dataclasses.replace(LATENT, q_lora_rank=rank), 64, 8
     queries = d * rank + rank * n * 20 if rank else d * n * 20
     weights = queries + d * (32 + 8) + 32 * n * (12 + 16) + n * 16 * d
@@ -204,9 +204,7 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
 
 
 def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
-    """Each token has two experts, and the buffer holds 1.25 even shares. A single expert on a device
-    computes its whole buffer.
-    """
+    """Each token has two experts, and the buffer holds 1.25 even shares. A device with one expert computes its whole buffer."""
     few = dataclasses.replace(EXPERTS, moe=Moe(buffer=1.25))
     for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
         spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))

@@ -357,8 +357,8 @@ def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
 
 
 def test_a_lone_tokenizer_is_completed(tmp_path):
-    """Without tokenizer_config.json, transformers would choose the tokenizer by the model type. End tokens
-    are control tokens.
+    """A control token that ends a text comes first as end-of-text. Without tokenizer_config.json, transformers would guess the
+    type.
     """
     folders.write_byte_tokenizer(tmp_path / "whole")
     described = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())

@@ -152,7 +152,8 @@ def test_imports_point_down():
 
 
 def test_no_cycles():
-    # A package's __init__ that lists its modules for lazy import is a table, not a dependency. Their importers name them.
+    # A package's __init__ that lists its modules for lazy import is a table, not a dependency. Only import statements count
+    # here.
     graph = {name: imported(statements(found), set(nodes())) - {name} for name, found in nodes().items()}
     for importer, target in UP:
         graph[importer].discard(target)

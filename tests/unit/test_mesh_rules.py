@@ -177,7 +177,7 @@ def test_wrong(overrides: tuple[str, ...], key: str, words: str):
 
 
 def test_uneven_rows_in_8_bits_need_hopper():
-    """The message names the weights in 8 bits. With a capacity the rows are even, so any GPU will do."""
+    """The fix names the weights that are not excluded yet. With a capacity, or one expert on each device, rows are even."""
     (line,) = problems_of(*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up", devices=B200)
     assert "only Hopper" in line and "B200 is sm100" in line and "fp8.exclude=mlp.down" in line
     for right in (("mesh.expert=8", "mesh.fsdp=1"), ("moe.capacity_factor=2.0",), ("fp8.exclude=mlp.gate,mlp.up,mlp.down",)):

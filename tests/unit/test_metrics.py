@@ -95,7 +95,8 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
     assert found[0][1] == times[0] and found[2][1] == times[1] and found[3][1] == times[3]
     assert (tmp_path / "tb" / "events.out.tfevents.1.mine").exists()
     assert not list(tmp_path.glob(".*"))
-    for _ in range(3):  # one file for each resume: the file in use and an emptied one, which an open TensorBoard may still read
+    # Any number of resumes leaves two files: the file in use and an emptied one, which an open TensorBoard may still read.
+    for _ in range(3):
         with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
             writers.rewind(6)
         sizes = [path.stat().st_size for path in sorted((tmp_path / "tb").glob(f"*{SUFFIX}*"))]

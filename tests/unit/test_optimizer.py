@@ -35,9 +35,7 @@ def toy(seed: int) -> dict[str, Any]:
 
 
 def rate(o: config.Optimizer, steps: int, step: int) -> float:
-    """Return the learning rate of a step: a linear warm-up to the peak, the schedule's constant part, and
-    the decay to lr_min.
-    """
+    """Return the learning rate of a step: a linear warm-up, the schedule's constant part, and the decay to lr_min."""
     peak = max(1, o.warmup_steps) - 1
     if step <= peak or o.schedule == "constant":
         return o.lr * min(1, (step + 1) / max(1, o.warmup_steps))

@@ -100,7 +100,7 @@ def thinned(memory: Memory, stride: int) -> Memory:
 
 def test_the_page_shows_every_number_of_the_plan():
     plan = sample()
-    # A table shows each of so few kernels. Collectives have a table of their own.
+    # The kernels are so few that each has a row. Collectives are kernels too, but have a table of their own.
     plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels[8:] if k.kind != "communication"))
     plan = dataclasses.replace(plan, memory=thinned(plan.memory, 20))
     shown = page.html(plan)

@@ -210,7 +210,7 @@ def test_two_faults_are_two(tmp_path, capsys):
         ({"environ.json": '{"NVIDIA_VISIBLE_DEVICES": "all"}'}, "GPU count", OK, "8 of 8"),
         ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "GPU-7cc661e9"}'}, "GPU model", OK, "1 x NVIDIA H200"),
         ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "MIG-1"}'}, "CUDA_VISIBLE_DEVICES", FAULT, "there is no GPU MIG-1"),
-        (gpu_table(memory__used="4096"), "memory in use", NOTE, "4.0 GiB"),  # 5 of the 6 GPUs that the run leaves
+        (gpu_table(memory__used="4096"), "memory in use", NOTE, "4.0 GiB"),  # a run leaves 6 GiB free
         (gpu_table(memory__used="7168"), "memory in use", FAULT, "7.0 GiB"),
         (gpu_table(power__limit="650.00", power__default_limit="650.00"), "power limit", NOTE, "an HGX H200 has 700"),
         (gpu_table(enforced__power__limit="500.00"), "power limit", FAULT, "set to 700 W, and held at 500"),
@@ -375,7 +375,10 @@ def beside(*far: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
 def test_a_card_for_each_gpu(far, state, cards, tmp_path):
-    """If one GPU of eight has no near card, that is a fault; a distant storage card is normal. Only near active cards count."""
+    """One of eight GPUs without a near card is a fault. If only one GPU has a near card, the card is for storage.
+
+    The number of network cards counts active cards near a GPU.
+    """
     cluster = distributed.Cluster("a:1", 2, 0, None, "this test")
     here = context(RecordedNode(copied(tmp_path, beside(*far))), cluster=cluster)
     assert [f.state for f in inspection.inspect(here) if f.name == "GPU and NIC"] == [state]
@@ -386,9 +389,7 @@ def test_a_card_for_each_gpu(far, state, cards, tmp_path):
 
 
 def test_a_command_has_the_time_that_it_needs():
-    """nvidia-smi initializes eight GPUs one after the other. With a short time limit, half of it remains for the other
-    commands.
-    """
+    """nvidia-smi may take 25 s for eight GPUs, or half of a shorter limit: the rest is for the other checks."""
     nodes = [command.make_node(command.COMMAND.parse([f"--limit={limit}"])) for limit in (60, 20)]
     assert [node_.command_s for node_ in nodes if isinstance(node_, LocalNode)] == [25.0, 10.0]
 
@@ -420,7 +421,7 @@ def test_a_fault_that_is_allowed_is_noted(monkeypatch, capsys):
     assert judged(node, capsys, "--allow=CPU governor")[0] == 3
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "CPU governor,NUMA balancing")
     assert judged(node, capsys)[0] == 0 and judged(RECORDED / "faults" / "mig", capsys)[0] == 3
-    assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # the --cluster options take precedence over the variable
+    assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # --allow takes precedence over the variable
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "foo")
     assert command.main([f"--recorded={node}"]) == 2
     assert (
@@ -452,7 +453,7 @@ def test_notes_stand_under_the_table(capsys):
     assert len(after) == 2 and after[0].startswith("CPU governor: powersave (intel_pstate)") and "; " in after[0]
     assert after[1].startswith("fit: ")
     assert command.main([f"--recorded={H200}"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2].startswith("└")  # a check without findings prints nothing
+    assert capsys.readouterr().out.splitlines()[-2].startswith("└")  # a check that is ok has no note
 
 
 def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):

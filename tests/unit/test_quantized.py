@@ -29,7 +29,7 @@ def test_code_map_is_the_published_one(signed):
         bits = f"{byte:08b}"[1:] if signed else f"{byte:08b}"  # unsigned: the sign's bit extends the fraction
         zeros = len(bits) - len(bits.lstrip("0"))
         fraction = bits[zeros + 1 :]
-        if zeros > 6:  # unsigned: the codes of the smallest decade are not used
+        if zeros > 6:  # the two codes without a fraction are those of 0 and 1
             continue
         at = (int(fraction, 2) if fraction else 0) + 0.5
         magnitude = 10.0**-zeros * (0.1 + 0.9 * at / 2 ** len(fraction))
@@ -59,8 +59,7 @@ def test_error_of_normal_data_is_as_published():
     """The bounds are those of bitsandbytes' own tests (tests/test_functional.py).
 
     For N(0, 1) the mean absolute error is below 0.011 and the mean relative error below 0.018. For uniform data in [0, 1] the
-    bounds are
-    0.0035 and 0.015.
+    bounds are 0.0035 and 0.015.
     """
     rng = np.random.default_rng(0)
     for x, absolute, relative in ((rng.standard_normal((1024, 256)), 0.011, 0.018), (rng.random((1024, 256)), 0.0035, 0.015)):

@@ -102,7 +102,7 @@ def test_time_is_drawn_as_it_was_spent():
     for cause, seconds in drawn.items():
         assert seconds == pytest.approx(found.parts[cause], abs=0.02 * found.wall_s), cause
     assert found.parts["down"] == 15.0
-    # steps of 100 s, and as many seconds after the start
+    # the wall time is 100 s, so 52% is 52 s after the start
     between = {cause for x, width, _, cause in rects if 0 < 52 - float(x) < float(width)}
     assert between == {"down"}
 

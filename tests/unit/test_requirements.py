@@ -63,7 +63,7 @@ def test_sets_agree_and_hold_what_they_are_for():
     for other in (cuda12, cuda13, pins("dev"), pins("notebooks"), pins("docs")):
         for name in plan.keys() & other.keys():
             assert pinned(plan[name][0]) == pinned(other[name][0]), name
-    tools = pins("dev"), pins("notebooks"), pins("docs")  # packages that several files pin would be installed together
+    tools = pins("dev"), pins("notebooks"), pins("docs")  # one environment may hold these sets together
     for one, other in itertools.combinations(tools, 2):
         assert all(pinned(one[name][0]) == pinned(other[name][0]) for name in one.keys() & other.keys())
     for line in (REPO / "requirements/constraints.in").read_text().splitlines():
@@ -81,7 +81,7 @@ def test_sets_agree_and_hold_what_they_are_for():
     for name, (requirement, _) in beside.items():
         assert pinned(requirement) == pinned(cuda12[name][0]), name
     assert pinned(beside["nvidia-cudnn-cu12"][0]) == Version(cudnn_library.VERSION)
-    # The plan extra needs only CUDA's assembler, below 100 MB; the libraries have gigabytes.
+    # Of CUDA the plan extra has only the assembler, below 100 MB: the libraries take gigabytes.
     assert {name for name in plan if name.startswith("nvidia-")} == {"nvidia-ml-py", "nvidia-cuda-nvcc-cu12"}
 
 

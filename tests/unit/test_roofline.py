@@ -112,8 +112,7 @@ def test_attention_calls(mask, window, name, pairs):
     """A call counts 4 x 8 FLOPs for each pair inside the mask, for every head.
 
     The names of Pallas' kernels state the mask and the window. Their backward pass is two kernels of seven matmuls together, at
-    the
-    stated fraction of the rate.
+    the stated fraction of the rate.
     """
     config = json.dumps({"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window}})
     forward = 2 * 4 * pairs * 4 * 8
@@ -169,16 +168,14 @@ def test_experts_call(filled, tflop):
     ],
 )
 def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
-    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2
-    / (2 x 64) a query.
+    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 for each
+    query.
     """
     assert op_cost.attention_pairs(mask, window, queries, keys) == pairs
 
 
 def test_a_scatter_reads_what_it_adds_to():
-    """Rows of 10 MB are added to 2 rows of a stack of 40. The rows are read once, the target is read and written; indices: 8
-    bytes.
-    """
+    """2 rows of 10 MB are added to 2 rows of a stack of 40: new rows are read, old rows are read and written."""
     before = """
 %add (l: f32[], r: f32[]) -> f32[] {
   %l = f32[] parameter(0)
@@ -269,9 +266,7 @@ def test_collective_fully_hidden():
 
 
 def test_collective_partly_exposed_and_the_next_one_waits_for_the_link():
-    """The second gather is issued at 0, but runs from 1.01 to 2.02. Compute waits for it from 1.01, when
-    the first wait ends.
-    """
+    """The second gather is issued at 0, but runs from 1.01 to 2.02. Compute waits for it after the first, from 1.01 on."""
     second = f"\n  %ag.2 = {GATHER}"
     lines = (
         f"\n  %ag = {GATHER}{second}{gemm('g')}\n  %d = {BIG} all-gather-done(%ag)\n  ROOT %d.2 = {BIG} all-gather-done(%ag.2)"

@@ -234,7 +234,7 @@ def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
     else:
         clock = iter(range(0, 100_000, 10))
         monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))
-    result = find(budget_s=1.0 if how == "budget" else 0.0)  # the real clock ends nothing
+    result = find(budget_s=1.0 if how == "budget" else 0.0)  # no budget, so that the real clock does not end the search
     assert result.ended == how and not result.tried and result.best and not result.best.fits
     text = printed(lambda console: search_report.show(result, console))
     assert "(by formula, not compiled)" in text
@@ -367,7 +367,7 @@ def test_a_larger_machine_keeps_the_batch_where_it_divides():
     assert machine.name == "h200:8x2" and c.run.train.global_batch == 32, "and is never smaller"
 
 
-# ---- Which saving each change gives
+# ---- The need for each setting that saves memory
 
 
 def test_every_saving_is_found():

@@ -31,7 +31,7 @@ def test_what_is_no_limit(text: str) -> None:
     ("seconds", "save_s", "asked_at"),
     [
         (3600, 10, "80 s before it"),  # a minute and two saves
-        (100, 3600, "25 s before it"),  # two saves would exceed the time: a quarter of it remains
+        (100, 3600, "25 s before it"),  # saves take longer than the whole limit: the run stops when a quarter is left
         (-5, 0, "0 s before it"),  # the limit ended before this attempt started
     ],
 )
@@ -64,9 +64,7 @@ def test_the_launcher_hears_of_it(tmp_path: Path) -> None:
 
 
 def test_a_launch_goes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With checkpoint.step=2 the first attempt restores step 2. Its restart continues from the first
-    attempt's own checkpoints.
-    """
+    """With checkpoint.step=2 the first attempt restores step 2. Its restart continues from the steps saved since."""
     import helpers
     import jax
 

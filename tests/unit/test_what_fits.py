@@ -51,7 +51,7 @@ def cells_of(line: str) -> list[str]:
         ("llama_30b", 32.529, 1e-3),
         ("llama2_70b", 68.977, 1e-3),
         ("llama3_405b", 405.9, 1e-3),
-        ("llama_175b", 175, 5e-3),  # in another plan's form
+        ("llama_175b", 175, 5e-3),  # Llama's architecture at the size of another model
         ("llama_180b", 180, 5e-3),
     ],
 )
