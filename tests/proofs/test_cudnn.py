@@ -70,9 +70,10 @@ GIB = 1 << 30
         ((1, 8192, 8192, 32, 8, 128, 33), (1, 8), (8.28, 2.07)),  # llama3_8b
         ((1, 8192, 8192, 64, 8, 128, 33), (1, 8), (16.56, 2.07)),  # llama3_70b
         ((4, 8192, 8192, 32, 8, 64, 33), (4, 4), (16.63, 2.08)),  # llama3_1b
-        # llama3_8b:long: a smaller part of the queries would not fill the GPU
+        # a smaller part: llama3_8b:long: with fewer query heads in a part, a part would not fill the GPU
         ((2, 8192, 8192, 32, 8, 128, 257), (1, 4), (129.0, 8.06)),
-        ((2, 65536, 65536, 32, 8, 128, 65), (1, 1), (261.02, 2.05)),  # llama3_8b:1m: fewer queries than those of one group
+        # fewer queries: llama3_8b:1m: one query head, a part of its group
+        ((2, 65536, 65536, 32, 8, 128, 65), (1, 1), (261.02, 2.05)),
         ((2, 65536, 65536, 32, 8, 128, 2), (2, 8), (8.03, 2.01)),  # the same, off the diagonal
         ((1, 8192, 8192, 32, 8, 128, 1), (1, 32), (0.25, 0.25)),  # rows that are not packed
         ((1, 8192, 8192, 32, 32, 128, 33), (1, 16), (4.16, 2.08)),  # no grouped queries

@@ -530,7 +530,7 @@ def data_prefetch(runs):
 
 
 def train_deterministic(runs):
-    """The key sets XLA's options on GPUs. Without it, a run stores XLA's autotuning results."""
+    """The key sets XLA's options on GPUs, and makes a run store XLA's autotuning results."""
     for asked in (True, False):
         program = helpers.program(runs.config("base", **{"train.deterministic": asked, "compiler.defaults": False}))
         chosen = compiler.choose(program, compiler.card(141.0)).options

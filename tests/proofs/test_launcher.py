@@ -199,7 +199,7 @@ def test_cudnn_is_chosen_and_kept(machine: Machine):
 
 def test_a_uv_that_does_not_run_is_replaced_by_a_private_one(machine: Machine):
     (machine.bin / "uv").rename(machine.bin / "good-uv")
-    script(machine.bin / "uv", "#!/bin/bash\nexit 127\n")  # as a pyenv shim of another version
+    script(machine.bin / "uv", "#!/bin/bash\nexit 127\n")  # a pyenv shim for another Python version exits like this
     script(
         machine.bin / "python3",
         """#!/bin/bash
@@ -218,7 +218,7 @@ esac
 
 
 def test_a_start_outside_the_environment_ends_with_a_sentence(tmp_path: Path):
-    """A Python without packages, by -S, takes the place of a wrong environment."""
+    """-S starts Python without its packages, as outside the environment."""
     for module in ("jaxtrain.main", "jaxtrain.data", "jaxtrain"):
         command = [sys.executable, "-S", "-m", module, "--help"]
         done = subprocess.run(command, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path, capture_output=True, text=True)

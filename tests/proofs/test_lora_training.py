@@ -110,9 +110,9 @@ def test_nothing_is_computed_for_the_base():
     run = helpers.tiny(MODEL | LORA | {"parallel.scan_layers": False, "lora.targets": "wq,up"})
     text = helpers.train_step(run).as_text()
     assert text is not None
-    # forward and dx; 3 matmuls for each of 2 adapters, forward and backward; attention's 2 forward and 4 backward
+    # layers: forward and dx. adapters: three matmuls for each of a and b. attention: two forward, four backward
     layers, adapters, attention = 2 * 7 * 2, 2 * 2 * 6, 2 * 6
-    first = 6  # the first layer's input needs no gradient: no dx of wq, wk, wv and of their adapters' down
+    first = 6  # the first layer's input needs no gradient: none by wq, wk, wv and their adapters' a
     found = len(re.findall(r" dot\(", text))
     assert layers + adapters + attention + 2 - first <= found <= layers + adapters + attention + 2
     assert not re.findall(r" scatter\(", text)

@@ -230,7 +230,7 @@ def test_sampling_splits_weights_and_not_tokens(over):
     np.testing.assert_allclose(np.where(real[..., None], y, 0), np.where(real[..., None], wanted, 0), rtol=1e-4, atol=1e-4)
 
 
-# Biases of a router, from 0 (its own choices) to a value that sends all tokens to the same two experts.
+# Biases of a router: all tokens choose the same two experts; loads are uneven; the router's own choices (0).
 BIASES = {"two experts": (0, 0, 0, 10, 0, 0, 10, 0), "uneven": (0, 0.1, 0.05, -0.1, 0, 0.2, 0, -0.1), "own": (0,) * 8}
 ROUNDS = {f"expert={n}": Case((("expert", n),), Moe(buffer=1.0), SIGMOID) for n in (8, 4)}
 

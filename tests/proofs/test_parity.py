@@ -61,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_matrix(entry, precision, request):
     """A layout takes the steps of one device, and its state stays sharded (helpers.first_steps)."""
     if ledger.is_campaign(request.config):
-        jax.clear_caches()  # two hundred programs in one process need too much memory
+        jax.clear_caches()  # else one process would hold two hundred programs
     comparison = matrix.against_one_device(entry, precision)
     assert not comparison.wrong, comparison.wrong
 

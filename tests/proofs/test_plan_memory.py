@@ -177,7 +177,7 @@ def test_a_torn_proto_is_refused():
 
 # ---- cuDNN's workspace
 
-# so that the peak is in the backward pass
+# With these sizes the peak is during a call that uses cuDNN's workspace.
 SMALL = (TWO, "model.vocab_size=1024", "data.seq_len=2048", *ONE_EACH, "data.max_segments=256")
 PACKED = ("h200:8", *SMALL)
 OF = "configs/llama3_1b.py"
@@ -261,7 +261,7 @@ def test_unpacked_rows_leave_arguments_that_no_kernel_reads(on_host):
     assert other.host_argument_size_in_bytes == step.executable.memory_analysis().host_argument_size_in_bytes > 0
 
 
-# ---- remat.policy=auto: it saves the outputs of matmuls. If that does not fit, it saves fewer, the cheapest to recompute first
+# ---- remat.policy=auto: it saves the outputs of matmuls, and if they do not fit, first drops those that are cheap to recompute
 
 
 def auto(*overrides: str):
@@ -270,7 +270,7 @@ def auto(*overrides: str):
 
 def test_a_step_that_is_too_big_saves_less_until_it_fits():
     """XLA decides whether a step fits: here JAX may use 4 GiB of the GPU."""
-    few = "data.max_segments=2"  # for more sequences cuDNN's workspace alone would not fit
+    few = "data.max_segments=2"  # with more documents a row, cuDNN's workspace would not fit
     run = auto(TWO, "model.vocab_size=4096", "train.memory_fraction=0.025", few)
     step = compile_step(run, parse("h200:8"))
     limit = step.card.usable_gib

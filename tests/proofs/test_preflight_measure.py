@@ -104,7 +104,7 @@ def test_nodes_are_told_apart(monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
-    """If several processes measure together, a failure ends all: the others would wait."""
+    """Collectives over several processes are never left out: the other processes would wait."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such luck\nand much more")
@@ -133,7 +133,7 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     ("text", "fault"),
     [
         ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", True),
-        # other processes use the memory: `memory in use`
+        # another process uses the memory, as the check `memory in use` reports
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 256 MiB", False),
         ("UNIMPLEMENTED: no pinned_host on this platform", False),
     ],
@@ -213,8 +213,8 @@ def test_it_takes_little_of_the_gpus_memory():
 
 @pytest.fixture
 def disk(monkeypatch) -> Any:
-    """Fake a disk that takes 0.1 s for each fsync and read. Returns (bytes at each fsync, number of fsyncs before the first
-    read).
+    """Fake a disk that takes 0.1 s for each fsync and each read. Returns two lists: the file's bytes at each fsync, and the
+    number of fsyncs before the page cache is dropped for reading.
     """
     clock, synced, dropped = Clock(), [], []
     monkeypatch.setattr(disk_rates, "time", clock)

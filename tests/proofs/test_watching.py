@@ -333,7 +333,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_a_wandb_run_that_is_new_gets_all_there_is(tmp_path: Path) -> None:
-    """The run's history is sent even if the run is resumed. Another project gives another W&B run."""
+    """A new W&B run gets the whole history, even of a resumed run. Each project has its own W&B run."""
     line = {"kind": "eval", "step": 2, "loss": 1.5, "bits_per_byte": None, "perplexity": 4.5}
     ids = []
     for project in ("one", "two"):
