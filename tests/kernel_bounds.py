@@ -36,10 +36,10 @@ def attention(
     xp: Any,
     einsum: Callable[..., Any],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The definition, on the kernel's own inputs, and how far a kernel may be from it: each (o, dq, dk, dv).
+    """Return the definition's results on the kernel's own inputs, and a kernel's error bounds: each (o, dq, dk, dv).
 
-    Of one row and one key/value head, with the G heads of its group. `xp` and `einsum`: numpy's, in float64; or jax.numpy's
-    in float32, of which the highest precision must be asked. With s the scores, P = softmax(s), dP = do v^T,
+    The inputs are one row and one key/value head, with the G query heads of its group. `xp` and `einsum` are NumPy's, in
+    float64, or jax.numpy's, in float32 with the highest precision. With s the scores, P = softmax(s), dP = do v^T,
     delta = sum(do o) and dS = P (dP - delta), o = P v, dq = dS k / sqrt(H), dk = dS^T q / sqrt(H) and dv = P^T do.
 
     A kernel multiplies exactly and adds in float32, with roundoff e = 2^-24. It rounds to its type, each time by at most u (e
@@ -60,7 +60,7 @@ def attention(
     factor, with an error of 2 (8 e + d / c). Where a score is far above the cap, the slope is smaller than this error, and
     the product of this error with the others counts.
 
-    blocks: attention is put together from blocks of keys, each of whose results is rounded once more. That adds, at most,
+    blocks: attention merges the results of blocks of keys, and rounds the result of each block once more. That adds, at most,
     u (P |v|) to o (and so half as much again to D's first part), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to dk
     and u (P^T |do|) to dv.
 

@@ -188,7 +188,8 @@ def test_weights_stay_in_their_registers():
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
     for group, t in np.ndindex(8, 4):
         held = np.empty(shape, object)
-        for i, block in enumerate(np.moveaxis(held, 1, 0)):  # of 8 columns; two registers, for rows `group` and 8 after it
+        # a block of 8 columns has two registers: for rows `group` and `group` + 8
+        for i, block in enumerate(np.moveaxis(held, 1, 0)):
             assert block.size == 2
             for row, at in enumerate(np.ndindex(block.shape)):
                 block[at] = tuple((group + 8 * row, 8 * i + 2 * t + j) for j in range(2))
@@ -271,7 +272,8 @@ def test_blocks_merge_into_the_whole(small_tiles):
         return jnp.concatenate([first[0], out], 1), jnp.concatenate([first[1], lse], 2)
 
     got = [np.asarray(x, np.float64) for x in both(*arrays[:3], rows)]
-    got[1] = np.where(got[1] < NOTHING / 2, np.float32(NOTHING), got[1])  # of two rows that see no key, up to rounding
+    # merging two results of rows that see no key gives NOTHING only up to rounding
+    got[1] = np.where(got[1] < NOTHING / 2, np.float32(NOTHING), got[1])
     assert max(compare(spec, arrays, rows, got, of_rounded=False)) <= 1
 
 

@@ -174,7 +174,7 @@ def sinks_of(b: Bucket) -> np.ndarray:
 
 @contextlib.contextmanager
 def small_tiles():
-    """Return Pallas tiles so small that a short row has many."""
+    """Use Pallas tiles so small that a short row has many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pallas, "LONGEST", 32)
         patch.setattr(pallas, "tiles", lambda head_dim: SMALL_TILES)

@@ -223,7 +223,7 @@ def test_stretched_frequencies():
 
 
 def test_whole_head():
-    """A loss of one's own gets the whole head on every device. The head's gradient is the sum over all devices."""
+    """A user's own loss gets the whole head on every device. The head's gradient is the sum over all devices."""
     p, zero = placement("eight"), zero_of("eight", "f32")
     spec = LossSpec(zero.numerics, p, zero, chunk=1, logit_softcap=0.0)
     (w,), (shares,) = normal(0, (V, D)), normal(1, (8, V, D))

@@ -112,7 +112,7 @@ def held_out_loss(accum: int, mesh: dict[str, int]) -> float:
     params = from_tensors(made.state, jax.device_put(initial, homes)).params
     held_out = helpers.batches(run.data, run.train.global_batch // accum, "validation")
     how = (params, held_out, made.eval_batch, made.context, run.eval.sequences)
-    mean = evaluate.evaluate(lambda params, batch: (batch["weights"].sum(), 1.0, {}), *how)  # of a batch's weight
+    mean = evaluate.evaluate(lambda params, batch: (batch["weights"].sum(), 1.0, {}), *how)  # the mean of the batches' weights
     weights = [held_out.batch(i)["weights"].sum(1) for i in range(-(-37 // held_out.global_batch))]
     assert mean["loss"] * len(weights) == np.concatenate(weights)[:37].sum()
     return evaluate.evaluate(made.eval_step, *how)["loss"]

@@ -101,7 +101,7 @@ def test_data_parallel_sums_every_gradient_once():
     ],
 )
 def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machine, kernel, policy):
-    """Packed documents in cuDNN, and WGMMA, need Hopper: an A100 uses a kernel in XLA without being told."""
+    """Packed documents in cuDNN, and WGMMA, need Hopper. For an A100, attention.impl=auto chooses a kernel in XLA."""
     asked = "attention.impl=" + ("pallas" if kernel == "pallas" else "auto")
     run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}", asked), topology.parse(machine)
     compiled = compile_step(run, on)

@@ -120,9 +120,7 @@ def test_the_last_ten_minutes_of_a_job(node: Supervised, left_s: int, code: int,
 
 
 def test_attempts_know_their_circumstances(gpus: Supervised):
-    """Attempts get preflight's findings, the number of the restart, and the time of the first start, a
-    second before a restart.
-    """
+    """Attempts get preflight's findings, the number of the restart, and the time of the first start. Restarts wait a second."""
     done = gpus.train(*["exit 0", "exit 75"] * 2, "exit 0", "exit 0", JAXTRAIN_RESTART_WAIT="1")
     assert done.returncode == 0 and gpus.started() == "PTpTpT", done.stderr
     look, *others = gpus.attempts()

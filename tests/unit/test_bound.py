@@ -156,7 +156,7 @@ def test_bound_of_a_split_sequence():
         assert axes == ("seq",)
         return wire
 
-    keys = 2 * 32 * 131072 * 8 * 128  # of all layers and sequences, on one of 8 devices
+    keys = 2 * 32 * 131072 * 8 * 128  # elements of keys and values of all layers and sequences, on one of 8 devices
     assert sent("remat.policy=none", "remat.tensors=", "parallel.context=ring") == 7 * keys * (2 * 2 + 4)
     assert sent("remat.policy=full", "remat.tensors=", "parallel.context=ring") == 7 * keys * (3 * 2 + 4)
     traded = 2 * 7 / 8 * (2 * 4 * keys / 2 + keys) * 2

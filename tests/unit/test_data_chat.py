@@ -1,4 +1,4 @@
-"""Conversations to token files: what the template writes, which tokens are control tokens, and which count in the loss."""
+"""Conversations to token files: the text of the template, its control tokens, and the tokens that count in the loss."""
 
 import itertools
 import json

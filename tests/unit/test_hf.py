@@ -191,7 +191,7 @@ def test_experts_that_are_not_understood_are_refused(tmp_path, name, change, wor
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_one_tensor_are_read(tmp_path, name):
-    """transformers 5 writes them like this if it is told not to write as version 4 did."""
+    """transformers 5 writes them in this form if its option for version 4's form is off."""
     folder = hugging_face.write(tmp_path / "apart", name)
     (apart, _), model = matched(open_folder(folder)), open_folder(folder).model
     tensors = tensors_of(folder)
@@ -357,8 +357,8 @@ def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
 
 
 def test_a_lone_tokenizer_is_completed(tmp_path):
-    """A control token that ends a text comes first as end-of-text. Without tokenizer_config.json, transformers would guess the
-    type.
+    """End-of-text is a control token if there is one. Without tokenizer_config.json, transformers would guess the tokenizer's
+    class.
     """
     folders.write_byte_tokenizer(tmp_path / "whole")
     described = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())

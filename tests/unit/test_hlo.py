@@ -275,7 +275,7 @@ def test_a_loop_without_a_body_is_named():
 
 
 def program(x_AB, w_LBB):
-    """A loop over layers inside a loop over rounds; each layer resembles attention, with a sort, a scatter and a branch."""
+    """Run a loop over layers inside a loop over rounds. A layer resembles attention, with a sort, a scatter and a branch."""
 
     def layer(x, w):
         return jnp.tanh(x @ w) + jax.nn.softmax(x @ x.T) @ x, None

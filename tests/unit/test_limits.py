@@ -1,4 +1,4 @@
-"""Shipped configs compared with their limits: the page, the stored figures beside the golden plans, and the formula."""
+"""Shipped configs compared with their limits: the page, the stored figures and golden plans, and the formula."""
 
 import dataclasses
 import json
