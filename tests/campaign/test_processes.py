@@ -41,7 +41,7 @@ os.kill(os.getpid(), 9)
 """
     assert python(script).returncode == -9
     assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 5
-    assert events(tmp_path / "tb")[0] == []  # the lines that the kill lost
+    assert events(tmp_path / "tb")[0] == []  # the kill lost all events
     with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
         writers.rewind(3)
     assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [1, 2, 3]

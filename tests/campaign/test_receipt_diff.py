@@ -161,7 +161,7 @@ BASE = [f"line {n}" for n in range(1, 41)]
 
 
 def version(repo: Path, change: dict[int, list[str]]) -> dict[str, Any]:
-    """Write the checkout's source with these lines (from 1) replaced."""
+    """Write the checkout's source with these lines (from 1) replaced. Returns its commit and its patch."""
     text = [row for n, old in enumerate(BASE, 1) for row in change.get(n, [old])]
     (repo / "jaxtrain").mkdir(exist_ok=True)
     (repo / "jaxtrain" / "a.py").write_text("\n".join(text) + "\n")

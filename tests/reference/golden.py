@@ -18,7 +18,7 @@ from weights import DOCUMENTS, YARN, random_tokens, random_weight
 VOCAB = 128
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-# No padding token: transformers ignores it in the loss at any position.
+# No token is a padding token: transformers would never train the embedding of one.
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_position_embeddings": 256}
 COMMON = {**SHAPE, **HEADS, **ENDS, "rms_norm_eps": 1e-5}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -585,7 +585,7 @@ def test_the_output_folder_may_hang_too(monkeypatch, capsys):
 
 
 def test_network_disks_are_measured_once():
-    """Only process 0 measures: eight nodes that write at the same time would measure each other."""
+    """Only process 0 measures network disks: eight nodes that write at the same time would measure each other."""
     here = context(paths={"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"})
     assert set(multi_node.paths_to_measure(here, 0)[0]) == {"data", "checkpoints"}
     paths, left_out = multi_node.paths_to_measure(here, 3)

@@ -350,7 +350,7 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
         ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
         ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one sample does not describe the run
         ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),
-        ("source.commit", "x"),  # from equal files
+        ("source.commit", "x"),  # the files are equal
         ("source.patch", "a README"),
         ("source.config_file", {"other.py": "x"}),  # the part's keys are compared
         ("compile_s", 99.0),
@@ -410,7 +410,7 @@ def test_a_fact_that_explains_something_is_named(path: str, value: Any, expected
 def test_a_fact_that_follows_from_another_is_not_named() -> None:
     other = copy.deepcopy(BASE)
     other["resolved"]["train"]["deterministic"] = True
-    other["env"]["set"]["NCCL_ALGO"] = "^NVLS"  # which this key sets
+    other["env"]["set"]["NCCL_ALGO"] = "^NVLS"  # train.deterministic sets this variable
     other["source"] |= {"commit": "e", "files": {"a.py": "x"}}
     assert [(d.group, d.name) for d in differences(BASE, other)] == [
         ("code", "commit"),
