@@ -1,7 +1,7 @@
-"""README and docs say what is so: their links lead somewhere, files that they name exist, and their commands can be parsed.
+"""README and docs are correct: links and file names exist, and commands can be parsed.
 
-Commands in ```bash blocks are run by tests/campaign/test_doc_commands.py. Those in ```text blocks, and those that config files
-open with, need GPUs or the network: their configs are checked against a described node of eight GPUs.
+tests/campaign/test_doc_commands.py runs the commands of ```bash blocks. Commands in ```text blocks, and in the docstrings of
+config files, need GPUs or the network: their configs are checked against a described node of eight GPUs.
 """
 
 import argparse
@@ -81,12 +81,12 @@ NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """The contents of a page's fenced blocks."""
+    """Return the contents of a page's fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
-    """The command lines in a text, with continued lines joined."""
+    """Return the command lines in a text, with continued lines joined."""
     lines = [line.strip() for line in text.replace("\\\\\n", "\\\n").replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in lines]
     return [
@@ -97,7 +97,7 @@ def commands(text: str) -> list[str]:
 
 
 def all_commands() -> list[tuple[str, str, str]]:
-    """(page or config file, language of the block, command)."""
+    """Return (page or config file, language of the block, command) for every command."""
     found = [(p.name, kind, c) for p in PAGES for kind in ("text", "bash") for b in blocks(p, kind) for c in commands(b)]
     for path in sorted((REPO / "configs").glob("*.py")):
         found += [(path.name, "text", c) for c in commands(path.read_text().split('"""')[1])]
@@ -105,14 +105,14 @@ def all_commands() -> list[tuple[str, str, str]]:
 
 
 def first_of_a_line(command: str) -> list[str]:
-    """The words of a command line up to what the shell does with them."""
+    """Return the words of a command line up to the first operator of the shell."""
     read = shlex.shlex(command, posix=True, punctuation_chars=";&|<>")
     read.whitespace_split, read.commenters = True, ""
     return list(itertools.takewhile(lambda word: word.strip(";&|<>"), read))
 
 
 def parsed(words: list[str]) -> list[Any]:
-    """What is wrong with the command line of a module or of run.sh: [] where it can be parsed, but for main's config."""
+    """Return the problems of a command line of a module or of run.sh, [] if it can be parsed. main's config is not checked."""
     name, *words = words
     if name in PARSERS:
         PARSERS[name].parser().parse_args(words)
@@ -147,13 +147,16 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "test":
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
-    else:  # those that have no parser of their own are run by the campaign
+    else:  # commands without a parser of their own are run by the campaign
         return [] if name in ("hf download", "setup", "lint", "notebooks", "docs", "sample") else [f"what is {name}?"]
     return []
 
 
 def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]:
-    """What is wrong with a run on a node of GPUs, or with the command line alone, but for files that are not there."""
+    """Return the problems of a training command, apart from missing files.
+
+    With `runs_here` only the command line is checked, otherwise the run on a node of GPUs too.
+    """
     parsed = main.COMMAND.parse(words)
     loaded = parsed.config
     variant = loaded.launch.variant
@@ -167,9 +170,9 @@ def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]
 
 @pytest.mark.parametrize("page", sorted({page for page, *_ in all_commands()}))
 def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Those of ```bash blocks are for this machine, where a campaign runs them; all others for a described node."""
+    """Commands of ```bash blocks run on this machine in a campaign; all others are checked for a described node."""
     monkeypatch.chdir(REPO)
-    for variable in environment.select_variables(os.environ):  # the suite's own fake devices, on a described node
+    for variable in environment.select_variables(os.environ):  # the described node must not see the suite's fake devices
         monkeypatch.delenv(variable)
     for kind, command in [(kind, command) for name, kind, command in all_commands() if name == page]:
         words = first_of_a_line(command)
@@ -200,7 +203,7 @@ def test_links_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_names_of_files_exist(page: Path):
-    """Files of this repository that a page names in backticks."""
+    """The names are those in backticks that start with a folder of this repository."""
     roots = ("jaxtrain/", "configs/", "recipes/", "tests/", "docs/", "benchmarks/", "requirements/")
     for name in re.findall(r"`([\w./-]+)`", page.read_text()):
         if name.startswith(roots):
@@ -208,13 +211,13 @@ def test_names_of_files_exist(page: Path):
 
 
 def settings() -> list[tuple[str, str]]:
-    """(row, what it tells to write) for the rows of the tables in coming_from.md: their second column."""
+    """Return (row, setting) for each setting in the second column of coming_from.md's tables."""
     rows = [line for line in (REPO / "docs" / "coming_from.md").read_text().splitlines() if line.startswith("| ")]
     return [(row, text) for row in rows for text in re.findall(r"`([^`]+)`", row.split("|")[2])]
 
 
 def test_settings_for_people_from_elsewhere_exist():
-    """Whatever coming_from.md tells to write is a key, with a value that it takes."""
+    """Every setting in coming_from.md is a key with a valid value."""
     keys = {key for key, _ in flatten(to_dict(RunConfig()))}
     other = ("--", "./run.sh", "python -m", "CUDA_VISIBLE_DEVICES")
     wrong = []
@@ -317,13 +320,13 @@ def test_the_list_of_modules_is_up_to_date():
 
 
 def test_the_list_of_commands_is_up_to_date(monkeypatch: pytest.MonkeyPatch):
-    """Whatever the terminal's width, and however the page is made."""
+    """The page is the same for any terminal width."""
     monkeypatch.setenv("COLUMNS", "40")
     assert command_reference.PAGE.read_text() == command_reference.page(), "run: python -m benchmarks.command_reference --write"
 
 
 def test_the_list_of_commands_has_every_option_and_default():
-    """Options are counted in --help, which the page is not made from."""
+    """The options are counted in --help, which is not the source of the page."""
     pages = command_reference.PAGE.read_text().split("\n## ")
     sections = {text.split("\n")[0]: text for text in pages}
     for name, module in (("plan", plan), ("parity", parity), ("main", main)):
@@ -381,7 +384,7 @@ def test_a_module_is_described_by_its_first_sentence(tmp_path: Path):
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
-    """One screen of a README: at most 10 KB. Pages without a link from it would not be found."""
+    """The README has at most 10 KB and links every page; a page without a link would not be found."""
     text = (REPO / "README.md").read_text()
     assert len(text.encode()) <= 10_000
     linked = set(re.findall(r"\(docs/([\w.]+\.md)", text))
@@ -437,7 +440,7 @@ def quoted_messages() -> list[str]:
 
 @pytest.mark.parametrize("message", quoted_messages())
 def test_messages_of_troubleshooting_occur_in_the_package(message: str):
-    """A message that was reworded would not be found by the user who has it."""
+    """A page that quotes a reworded message would not help the user who searches for it."""
     parts = constant_parts(message)
     assert max(map(len, parts)) >= 9, "too short to find"
     assert not [part for part in parts if part not in literals()]
