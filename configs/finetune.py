@@ -1,6 +1,6 @@
-"""Finetuning of a model that is trained already, on texts or on preferences: all of its weights, or adapters beside them.
+"""Finetuning of a trained model on texts or on preferences, with all weights or with LoRA adapters.
 
-From any base, a run of jaxtrain or a Hugging Face model's folder, whose sizes and tokenizer this config takes over:
+The base model is a run of jaxtrain or a Hugging Face folder. The config has the base's sizes and tokenizer:
 
     ./run.sh --config=configs/finetune.py:base=runs/tiny,lora=8 --workdir=runs/tiny_lora
 
@@ -14,7 +14,7 @@ On pairs of a preferred and another completion (docs/data.md), by direct prefere
     ./run.sh --config=configs/finetune.py:base=runs/chat_merged,lora=16,dpo --workdir=runs/preferred \\
         --config.data.source=data/pairs.tok --config.data.eval_source=data/pairs.val.tok --config.train.steps=500
 
-docs/finetuning.md says what is trained, saved, and how to use it.
+docs/finetuning.md lists the weights that are trained and saved, and shows how to use them.
 """
 
 import ml_collections
@@ -25,12 +25,12 @@ from jaxtrain.config import ConfigError, Model, Problem, default_config, parse_a
 from jaxtrain.hf.folder import describe
 from jaxtrain.models.hugging_face import HuggingFaceError
 
-LARGE = 50_000_000  # parameters from which a model is one for GPUs
+LARGE = 50_000_000  # least number of parameters of a model that is finetuned on GPUs
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `base=DIR` (the model it starts from), `lora=16` (the adapters' rank; 0: all weights are trained), `gpus=8`
-    (how many the batch is divided over), `dpo` (from preferences). Only `base` has to be given."""
+    """Return the config. Variants: `base=DIR` (the base model; required), `lora=16` (rank of the adapters; 0: all weights are
+    trained), `gpus=8` (number of GPUs that shard the batch), `dpo` (train on preferences)."""
     variant = parse_arg(arg, base="", lora=0, gpus=8, dpo=False)
     config = default_config()
     if not variant.base:
@@ -44,16 +44,17 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.init["from"] = variant.base
     large = flops.parameters(Model(**config.model.to_dict()))["total"] >= LARGE
 
-    # Most conversations are shorter, and several share a sequence.
+    # Most conversations are shorter than 8192 tokens, and several are packed into a sequence.
     config.data.seq_len = min(config.data.seq_len, 8192)
-    # A conversation sees itself only, whatever else stands in its sequence.
+    # Attention stays within a conversation.
     config.data.packing = "documents"
-    # Short conversations: 8192 tokens hold some dozens of them, and what does not fit is masked.
+    # 8192 tokens are some dozens of short conversations. Further conversations in a sequence are masked.
     config.data.max_segments = 64
 
     config.lora.rank = variant.lora
-    # With rank 16 outputs count twice, as people have it; of other ranks the best rates are then alike. All linear layers have
-    # adapters: beside attention alone they fall behind (Schulman et al. 2025, "LoRA Without Regret").
+    # With rank 16, alpha / rank is 2, which is usual. With a fixed alpha, the best learning rate hardly depends on the rank.
+    # All linear layers have adapters, because adapters on attention only reach a higher loss (Schulman et al. 2025, "LoRA
+    # Without Regret").
     config.lora.alpha = 32.0
 
     if variant.lora or variant.dpo:
@@ -65,19 +66,20 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     if large:
         config.data.source = "data/pairs.tok" if variant.dpo else "data/chat.tok"
         config.data.eval_source = config.data.source.replace(".tok", ".val.tok")
-        # 32 x 8192 = 262 k tokens a step: some hundred conversations. Larger batches cost adapters more than all weights.
+        # 32 x 8192 = 262 k tokens per step: some hundred conversations. A larger batch raises the loss of adapters more than
+        # that of all weights.
         config.train.global_batch = max(32, variant.gpus)
         config.train.grad_accum = max(1, 32 // variant.gpus)
-        # Two or three times through the data; later, a model of this size knows its examples by heart. The run says how many
-        # epochs its steps are.
+        # Two or three epochs are usual, because a large model memorises its examples after them. The log has the epochs of the
+        # run.
         config.train.steps = 1000
         config.mesh.fsdp = -1
         config.remat.policy = "auto"
-        # A thirtieth of pretraining's: weights should stay near where they are. Adapters want about ten times the rate of all
-        # weights, whatever the rank and the model ("LoRA Without Regret").
+        # For all weights, a thirtieth of the learning rate of pretraining, so that weights stay near those of the base. The
+        # best rate of adapters is about ten times that, for any rank and model ("LoRA Without Regret").
         config.optimizer.lr = 2e-4 if variant.lora else 1e-5
         if variant.dpo:
-            # All weights: that of Zephyr (Tunstall et al. 2023, arXiv:2310.16944). Adapters want ten times that here too.
+            # For all weights, the rate of Zephyr (Tunstall et al. 2023, arXiv:2310.16944). For adapters, ten times that.
             config.optimizer.lr = 5e-6 if variant.lora else 5e-7
         config.sample.max_tokens = 0
         config.log.every_steps = 1
@@ -86,15 +88,15 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.remat.policy = "full"
         config.train.steps = 100
         config.train.global_batch = 16
-        config.optimizer.lr = 4e-3 if variant.lora else 4e-4  # a tenth of what the model was trained with, as above
+        config.optimizer.lr = 4e-3 if variant.lora else 4e-4  # all weights: a tenth of that of tiny.py
         if variant.dpo:
             config.optimizer.lr /= 4
         config.sample.prompt = "def "
     config.optimizer.lr_min = 0.0
     config.optimizer.schedule = "linear"
-    config.optimizer.warmup_steps = max(1, config.train.steps * 3 // 100)  # moments fill; there is nothing else to warm up
-    config.optimizer.weight_decay = 0.0  # it would pull towards zero, and away from the base
-    config.optimizer.beta2 = 0.999  # few steps, each of few tokens: a longer memory of their sizes
+    config.optimizer.warmup_steps = max(1, config.train.steps * 3 // 100)  # only until the moments have enough steps
+    config.optimizer.weight_decay = 0.0  # decay would move weights away from the base
+    config.optimizer.beta2 = 0.999  # a step has few tokens, so the second moment is averaged over more steps
 
     config.eval.every_steps = 100
     config.checkpoint.every_steps = 100

@@ -5,11 +5,11 @@
         --output=data/fineweb-edu-llama2.tok --validation=0.001
     ./run.sh --config=configs/llama2_7b.py --workdir=runs/llama2_7b
 
-Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
+This search found mesh, microbatch and remat. Without --search, the command plans this config, for this or another machine:
 
     ./run.sh plan --config=configs/llama2_7b.py --topology=h200:8 --search --budget=600
 
-Another number of GPUs keeps the batch and changes the accumulation: --config=configs/llama2_7b.py:gpus=16
+On another number of GPUs, the batch is the same and the accumulation changes: --config=configs/llama2_7b.py:gpus=16
 """
 
 import ml_collections
@@ -19,26 +19,26 @@ from jaxtrain.models import preset
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variant `gpus=8`: how many GPUs the batch is divided over."""
+    """Return the config. Variant: `gpus=8` (number of GPUs that shard the batch)."""
     variant = parse_arg(arg, gpus=8)
     config = default_config()
     config.model.update(preset("llama2_7b"))
 
     config.data.source = "data/fineweb-edu-llama2.tok"
     config.data.eval_source = "data/fineweb-edu-llama2.val.tok"
-    config.data.tokenizer = "hf:NousResearch/Llama-2-7b-hf"  # the original asks for a licence click first
+    config.data.tokenizer = "hf:NousResearch/Llama-2-7b-hf"  # this copy needs no accepted licence
     config.data.seq_len = 4096
 
-    # 512 x 4096 = 2.1 M tokens a step; Llama 2 used 4 M, which one node would take twice as long for.
-    # Two sequences a GPU at a time are 8192 tokens, enough rows to keep every matmul busy. The step peaks at 42 GiB by plan.
+    # 512 x 4096 = 2.1 M tokens per step. Llama 2 used 4 M, a step of twice the time on one node. Two sequences per GPU and
+    # microbatch are 8192 tokens, enough rows for efficient matmuls. The planned peak is 42 GiB.
     config.train.global_batch = max(512, variant.gpus)
     config.train.grad_accum = max(1, 256 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    config.mesh.fsdp = -1  # weights, moments and batch are split over the GPUs of a node
-    # Whatever costs a GEMM or an attention call is kept; norms, rotary and the gate's product are computed again.
+    config.mesh.fsdp = -1  # weights, moments and batch are sharded over the GPUs of a node
+    # Results of matmuls and attention calls are saved. Norms, rotary embedding and the activation function are recomputed.
     config.remat.policy = "auto"
-    config.parallel.scan_layers = False  # faster than a loop over layers, and less memory; compiles longer
+    config.parallel.scan_layers = False  # faster and less memory than a loop over layers, with a longer compile
 
     config.optimizer.lr = 3e-4
     config.optimizer.lr_min = 3e-5
@@ -47,5 +47,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 
     config.eval.every_steps = 500
     config.checkpoint.every_steps = 100
-    config.log.every_steps = 1  # a step takes long enough to deserve its line
+    config.log.every_steps = 1  # steps are long, so each has a line
     return config

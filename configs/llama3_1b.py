@@ -5,11 +5,11 @@
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     ./run.sh --config=configs/llama3_1b.py --workdir=runs/llama3_1b
 
-Mesh, microbatch and remat are what this search found; to see the plan of this or any other machine, leave out --search:
+This search found mesh, microbatch and remat. Without --search, the command plans this config, for this or another machine:
 
     ./run.sh plan --config=configs/llama3_1b.py --topology=h200:8 --search --budget=600
 
-On one GPU, the same batch with more accumulation:
+One GPU has the same batch with more accumulation:
 
     ./run.sh --config=configs/llama3_1b.py:gpus=1 --workdir=runs/llama3_1b
 """
@@ -21,30 +21,31 @@ from jaxtrain.models import preset
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variant `gpus=8`: how many GPUs the batch is divided over."""
+    """Return the config. Variant: `gpus=8` (number of GPUs that shard the batch)."""
     variant = parse_arg(arg, gpus=8)
     config = default_config()
     config.model.update(preset("llama3.2_1b"))
 
-    # Llama 3.2 gives text the same ids as Llama 3, so all sizes train from one token file. To start from published weights
-    # with their own special tokens, prepare with --tokenizer=hf:unsloth/Llama-3.2-1B and name it here.
+    # The tokenizers of Llama 3.2 and Llama 3 give text the same ids, so all sizes train from one token file. To start from
+    # published weights with their own special tokens, prepare with --tokenizer=hf:unsloth/Llama-3.2-1B and set that tokenizer
+    # here.
     config.data.source = "data/fineweb-edu-llama3.tok"
     config.data.eval_source = "data/fineweb-edu-llama3.val.tok"
     config.data.tokenizer = "hf:NousResearch/Meta-Llama-3-8B"
     config.data.seq_len = 8192
 
-    # 128 x 8192 = 1 M tokens a step: a small model gains little from more. Four sequences a GPU at a time: 40 GiB by plan.
+    # 128 x 8192 = 1 M tokens per step: a small model gains little from a larger batch. With four sequences per GPU and
+    # microbatch, the planned peak is 40 GiB.
     config.train.global_batch = max(128, variant.gpus)
     config.train.grad_accum = max(1, 32 // variant.gpus)
-    config.train.steps = 20_000  # 21 B tokens, about the 20 a parameter that are compute-optimal
+    config.train.steps = 20_000  # 21 B tokens, about 20 per parameter, which is compute-optimal
 
     config.mesh.fsdp = -1
-    # Whatever costs a GEMM or an attention call is kept; norms, rotary and the gate's product are computed again.
+    # Results of matmuls and attention calls are saved. Norms, rotary embedding and the activation function are recomputed.
     config.remat.policy = "auto"
-    config.parallel.scan_layers = False  # faster than a loop over layers, and less memory; compiles longer
+    config.parallel.scan_layers = False  # faster and less memory than a loop over layers, with a longer compile
 
-    # The weights a run ends with are the better for the decay, and a run that is to go on starts from before it:
-    # warmup-stable-decay allows both.
+    # Warmup-stable-decay: the decay improves the final weights, and a longer run can resume from a checkpoint before the decay.
     config.optimizer.schedule = "wsd"
     config.optimizer.lr = 6e-4
     config.optimizer.lr_min = 6e-5

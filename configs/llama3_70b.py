@@ -1,22 +1,23 @@
-"""Llama 3 70B from scratch, sequences of 8192 tokens, on one node of 8 GPUs with 141 GB each, or more.
+"""Llama 3 70B from scratch, sequences of 8192 tokens, on one or more nodes of 8 GPUs with 141 GB each.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     ./run.sh --config=configs/llama3_70b.py --workdir=runs/llama3_70b
 
-Mesh and remat are what the first of these found; the second says what each choice that saves memory is needed for:
+The first command below found mesh and remat. The second shows why each setting that saves memory is needed:
 
     ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --search --budget=600
     ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --why
 
-Moments are bfloat16. On one node they can also be in 8-bit blocks, which leaves memory to save queries too, or float32 in host
-memory, which leaves memory for a batch of 64 by accumulation; docs/memory.md compares the three:
+Moments are bfloat16. There are two variants for one node. int8 stores moments in 8-bit blocks, so there is memory to save
+queries too. f32 stores float32 moments in host memory, so there is memory for a batch of 64 by accumulation. docs/memory.md
+compares the three:
 
     --config=configs/llama3_70b.py:int8
     --config=configs/llama3_70b.py:f32
 
-Say how many GPUs there are, and batch, mesh and remat follow (docs/evidence/layouts.md has the plan of each size):
+The variant gpus=N chooses batch, mesh and remat for N GPUs (docs/evidence/layouts.md has the plan of each number of GPUs):
 
     --config=configs/llama3_70b.py:gpus=64
 """
@@ -26,11 +27,11 @@ import ml_collections
 from jaxtrain.config import ConfigError, Problem, default_config, parse_arg
 from jaxtrain.models import preset
 
-GPUS = 8  # unless gpus=N says otherwise
+GPUS = 8  # number of GPUs without the variant gpus=N
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `gpus=8`, for how many GPUs batch, mesh and remat are; `int8` and `f32`, how moments are stored on one node."""
+    """Return the config. Variants: `gpus=8` (batch, mesh and remat for that many GPUs), `int8` and `f32` (moments)."""
     variant = parse_arg(arg, gpus=GPUS, int8=False, f32=False)
     if variant.gpus & (variant.gpus - 1):
         below = 1 << variant.gpus.bit_length() - 1
@@ -41,35 +42,34 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
 
     config.data.source = "data/fineweb-edu-llama3.tok"
     config.data.eval_source = "data/fineweb-edu-llama3.val.tok"
-    config.data.tokenizer = (
-        "hf:NousResearch/Meta-Llama-3-8B"  # all Llama 3 sizes share it; the original asks for a licence click
-    )
+    config.data.tokenizer = "hf:NousResearch/Meta-Llama-3-8B"  # for all Llama 3 sizes; this copy needs no accepted licence
     config.data.seq_len = 8192
 
-    # One sequence a GPU at a time. From 16 GPUs on, 256 x 8192 = 2.1 M tokens a step by accumulation. On 8 there is no room for
-    # a microbatch's gradients beside their sum: 8 x 8192 = 65 k tokens a step, which suits continued training (init.from). More
-    # at once, at 131.7 GiB and 6% more time a token: train.global_batch=64, train.grad_accum=8, train.accumulate=layer,
-    # remat.tensors=k=keep,v=keep,residual=keep.
+    # One sequence per GPU and microbatch. From 16 GPUs on, a step has 256 x 8192 = 2.1 M tokens by accumulation. 8 GPUs have no
+    # memory for a sum of gradients in addition to a microbatch's gradients. So a step has 8 x 8192 = 65 k tokens, which suits
+    # continued training (init.from). For a larger batch, at 131.7 GiB and 6% more time per token, set train.global_batch=64,
+    # train.grad_accum=8, train.accumulate=layer and remat.tensors=k=keep,v=keep,residual=keep.
     config.train.global_batch = max(256, variant.gpus) if variant.gpus >= 16 else variant.gpus
     config.train.grad_accum = config.train.global_batch // variant.gpus
     config.train.steps = 50_000  # 105 B tokens
 
-    # Over all GPUs, of up to 8 nodes: one node has no room for the state twice, nor for two sets of gradients. A ring through
-    # more nodes is too long, 24 us for each: groups of 64 GPUs hold a copy each, and sum their gradients once a step.
+    # fsdp is over all GPUs of up to 8 nodes: a node with a whole replica has no memory for two sets of gradients. Rings over
+    # more nodes have too much latency, 24 us per node. So each group of 64 GPUs has a replica, and gradients are summed over
+    # the groups once per step.
     config.mesh.data = max(1, variant.gpus // 64)
     config.mesh.fsdp = -1
-    # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, of which 134 are
-    # usable. Both moments are bfloat16 (beta2 = 0.95 moves the second by up to 5% a step, far above bfloat16's 0.4%). That
-    # leaves memory to save, besides the input of each layer, keys, values, attention's output and the residual: the compiled
-    # step peaks at 127 GiB.
+    # Weights, moments and gradients in float32 would be 16 bytes a parameter: 131 GiB on each of 8 GPUs, which have 134 usable
+    # GiB. So both moments are bfloat16. That is precise enough: beta2 = 0.95 changes the second moment by up to 5% per step,
+    # and bfloat16 rounds to 0.4%. The remaining memory is enough to save keys, values, attention's output and the residual, in
+    # addition to the input of each layer. The compiled step has a peak of 127 GiB.
     config.dtypes.m = "bf16"
     config.dtypes.v = "bf16"
     config.remat.policy = "custom"
     config.remat.tensors = "k=keep,v=keep,residual=keep,attention_out=keep,attention_lse=keep"
-    if variant.int8:  # moments of one byte instead of two: queries are saved too
+    if variant.int8:  # moments have one byte instead of two, so queries are saved too
         config.dtypes.m = config.dtypes.v = "int8"
         config.remat.tensors = "q=keep,k=keep,v=keep,residual=keep,attention_out=keep,attention_lse=keep"
-    elif variant.f32:  # 32.9 GiB less on the device: the sum of gradients over microbatches, which share the copies' cost
+    elif variant.f32:  # 32.9 GiB less on the device, enough for accumulation, which copies moments once per 8 microbatches
         config.dtypes.m = config.dtypes.v = "f32"
         # If attention's output is saved too, XLA overlaps less communication.
         config.remat.tensors = "k=keep,v=keep,residual=keep"
@@ -77,8 +77,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         if variant.gpus == 8:
             config.train.global_batch, config.train.grad_accum = 64, 8
     elif variant.gpus >= 64:
-        # The state takes an eighth of that: outputs of matmuls are saved too, as far as they fit. By plan that is 16% more
-        # tokens/s on 64 GPUs, at 126 GiB.
+        # The state on each GPU is an eighth of that on one node, so outputs of matmuls are saved as far as they fit. On 64
+        # GPUs, the plan has 16% more tokens/s, at 126 GiB.
         config.remat.policy, config.remat.tensors = "auto", ""
 
     config.optimizer.lr = 1.5e-4

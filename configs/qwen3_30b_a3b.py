@@ -5,13 +5,13 @@
         --output=data/fineweb-edu-qwen3.tok --validation=0.001
     ./run.sh --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
 
-To see its plan on this or any other machine, or to search for a better mesh:
+The plan for this or another machine, and a search for a better mesh:
 
     ./run.sh plan --config=configs/qwen3_30b_a3b.py --topology=h200:8
     ./run.sh plan --config=configs/qwen3_30b_a3b.py --topology=h200:8 --search --budget=600
 
-Up to 64 GPUs keep the batch and change the accumulation: --config=configs/qwen3_30b_a3b.py:gpus=16. With experts
-divided over GPUs instead, each whole on one: --config=configs/qwen3_30b_a3b.py:exchange
+On up to 64 GPUs, the batch is the same and the accumulation changes: --config=configs/qwen3_30b_a3b.py:gpus=16
+With expert parallelism in place of fsdp: --config=configs/qwen3_30b_a3b.py:exchange
 """
 
 import ml_collections
@@ -19,11 +19,11 @@ import ml_collections
 from jaxtrain.config import default_config, parse_arg
 from jaxtrain.models import preset
 
-GPUS = 8  # unless gpus=N says otherwise
+GPUS = 8  # number of GPUs without the variant gpus=N
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `gpus=8`, how many GPUs the batch is divided over; `exchange`, tokens travel to experts, not weights."""
+    """Return the config. Variants: `gpus=8` (number of GPUs that shard the batch), `exchange` (expert parallelism)."""
     variant = parse_arg(arg, gpus=GPUS, exchange=False)
     config = default_config()
     config.model.update(preset("qwen3_30b_a3b"))
@@ -33,20 +33,20 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.data.tokenizer = "hf:Qwen/Qwen3-30B-A3B-Base"
     config.data.seq_len = 8192
 
-    # 256 x 8192 = 2.1 M tokens a step, four sequences a GPU at a time: each of the 128 experts then has 16,384 rows from all
-    # GPUs, where loads are even. Two at a time are slower by plan.
+    # 256 x 8192 = 2.1 M tokens per step, with four sequences per GPU and microbatch. With even loads, each of the 128 experts
+    # has 16,384 rows from all GPUs. The plan of two sequences per microbatch is slower.
     config.train.global_batch = max(256, 4 * variant.gpus)
     config.train.grad_accum = max(1, 64 // variant.gpus)
     config.train.steps = 50_000  # 105 B tokens
 
-    # On one node fsdp=8: gathers of a layer's 1.2 GB hide behind four sequences. With `exchange` each GPU holds 16 experts of
-    # every layer whole, and a token goes to 8: a GPU sends 1.2 GB there and as much back for a layer, which hides behind
-    # little, and a step takes 34% longer by plan.
+    # On one node fsdp=8: the compute of four sequences overlaps the gather of a layer's 1.2 GB. With `exchange`, each GPU has
+    # 16 complete experts of every layer, and a token goes to 8 experts. For a layer, a GPU sends 1.2 GB of tokens to experts
+    # and the same back. Little compute overlaps that, and the planned step is 34% longer.
     if variant.exchange:
         config.mesh.expert = 8
     # Weights, moments and gradients in float32 are 16 bytes a parameter, 57 GiB on each of 8 GPUs. Gradients are added to their
-    # sum layer by layer, since a microbatch's beside it would be 14 GiB more. What is left holds what costs a large GEMM or an
-    # attention call; the step peaks at 126 GiB by plan.
+    # sum layer by layer, because all gradients of a microbatch would be 14 GiB more. The remaining memory is enough to save the
+    # results of large matmuls and attention calls. The planned peak is 126 GiB.
     config.train.accumulate = "layer"
     config.remat.policy = "auto"
 
@@ -58,5 +58,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.eval.every_steps = 500
     config.eval.sequences = 256
     config.checkpoint.every_steps = 100
-    config.log.every_steps = 1  # a step takes long enough to deserve its line
+    config.log.every_steps = 1  # steps are long, so each has a line
     return config

@@ -36,11 +36,11 @@ MODULES = ("parity", "plan", "train")  # functions of the API with the name of a
 
 
 def _check_environment() -> None:
-    """Refuse a Python that jaxtrain does not run on.
+    """Raise an error if this version of Python, or its installed packages, cannot run jaxtrain.
 
     Raises:
-        SystemExit: `python -m jaxtrain.COMMAND` was started there.
-        ImportError: this package was imported there.
+        SystemExit: this process was started as `python -m jaxtrain.COMMAND`.
+        ImportError: another program imported jaxtrain.
     """
     as_command = sys.argv[:1] == ["-m"]  # Python's own mark while it looks for the module to run.
     if sys.version_info < (3, 12):  # noqa: UP036
@@ -57,9 +57,9 @@ def _check_environment() -> None:
 
 
 def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
-    """Print one line and end this process. It handles Ctrl-C until a command installs its own handler.
+    """Print one line and end this process. This function handles Ctrl-C until a command installs its own handler.
 
-    A KeyboardInterrupt would print a traceback instead, and imports of C libraries swallow it.
+    A KeyboardInterrupt would print a traceback, and imports of C libraries can lose it. stderr: a file descriptor.
     """
     os.write(stderr, b"interrupted\n")
     os._exit(130)

@@ -23,8 +23,8 @@ ACTIVATIONS = {
     "mlp_up": "up projection",
     "mlp_down": "output of the feed-forward block",
 }
-# Logical axes of each, of a layer's input, and of the tokens that are sent to experts. Experts' mlp_gate and mlp_up have no
-# axes: their rows are the tokens that arrived at a device.
+# Logical axes of each activation, of a layer's input, and of the tokens that are sent to experts. The mlp_gate and mlp_up of
+# experts have no logical axes: their rows are the tokens that were sent to a device.
 AXES: dict[str, tuple[str | None, ...]] = {
     "layer_input": ("batch", "residual", None),
     "attention_norm": ("batch", "residual", None),
@@ -47,9 +47,10 @@ PLACES = ("keep", "offload", "recompute")
 
 GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
 
-LATENTS = ("q_latent", "kv_latent")  # of multi-head latent attention alone
+LATENTS = ("q_latent", "kv_latent")  # only in multi-head latent attention
 
-# Policy -> activations it saves. "none" saves unnamed ones too, except gathered weights; "custom" is read from remat.tensors.
+# Policy -> the activations that it saves. "none" also saves activations without a name, but no gathered weights. remat.tensors
+# lists the activations of "custom".
 KEPT = {
     "none": tuple(ACTIVATIONS),
     "full": (),

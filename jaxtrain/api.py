@@ -53,7 +53,7 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
 
     Args:
         config: a config, or a pytree of jax.Array or jax.ShapeDtypeStruct with NamedShardings.
-        topology: the machine of a config, such as "h200:8" or "h100:8x16"; "": the devices of this process.
+        topology: the machine that a config is sharded for, such as "h200:8" or "h100:8x16"; "": the devices of this process.
         overrides: keys of the config.
 
     Raises:
@@ -94,10 +94,12 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
 
 
 def search(config: Config, topology: str, budget: float = 600.0, **overrides: Any) -> "SearchResult":
-    """Return the fastest layouts of a config that fit on a machine: ordered by formula, then compiled in that order.
+    """Return the fastest layouts of a config that fit on a machine.
+
+    A formula estimates the step time of every layout. Layouts are compiled in the order of that estimate.
 
     Args:
-        budget: seconds, after which running compiles end; 0: no limit.
+        budget: seconds until running compiles are ended; 0: no limit.
 
     Raises:
         ConfigError, TopologyError: as `shardings`.
@@ -114,7 +116,9 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
 
 
 def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], **overrides: Any) -> "Result":
-    """Train in this process, as `python -m jaxtrain.main` does, and return how the run ended. A run of the folder resumes.
+    """Train in this process, as `python -m jaxtrain.main` does, and return how the run ended.
+
+    If the folder has a run, that run is resumed.
 
     Raises:
         ConfigError: the config has mistakes; nothing was written.
@@ -145,7 +149,7 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
-        base: of a run with adapters, the present folder of its base, if it moved.
+        base: for a run with adapters, the folder of the base model if it was moved.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
@@ -189,9 +193,9 @@ def generate(
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
-        temperature: 0: the most likely token each time.
-        top_p: probability mass to draw from.
-        base: of a run with adapters, the present folder of its base, if it moved.
+        temperature: of sampling; 0: always the most likely token.
+        top_p: probability mass of the most likely tokens to sample from.
+        base: for a run with adapters, the folder of the base model if it was moved.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
@@ -211,7 +215,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     """Train the same few steps on several layouts, and compare losses, gradients and weights with the first layout.
 
     Args:
-        config: a path or a name as of `load`; a small model: agreement does not depend on the size.
+        config: a path or a name, as in `load`. A small model is enough: agreement does not depend on its size.
         meshes: such as "one,fsdp2,tensor2"; "": the default layouts of `python -m jaxtrain.parity`.
         overrides: keys of the config.
 
@@ -257,7 +261,7 @@ def _file(name: str) -> str:
 
 
 def _label(name: str) -> str:
-    """Return a config as a command line in the repository's folder has it."""
+    """Return the path of a config relative to the repository, as on a command line there."""
     return _file(name).removeprefix(f"{launch.REPO}/")
 
 

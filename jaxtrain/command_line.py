@@ -50,14 +50,14 @@ class Option:
         doc: its line of --help.
         value: placeholder of its value in --help, such as FILE. "": a switch, which takes no value.
         default: its value if it is left out.
-        bare: its value if it is given alone. "": it needs a value. A switch that is given has the value "yes".
+        bare: its value if it is given without "=VALUE". "": a value is required. A switch that is given has the value "yes".
         least: its value must be a whole number, at least this one.
         choices: all its values, if they can be listed.
         writes: its value names a file to write.
         check: return the rule that a value breaks, or "".
         example: a value that works, for the error.
         may_be_empty: an empty value is valid.
-        modes: the modes that use it (see Command.modes); "" is the mode without a name. (): all.
+        modes: the modes that use it (see Command.modes); "" is the command's usual action. (): all modes.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Option:
 
     @property
     def fix(self) -> str:
-        """Return a way to write the option."""
+        """Return the remedy for a wrong value: an example of the option."""
         example = self.example or self.default or next(iter(self.choices), "")
         example = example or (str(self.least) if self.least is not None else "")
         if example:
@@ -108,7 +108,7 @@ class Option:
         return None
 
 
-# The rank of a process in a run of several (jaxtrain.distributed.cluster reads them).
+# Options that set the rank of a process in a run of several processes. jaxtrain.distributed.cluster reads them.
 PROCESS_OPTIONS = (
     Option("coordinator", "address of process 0, for a run of several processes", "HOST:PORT"),
     Option("num-processes", "count of processes", "N"),
@@ -149,12 +149,12 @@ class Command:
 
     @property
     def module(self) -> str:
-        """Return how a user starts it."""
+        """Return the beginning of its command line, such as `python -m jaxtrain.plan`."""
         return f"python -m {self.name if self.name.startswith('benchmarks.') else f'jaxtrain.{self.name}'}"
 
     @property
     def usage(self) -> str:
-        """Return how a command line is built."""
+        """Return the usage line of --help."""
         words = [self.module, *self.arguments[:1]]
         if self.config:
             words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")
@@ -206,7 +206,7 @@ class Command:
         modes = [name for name in self.modes if values[name]]
         mode = modes[0] if modes else ""
         problems += self._wrong_modes(modes, written)
-        if not any(p.rule in launch.STRAYS for p in problems):  # one of them may be the argument
+        if not any(p.rule in launch.STRAYS for p in problems):  # an unknown option may be the misspelt argument
             problems += self._wrong_arguments(arguments or [])
         return Parsed(self, mode, values, tuple(arguments or ()), loaded, problems, frozenset(written))
 
@@ -272,7 +272,7 @@ class Parsed:
     def has_strays(self) -> bool:
         """Return whether there is an unknown option or argument.
 
-        It may be a misspelt required one, which is then not reported as missing.
+        It may be a misspelt required option. That option is then not reported as missing.
         """
         return any(p.rule in launch.STRAYS for p in self.problems)
 
@@ -297,7 +297,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **options, allow_abbrev=False)
 
     def parse_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
-        """Parse as argparse does, after a check of the options' names: a mistyped one is not reported as a missing one."""
+        """Parse as argparse does, after a check of the options' names: a misspelt option is not reported as missing."""
         words = sys.argv[1:] if args is None else list(args)
         if problems := self._unknown_options(words):
             sys.exit(launch.report(problems))
@@ -309,13 +309,13 @@ class ArgumentParser(argparse.ArgumentParser):
         for action in self._actions:
             if not isinstance(action, argparse._SubParsersAction):
                 continue
-            if not words or words[0].startswith("-"):  # argparse names the missing subcommand
+            if not words or words[0].startswith("-"):  # argparse reports the missing subcommand
                 return []
             if words[0] in action.choices:
                 return action.choices[words[0]]._unknown_options(words[1:])
             close = difflib.get_close_matches(words[0], action.choices, 1) or action.choices
             return [Problem("command", words[0], "is unknown", f"Fix: {self.prog} {' | '.join(close)}.")]
-        words = [word for word in words if not re.match(r"--[^=]*\s", word)]  # a value, as of --separator "--- "
+        words = [word for word in words if not re.match(r"--[^=]*\s", word)]  # such a word is a value: --separator "--- "
         actions = [action for action in self._actions if action.dest != "help"]
         named = [(name.removeprefix("--"), action) for action in actions for name in action.option_strings]
         options = {name: "" for name, action in named if action.nargs != 0}
@@ -324,7 +324,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return [p for p in problems if p.rule == launch.NO_OPTION and p.key != "--help"]
 
     def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
-        """Parse as argparse does, without the empty path that would mean the current folder."""
+        """Parse as argparse does, and refuse empty values: an empty path would be the current folder."""
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words, strict=False):
             name = word.rstrip("=") or (before if before.startswith("--") else "argument")
@@ -350,7 +350,7 @@ def run_command(
     Args:
         argv: the arguments without the program's name; None: those of this process.
         act: the command's own work, for a command line without problems. Returns the exit code.
-        check: further problems of the command line, to be reported together with those of the options.
+        check: returns further problems of the command line. They are reported together with those of the options.
         errors: exceptions of `act` that mean wrong input. The message is printed, and the exit code is 2.
 
     Returns:
@@ -435,7 +435,7 @@ def interruptible() -> Iterator[None]:
 
 def make_console(width: int = WIDTH) -> "Console":
     """Return rich's console for tables: as wide as the terminal, or `width` columns if the output is no terminal."""
-    from rich.console import Console  # 60 ms that --help does without
+    from rich.console import Console  # takes 60 ms, and --help does not use it
 
     console = Console()
     return console if console.is_terminal else Console(width=width)
@@ -443,7 +443,7 @@ def make_console(width: int = WIDTH) -> "Console":
 
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Open a function of (name, bytes) for each part of `total` bytes that is done; it draws a bar on a terminal."""
+    """Yield a function to call with (name, bytes) for each finished part of `total` bytes. It draws a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -463,7 +463,7 @@ def check_output_file(text: str) -> str:
             return "is a folder"
         if not path.parent.is_dir():
             return f"there is no folder {path.parent}"
-    except (OSError, RuntimeError) as error:  # a name that is too long, or of a user who does not exist
+    except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist
         return f"cannot be a file ({error})"
     return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
 

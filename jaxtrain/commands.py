@@ -4,7 +4,7 @@ import difflib
 import os
 import sys
 
-PREFIX = "JAXTRAIN_COMMAND_PREFIX"  # set by run.sh, to the way it was called
+PREFIX = "JAXTRAIN_COMMAND_PREFIX"  # run.sh sets it to its own path as the user typed it
 TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands.txt")
 OF_RUN_SH = ("test", "lint", "setup", "notebooks", "docs", "help")
 OTHER_WORDS = {"train": "main", "evaluate": "lm_eval", "generate": "sample", "benchmark": "bench", "check": "preflight"}
@@ -18,7 +18,7 @@ def table() -> "dict[str, str]":
 
 
 def spelled(text: str) -> str:
-    """Return a text for the user, with `python -m jaxtrain.COMMAND` as this process was started: `./run.sh COMMAND`."""
+    """Return a text with `./run.sh COMMAND` in place of `python -m jaxtrain.COMMAND` if run.sh started this process."""
     prefix = os.environ.get(PREFIX)
     return text.replace("python -m jaxtrain.", prefix + " ") if prefix else text
 

@@ -1,11 +1,11 @@
 """Every config key: its default, type and meaning. Imports no jax and touches no device or file.
 
 A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
-turns the result, once, into the frozen `RunConfig` that the rest of the program reads. The dataclasses below are the only
+turns the result, once, into the frozen `RunConfig` that all other modules read. The dataclasses below are the only
 declaration: defaults, types, choices, ranges, `--explain` and `docs/config.md` all come from them.
 
-No key defaults to None and none is a tuple: `ml_collections` cannot override the first from the command line and lets the
-second change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
+No key defaults to None, because `ml_collections` cannot override None from the command line. No key is a tuple, because an
+override could change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ import ml_collections
 from jaxtrain.commands import spelled
 from jaxtrain.synonyms import nearest_key
 
-# From the outermost, whose neighbours may be on different nodes, to the innermost. Optional ones are part of a mesh only if
-# used.
+# Mesh axes from the outermost, along which neighbours may be on different nodes, to the innermost. Optional axes are part of a
+# mesh only if their size is above 1.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
@@ -59,7 +59,7 @@ RULE_DOCS = {
 }
 
 
-# Logical axis -> the mesh axes that its rule may name, in this order: those with collectives in the step.
+# Logical axis -> the mesh axes that its rule may name, in this order. The step has collectives for these axes only.
 ALLOWED = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("seq",),
@@ -266,7 +266,7 @@ class Model:
 
     @property
     def step_layers(self) -> int:
-        """Blocks of a train step: `num_layers`, and one in each module of multi-token prediction."""
+        """Return the number of blocks in a train step: `num_layers`, and one in each module of multi-token prediction."""
         return self.num_layers + self.mtp_layers
 
 
@@ -569,7 +569,7 @@ class Optimizer:
     )
 
     def decay(self, steps: int) -> int:
-        """Return the steps of the decay in a run of this length: decay_steps, or the schedule's own number for 0."""
+        """Return the number of decay steps in a run of `steps` steps: decay_steps, or for 0 the default of the schedule."""
         after = max(1, steps - max(1, self.warmup_steps))
         derived = max(1, steps // 5) if self.schedule == "wsd" else after
         return min(self.decay_steps or derived, after)
@@ -682,7 +682,7 @@ def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Folders by their traffic: sustained reads, or many small files."""
+    """Folders that several runs share."""
 
     data: str = key("~/.cache/jaxtrain/data", "token files that jaxtrain makes itself (the stdlib corpus)")
     cache: str = key("~/.cache/jaxtrain/compile", "XLA's compile cache; '': none")
@@ -785,16 +785,17 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
     if run.sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
-    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}  # tokens are sent to experts
+    # Experts stay sharded over the expert axis, because tokens are sent to them.
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}
     return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
 
 
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
     """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    If data and fsdp are both -1, fsdp is the number of devices of a node that expert, tensor and seq leave (1 if their groups
-    fill it). Stages are on different nodes as far as there are some, and data is the rest. `what` names the devices in an
-    error. Raises ConfigError for sizes that do not fill the devices.
+    If data and fsdp are both -1, fsdp is `node` / (expert x tensor x seq), or 1 if that is below 1. Stages are on different
+    nodes if there are enough nodes. data has the size that uses all devices. `what` names the devices in an error. Raises
+    ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
@@ -846,7 +847,7 @@ class RecordingDict(ml_collections.ConfigDict):
         self.assigned.add(name)
 
     def __setstate__(self, state: Any) -> None:
-        """Restore a copy or a pickle. Its values are the record then: `launch.load` compares them with the defaults."""
+        """Restore a copy or a pickle, without a record. `launch.load` then compares its values with the defaults."""
         super().__setstate__(state)
         self.assigned.clear()
 
@@ -915,7 +916,7 @@ def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "
 
 @functools.cache
 def declared() -> Mapping[str, Key]:
-    """Return dotted key -> its declaration; a rule's is its line of RULE_DOCS."""
+    """Return dotted key -> its declaration. The declaration of a sharding rule has its line of RULE_DOCS."""
     out: dict[str, Key] = {}
 
     def walk(section: Any, prefix: str) -> None:

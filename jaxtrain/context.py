@@ -1,11 +1,11 @@
-"""Sharding of a sequence's tokens over the ranks of `mesh.seq`, and of the attention between them. Imports no jax.
+"""Context parallelism: the sharding of a sequence's tokens and its attention over the ranks of `mesh.seq`. Imports no jax.
 
-A rank of the seq axis is ring rank x ulysses + Ulysses rank. So the ranks of a Ulysses group, whose all-to-alls are the larger
-traffic, are neighbours.
+A rank of the seq axis is ring rank x ulysses + Ulysses rank. So the ranks of a Ulysses group are neighbours: its all-to-alls
+send more bytes than the ring.
 
 A ring of r ranks cuts each sequence into 2 r chunks of C tokens and gives ring rank g the chunks g and 2 r - 1 - g (zigzag
 order). An early chunk has few visible keys, its partner many. Under the causal mask every ring rank computes the same 2 r C^2
-pairs. The Ulysses ranks of one ring rank shard its two chunks, and each attends to both with some of the heads.
+pairs. The Ulysses ranks of a ring rank shard its two chunks. In attention, each of them has both chunks, for some of the heads.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Context:
 
     ulysses: int = 1  # ranks that exchange tokens for heads around an attention over all tokens of the group
     ring: int = 1  # ring ranks whose keys and values are exchanged
-    gathered: bool = False  # keys and values are gathered over the ring ranks at once; otherwise they go round the ring
+    gathered: bool = False  # keys and values are all-gathered over the ring ranks; otherwise they are sent around the ring
 
     def __str__(self) -> str:
         places = f"keys gathered over {self.ring}" if self.gathered else f"a ring of {self.ring}"
@@ -35,7 +35,7 @@ class Context:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Return the chunks of a sequence in the order in which devices hold them; (0,) if it is not cut."""
+        """Return the chunks of a sequence in the order of the ring ranks that hold them; (0,) without a ring."""
         if self.ring == 1:
             return (0,)
         return tuple(chunk for place in range(self.ring) for chunk in (place, 2 * self.ring - 1 - place))
@@ -53,7 +53,7 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
       method: parallel.context.
       asked: attention.ulysses; 0: as many ranks as the heads allow.
       ranks: mesh.seq.
-      heads, kv_heads: on each rank of the tensor axis.
+      heads, kv_heads: numbers of query and key/value heads on each rank of the tensor axis.
     """
     if ranks == 1:
         return Context()
@@ -77,14 +77,14 @@ def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
 
 
 def pairs(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
-    """Return the query-key pairs of each rank under the causal mask, per query head, for one document per sequence.
+    """Return the number of query-key pairs of each rank under the causal mask, per query head, for one document per sequence.
 
     `window`: tokens that a query attends to, itself included; 0: all before it.
     """
     reach = min(window or seq_len, seq_len)
 
     def before(end: float) -> float:
-        """Return the pairs of all queries before position `end` of the sequence."""
+        """Return the number of pairs of all queries before position `end` of the sequence."""
         return end**2 / 2 if end <= reach else reach**2 / 2 + (end - reach) * reach
 
     if context.ring == 1:

@@ -29,7 +29,7 @@ class Corrupted(RuntimeError):
 
 
 class Verifier:
-    """Runs steps twice and compares the results. mesh: that of the states. say: prints a line of the log."""
+    """Runs steps twice and compares the results. mesh: the mesh of the states. say: writes a line to the log."""
 
     def __init__(self, abstract: TrainState, mesh: jax.sharding.Mesh, say: Callable[[str], None]):
         self._abstract, self._mesh, self._say = abstract, mesh, say
@@ -51,7 +51,7 @@ class Verifier:
     def twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
         """Return the result of `train_step(current, batch)` after two executions gave the same bits. `current` is donated.
 
-        A copy of the state is in host memory meanwhile, as for a checkpoint, so devices need no more memory than for a step.
+        During the two executions, a copy of the state is in host memory, so devices need no more memory than for a step.
         Raises Corrupted.
         """
         jax.block_until_ready(current)
@@ -113,13 +113,13 @@ class Verifier:
 
 
 def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
-    """Return the arrays in device memory: XLA computes on nothing that is in host memory."""
+    """Return (name, array) of every array in device memory. XLA cannot compute on arrays in host memory."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != ON_HOST]
 
 
 def compare_matmuls() -> str:
-    """Return in words whether the devices of this process agree on a matmul that each computes by itself."""
+    """Return a sentence: whether all devices of this process compute the same bits of one matmul."""
     key = jax.random.key(0)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
     found = {}

@@ -6,7 +6,7 @@ digest does not depend on the sharding. One flipped bit changes the first sum by
 elements change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
 
 Each device sums its shards, and one all-reduce adds all sums of a call. Hundreds of small all-reduces would need the same order
-on every process, between those of training.
+on every process, relative to the all-reduces of training.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 KNUTH = 2654435761
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-AT_ONCE = 8  # arrays of one kind in a call of `digest_arrays`
+AT_ONCE = 8  # arrays of one shape, dtype and sharding whose digests `digest_arrays` computes in one program
 
 
 def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
@@ -40,8 +40,8 @@ def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> 
         stride *= shape[axis] if shape else x.shape[axis]
     weighted = w * ((index * jnp.uint32(KNUTH)) | jnp.uint32(1))
     wrong = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
-    # One reduction for all three: for three reductions, XLA's CPU compiler would write their operands to memory, six times a
-    # bfloat16 array.
+    # One reduction computes all three sums. For three reductions, XLA's CPU compiler would write their operands to memory,
+    # which are six times as large as a bfloat16 array.
     zeros = (jnp.uint32(0),) * 3
     return jnp.stack(jax.lax.reduce((w, weighted, wrong.astype(jnp.uint32)), zeros, _added, tuple(range(x.ndim))))
 
@@ -56,13 +56,16 @@ def digest_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[
 
 
 def program(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], stacked: Sequence[bool]) -> Any:
-    """Return the jitted function of arrays like these to the result of `digest_layers`."""
+    """Return the jitted function that maps arrays of these shapes and shardings to the result of `digest_layers`."""
     return _program(tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True)))
 
 
 @functools.lru_cache(maxsize=256)
 def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
-    """Return the jitted function of arrays of these kinds to their digests, replicated over the devices."""
+    """Return the jitted function that maps arrays to their digests, replicated over the devices.
+
+    kinds: for each array (shape, whether layers are stacked on axis 0, sharding).
+    """
     if not all(isinstance(sharding, NamedSharding) for _, _, sharding in kinds):
 
         def alone(*arrays: jax.Array) -> list[jax.Array]:
@@ -86,7 +89,7 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
                 every = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), mine, (begin[0], 0))
             else:
                 every = sums(x, begin, shape)[None]
-            # Of the devices with the same shard, only one counts.
+            # One of the devices that hold replicas of a shard adds its sums, the others add zeros.
             used = {axis for part in spec for axis in axes_of(part)}
             first = jnp.asarray(True)
             for axis in mesh.axis_names:
@@ -110,7 +113,7 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
 def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return the digests of arrays by name, uint32 (3,).
 
-    It waits for a few arrays at a time. Arrays of one kind share a compiled program.
+    It waits for a few arrays at a time. Arrays of one shape, dtype and sharding share a compiled program.
     """
     kinds: dict[Any, list[str]] = {}
     for name, x in arrays.items():
@@ -125,7 +128,7 @@ def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 def _on_device(x: jax.Array) -> jax.Array:
-    """Return the array in device memory: XLA computes on nothing that is in pinned host memory."""
+    """Return the array, copied to device memory if it is in pinned host memory: XLA cannot compute on it there."""
     sharding = x.sharding
     if isinstance(sharding, NamedSharding) and sharding.memory_kind == "pinned_host":
         return jax.device_put(x, sharding.with_memory_kind("device"))

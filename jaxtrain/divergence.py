@@ -19,13 +19,13 @@ class Diverged(RuntimeError):
 class Bad:
     """A skipped step."""
 
-    step: int  # the number of the step: the steps done after it
+    step: int  # number of the step, from 1
     verdict: int  # guard.NOT_FINITE or guard.SPIKE
     loss: float
     grad_norm: float
     batch: int  # of the data source
     tokens: tuple[int, int]  # positions in the data [first, last)
-    data: str  # the same in words
+    data: str  # the data of the batch, in words
 
     @property
     def words(self) -> str:
@@ -58,7 +58,7 @@ class Bads:
 
 
 def describe_batch(source: Any, batch: int) -> str:
-    """Return in words the data of a batch, or its number alone for a user's own source."""
+    """Return the data of a batch in words; for a user's own source, only the number of the batch."""
     windows = getattr(source, "windows", None)
     if windows is None:
         return f"batch {batch}"

@@ -65,7 +65,7 @@ HARMLESS = (
 SITE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")
 # Parts of the name of a variable whose value must not be in a log or receipt.
 SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
-# Read by the loader, by the shell, or before the config is: setting them here would be too late.
+# Variables that the dynamic loader, the shell or Python reads before the config is read. Setting them here would be too late.
 TOO_LATE = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"),
     *("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_*", "JAXTRAIN_*", "SLURM_*"),
@@ -75,7 +75,7 @@ EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process has 
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """The variables that a run sets, with the reasons, and those that it inherits from the shell."""
+    """The environment variables that a run sets, with the reasons, and the variables that it inherits from the shell."""
 
     set: dict[str, str] = dataclasses.field(default_factory=dict)
     why: dict[str, str] = dataclasses.field(default_factory=dict)  # of the variables that are set
@@ -83,12 +83,12 @@ class Overlay:
     unset: dict[str, str] = dataclasses.field(default_factory=dict)  # variables left unset on purpose, with the reason
 
     def common(self) -> dict[str, str]:
-        """Return the variables that must be equal on all processes: without a host's memory and network names."""
+        """Return the variables that must be equal on all processes. Limits of host memory and network names may differ."""
         apart = (HOST_LIMIT, *SITE)
         return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
     def lines(self) -> list[str]:
-        """Return lines for the log: the variables that are set, with reasons, and those of the shell."""
+        """Return lines for the log: the variables that are set, with reasons, and the inherited variables of the shell."""
         said = [f"environment: {name}={value} ({self.why[name]})" for name, value in self.set.items()]
         if self.inherited:
             shell = " ".join(f"{name}={value}" for name, value in self.inherited.items())
@@ -97,7 +97,7 @@ class Overlay:
 
 
 def table(sm: int) -> Table:
-    """Return the table of a GPU by its compute capability times ten. A value between two GPUs gets the older one's."""
+    """Return the table of a GPU. sm: its compute capability times ten; between two tables, the older GPU's is returned."""
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
@@ -139,7 +139,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
 
 
 def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
-    """Return the variables that a run sets, and the problems of the environment it would start in.
+    """Return the variables that a run sets, and the problems of the environment in which it would start.
 
     On CPUs only `env.set` applies, and no variable is refused.
     """
@@ -158,7 +158,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     known = table(devices.sm) if env.defaults else {}
     # An inherited variable overrides the table: the config names it.
     stays = {name for name in environ if _matches(name, env.inherit)}
-    stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # who asks NCCL for more gets more
+    stays |= {name for name in ("NCCL_DEBUG",) if environ.get(name)}  # a user may ask NCCL for more messages
     unset = {name: why for name, (v, why) in known.items() if v is None and not environ.get(name)}
     chosen = {name: (v, why) for name, (v, why) in known.items() if v is not None and name not in stays} | chosen
     decided, wrong = _derive_variables(run, devices, asked, environ)
@@ -190,13 +190,15 @@ def _derive_variables(
     return decided, problems
 
 
-def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, told: set[str]) -> list[Problem]:
+def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, known: set[str]) -> list[Problem]:
     """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
 
-    told: variables that the run sets or refuses.
+    known: variables that the run sets or refuses.
     """
     earlier = environ.get(EXPORTED, "").split(",")
-    found = {n: value for n, value in select_variables(environ).items() if value and n not in told and not _matches(n, inherit)}
+    found = {
+        n: value for n, value in select_variables(environ).items() if value and n not in known and not _matches(n, inherit)
+    }
     problems = []
     if left := {name: value for name, value in found.items() if name in earlier}:
         words = " ".join(f"{name}={value}" for name, value in left.items())

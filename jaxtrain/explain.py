@@ -56,7 +56,7 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
     lines = rows(loaded, found)
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     padded = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines]
-    # One write, so that `--explain | head` closes no pipe in the middle.
+    # All lines are one write, so that `--explain | head` does not close the pipe between two writes.
     print("\n".join([title, *padded, *loaded.launch.notes]), flush=True)  # before the problems, which come last
 
 

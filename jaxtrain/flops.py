@@ -14,19 +14,18 @@ the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The
 figure names its convention. Neither counts norms, rotary embedding, softmax or the optimizer, and neither considers document
 borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients (`training`).
 
-A token of a model with E experts goes through k of them, and through the shared one. So the feed-forward block is, with shared
-width S,
+A token of a model with E experts goes through k of them, and through the shared expert of width S. So the feed-forward block is
 
     feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
 
-and of the first layers that have no experts (model.dense_layers) 2 * 3 D times their own width. MFU counts these active FLOPs
-only, for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of
-the buffers, which is in HFU only (`beyond`).
+The first layers without experts (model.dense_layers) have 2 * 3 D times their own width. MFU counts these active FLOPs only,
+for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of the
+buffers, which is in HFU only (`beyond`).
 
-A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas count for it too.
+A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas apply to it too.
 
-Multi-head latent attention has a latent of width R for keys and values, and one of width Q for queries (or none). With heads of
-width H = P + r for queries and keys, r of them rotated, and of width W for values,
+Multi-head latent attention has a latent of width R for keys and values, and for queries a latent of width Q or none. Heads of
+queries and keys have width H = P + r, of which r are rotated. Heads of values have width W. Then
 
     projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
     attention      2 N (H + W) T                         ("full"), half of it ("causal")
@@ -73,7 +72,7 @@ def value_dim(model: Model) -> int:
     return model.v_head_dim or head_dim(model)
 
 
-# Weights of a model's matmuls -> the activations they make. A tied head is the embedding. wkv_up makes v too.
+# Weights of a layer's matmuls -> the activations that they compute. wkv_up computes both k and v.
 _ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wo": "attention_proj"}
 _ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
 _MADE = {
@@ -88,7 +87,7 @@ _OF_MTP = ("embed_proj", "hidden_proj")  # each (D, D)
 
 
 def projections(model: Model) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of one layer's attention weights, by their last names."""
+    """Return (inputs, outputs) of one layer's attention weights, by the last part of their names."""
     d, n, h = model.d_model, model.num_heads, head_dim(model)
     if not model.kv_lora_rank:
         return {"wq": (d, n * h), **dict.fromkeys(("wk", "wv"), (d, model.num_kv_heads * h)), "wo": (n * h, d)}
@@ -101,8 +100,8 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
 def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
     """Return forward FLOPs per token of one layer's matmuls, by weight (names without layer numbers).
 
-    rows: rows of experts' matmuls per token, in place of the number of experts per token.
-    dense: for one of model.dense_layers; the names are those of the other layers.
+    rows: rows of experts' matmuls per token; 0: the number of experts per token.
+    dense: whether the layer is one of model.dense_layers. The names are those of the other layers.
     """
     d = model.d_model
     found = {f"layers.attention.{name}": 2.0 * into * out for name, (into, out) in projections(model).items()}
@@ -118,7 +117,7 @@ def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, 
 
 
 def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
-    """Return forward FLOPs per token of one layer's matmuls, by the activation they make (`activations.ACTIVATIONS`)."""
+    """Return forward FLOPs per token of one layer's matmuls, by the activation they compute (`activations.ACTIVATIONS`)."""
     out: dict[str, float] = {}
     for name, cost in products(model, rows, dense).items():
         out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
@@ -129,7 +128,7 @@ def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, flo
 
 
 def layers(model: Model, rows: float = 0.0) -> float:
-    """Return forward FLOPs per token of all layers' matmuls, those of multi-token prediction included, without their heads."""
+    """Return forward FLOPs per token of the matmuls of all layers, of multi-token prediction too, without output heads."""
     linear = (model.stacked_layers + model.mtp_layers) * sum(gemms(model, rows).values())
     linear += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2
     return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
@@ -178,7 +177,7 @@ def forward(model: Model, seq_len: int) -> Flops:
 
 
 def heads(model: Model) -> float:
-    """Return forward FLOPs per token of the matmuls with the head: one, and one more in each multi-token prediction module."""
+    """Return forward FLOPs per token of the matmuls with the head: one, and one in each module of multi-token prediction."""
     return 2.0 * model.d_model * model.vocab_size * (1 + model.mtp_layers)
 
 
@@ -228,7 +227,7 @@ def passes_mtp(run: RunConfig) -> bool:
 
 
 def adapters(run: RunConfig) -> float:
-    """Return forward FLOPs per token of the adapters of all layers: 2 R (inputs + outputs) for each weight that has one."""
+    """Return forward FLOPs per token of the adapters of all layers: 2 rank (inputs + outputs) for each adapted weight."""
     m, d = run.model, run.model.d_model
     ends = {name: sum(pair) for name, pair in projections(m).items()}
     ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
@@ -238,9 +237,9 @@ def adapters(run: RunConfig) -> float:
 def training(run: RunConfig) -> Flops:
     """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
 
-    A frozen weight has no gradient, which is one of its three matmuls. With adapters a step is two forward passes of the base
-    and three of the adapters. Input gradients below the lowest trained layer are counted although not needed, as the usual
-    count does for the first layer. For a family that states its FLOPs, all weights count as trained.
+    A frozen weight has no gradient, which is one of its three matmuls. With adapters, a step has the FLOPs of two forward
+    passes of the base and three of the adapters. Input gradients below the lowest trained layer are counted although they are
+    not needed. The usual count of a first layer has them too. For a family that states its FLOPs, all weights count as trained.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     if stated(m):
@@ -295,9 +294,9 @@ def beyond(run: RunConfig) -> Flops | None:
 def expert_rows(run: RunConfig) -> float:
     """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
-    That is the number of experts per token. With a capacity it is multiplied by the capacity factor, since buffers have the
-    size of the capacity. The same holds for one expert per device, whose dense matmul covers its whole buffer
-    (kernels/experts/feed_forward.py).
+    Without a capacity, it is the number of experts per token. With a capacity, it is multiplied by the capacity factor, since
+    buffers have the size of the capacity. That is also true for one expert per device, whose dense matmul covers its whole
+    buffer (kernels/experts/feed_forward.py).
     """
     e, m = run.moe, run.model
     alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
@@ -314,10 +313,10 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     - the attention kernel unless both its output and its log-sum-exp are saved;
     - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
     - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
-    - gate and up if they are not saved, those of experts too; the router, whose scores only "none" saves;
-    - down in the layers whose output is the next layer's input under the same checkpoint, so not in the last layer of each
-      `remat.every`: nothing in the backward pass reads the output of the last one, and XLA drops it; with sandwich_norm in all;
-    - of multi-token prediction both projections, which no policy saves but "dots".
+    - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
+    - down in the layers whose output is the next layer's input under the same checkpoint. The last layer of each `remat.every`
+      is not such a layer: the backward pass does not read its output, and XLA drops it. With sandwich_norm, down in all layers;
+    - both projections of multi-token prediction, whose results only "dots" saves.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
     out, as usual.

@@ -1,7 +1,6 @@
 """Text from a trained model, token by token; sample.py is its command.
 
-The model is the one that was trained, with the same attention code and a key/value cache. Weights stay sharded; the sequence is
-replicated.
+The model has the attention code of training, and a key/value cache. Weights stay sharded; the sequence is replicated.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ class Sampler:
     def __init__(self, run: RunConfig, placement: Placement):
         run = for_inference(run)
         self.placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
-        # The rows of a cache are one document each; queries are the newest tokens only, which flash kernels do not support.
+        # Each row of a cache is one document. Queries are the newest tokens only, which flash kernels do not support.
         # Attention is limited to the distances of training, since rotary angles beyond them were not trained.
         specs = tuple(
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
@@ -91,7 +90,7 @@ class Sampler:
     ) -> Iterator[int]:
         """Yield token ids that continue the prompt (at least one id); the caller decides where to stop.
 
-        room: least capacity of the cache in tokens; prompts with the same capacity share the single-token step.
+        room: least capacity of the cache, in tokens. Prompts with the same capacity share the compiled single-token step.
         """
         # Lengths are rounded up so that prompts of similar length share one compiled step.
         room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
@@ -105,7 +104,7 @@ class Sampler:
 
 
 def check_decodes(run: RunConfig, definition: Definition) -> None:
-    """Raise ConfigError for a model from outside the package that cannot write samples."""
+    """Raise ConfigError for a model from outside the package that has no decode(), which samples need."""
     if not definition.decodes:
         rule = f"the {run.model.family} model has no decode() and logits(), which write samples"
         raise ConfigError([Problem("sample.max_tokens", run.sample.max_tokens, rule, "Set 0.")])
@@ -138,10 +137,9 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
 
 
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """Return the ids of a prompt as the beginning of a document; a newline if there would be no id.
+    """Return the ids of a prompt as the beginning of a document. If there would be no id, return the id of a newline.
 
-    Raises TokenizerError for an id that the model does not have (another tokenizer than in training), and for a prompt without
-    ids.
+    Raises TokenizerError for an id that the model does not have (another tokenizer than in training), and if there is no id.
     """
     ids = [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
     if not ids:

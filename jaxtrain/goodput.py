@@ -33,12 +33,15 @@ REPEATABLE = ("step", "data", "eval")  # time of a step that was lost
 HUNG = 124  # the watchdog's exit code
 WANTED = (0, 130)  # exit codes of a planned end
 FILE = "goodput.jsonl"
-LINE_S = 30.0  # from one line of the ledger to the next at most
+LINE_S = 30.0  # longest time between two lines of the ledger
 
 
 @dataclasses.dataclass
 class Span:
-    """A span of time of an attempt (0: between two). `first` and `last`: steps done at its ends; last None: unknown."""
+    """A span of time of an attempt, or between two attempts (attempt 0).
+
+    `first` and `last` are the steps done at its start and at its end. last None: unknown.
+    """
 
     attempt: int
     start: float  # seconds since 1970
@@ -73,7 +76,7 @@ class Goodput:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger. The last one also has `seen_last`: the time when its writer was last alive.
+    """Return the lines of a ledger. The last line also has `seen_last`: the time when its writer was last alive.
 
     Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
     """
@@ -95,7 +98,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> Goodput:
-    """Sum up a ledger. now: the present time, for a run that is alive; None: the time when it was last seen."""
+    """Sum up the lines of a ledger. now: the present time, for a live run; None: the time when it was last seen alive."""
     spans: list[Span] = []
     attempts = at = repeated = 0
     began = until = 0.0
@@ -105,11 +108,11 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
     for line in lines:
         kind = line["kind"]
         if kind == "begin":
-            if doing is not None:  # killed: until it was last seen, its last activity continued
+            if doing is not None:  # the attempt was killed. Its last activity counts until it was last seen alive.
                 until = _tail(spans, attempts, until, line["seen"], doing, at)
                 away = "down"
                 for span in _spans_without_progress(spans, attempts):
-                    span.last = None  # it was working on unfinished steps
+                    span.last = None  # the attempt was killed during unfinished steps
             if attempts:
                 gap = max(0.0, line["time"] - until)
                 spans.append(Span(0, until, until + gap, {away: gap}, at, at))
@@ -152,7 +155,7 @@ def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doi
 
 
 def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
-    """Return the newest spans of an attempt, back to the last one in which a step was done."""
+    """Return the newest spans of an attempt, after its last span in which a step was done."""
     newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
     return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
 

@@ -1,7 +1,7 @@
-"""Properties of GPUs, the devices of this machine, and the memory budget of a run. Imports no jax: it is read before jax.
+"""Properties of GPUs, the devices of this machine, and the memory budget of a run. Imports no jax, which starts later.
 
-Peaks are dense rates. Data sheets print rates with 2:4 sparsity, which are twice as high and which training never sees.
-A GPU that is not in the table is None: MFU against a wrong peak is worse than no MFU.
+Peaks are dense rates. Data sheets print rates with 2:4 sparsity, which are twice as high and which training never reaches.
+`lookup` returns None for a GPU that is not in the table: no MFU is better than an MFU of a wrong peak.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ import pynvml
 
 from jaxtrain.config import Problem
 
-# GiB of every GPU left to NCCL buffers and the CUDA context, neither of which JAX allocates. cuDNN's workspace is not part of
-# it: XLA allocates that. A stated budget, not a measurement: change JAX's share with train.memory_fraction.
+# GiB of every GPU left to NCCL buffers and the CUDA context, which JAX does not allocate. XLA allocates cuDNN's workspace, so
+# the reserve does not include it. The reserve is a budget and not a measurement. train.memory_fraction changes JAX's fraction.
 RESERVE_GIB = 6.0
-# On small cards the reserve is at most this part of the card, which leaves JAX its own default of 75%.
+# On small cards, the reserve is at most this fraction of memory, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU model. Rates are dense TFLOP/s (0: the format does not exist there), memory is in the data sheet's GB.
+    """One GPU model. Rates are dense TFLOP/s (0: the GPU lacks the format), memory is in the data sheet's GB.
 
     `hbm_gb` is the nominal size; a driver's figure differs by up to two percent, so budgets use the reported size.
     `nvlink_gb_s` counts both directions, as data sheets do. `sm` is the compute capability times ten.
@@ -55,7 +55,7 @@ B200_SHEET = "NVIDIA HGX B200 specifications, per GPU"
 GB200_SHEET = "NVIDIA GB200 NVL72 specifications, divided by its 72 GPUs"
 
 # Pattern of the full device kind (after an optional "NVIDIA ") -> GPU. Patterns match in full, so a MIG slice, a GB300 or a
-# reduced export model is unknown and not mistaken for a similar GPU. The more specific come first. fmt: off
+# reduced export model is unknown and not mistaken for a similar GPU. More specific patterns come first. fmt: off
 TABLE: tuple[tuple[str, Gpu], ...] = (
     (r"A100-SXM4-40GB", Gpu("A100 SXM 40GB", 80, 312.0, 0.0, 156.0, 19.5, 40, 1.555, 600, A100_SHEET)),
     (r"A100-PCIE-40GB", Gpu("A100 PCIe 40GB", 80, 312.0, 0.0, 156.0, 19.5, 40, 1.555, 600, A100_SHEET)),
@@ -87,7 +87,7 @@ def lookup(device_kind: str) -> Gpu | None:
 class Devices:
     """The devices of a run: `kind` is cpu or gpu, `memory_gib` of one device, `source` of this information.
 
-    CPU devices of one process share the memory that is available to it: `memory_gib` is an equal part of that.
+    CPU devices of one process share the memory that is available to the process: `memory_gib` is an equal part of it.
 
     `sm` is the compute capability times ten (90: Hopper), 0 if unknown. `node`: devices of one node; 0: all. `problem`: why
     `count` is 0, if that is known.
@@ -128,7 +128,7 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
     if found:
-        # The mesh needs equal devices: the name of the first one, and the least memory and capability of all.
+        # The mesh needs equal devices: all get the name of the first GPU, and the least memory and capability.
         names, memories, sms = zip(*found, strict=True)
         return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
     if platform in ("cuda", "gpu"):
@@ -214,7 +214,7 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
 
 
 def _uuid(index: int, nvml: Any) -> str:
-    """Return a GPU's UUID; "" if the driver has lost the GPU. A lost GPU is no reason to refuse another one."""
+    """Return a GPU's UUID; "" if the driver has lost the GPU. Other GPUs can be used nevertheless."""
     try:
         found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:
@@ -240,7 +240,7 @@ REPEATABLE = {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterminist
 NCCL_ALGO = "^NVLS"
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # pinned host memory of a process; XLA's default is 64
-HOST_SHARE = 0.8  # of the host's memory may be pinned for copies of the state while they are saved
+HOST_SHARE = 0.8  # fraction of the host's memory that may be pinned for copies of the state while they are saved
 
 
 def host_gib() -> float:
@@ -279,13 +279,14 @@ def _text(path: Path) -> str:
 
 
 def pinned_limit_gib(environ: Mapping[str, str]) -> float:
-    """Return the GiB of host memory that copies of the state may take, by the variable that XLA reads."""
+    """Return the GiB of host memory that a process may pin for copies of the state: HOST_LIMIT, or by default HOST_SHARE."""
     return float(environ.get(HOST_LIMIT) or int(HOST_SHARE * host_gib()))
 
 
 def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
-    """Return variables to export before JAX is imported, so that it takes `fraction` of each GPU, and the problems of
-    contradicting variables.
+    """Return the variables that make JAX take `fraction` of each GPU's memory, and the problems of contradicting variables.
+
+    They must be exported before JAX is imported.
 
     JAX reads the fraction when it starts the GPU, takes 75% by default, and must preallocate for the number to be a budget.
     """

@@ -56,8 +56,8 @@ class Launch:
     variant: str
     overrides: tuple[tuple[str, str], ...]
     argv: tuple[str, ...]
-    notes: tuple[str, ...] = ()  # how values of the file were fitted to those of the command line
-    gpus: int = 0  # that the file's mesh and remat were chosen for: gpus=N of the variant, or the file's GPUS; 0: any number
+    notes: tuple[str, ...] = ()  # one line for each value of the file that was changed to fit the command line
+    gpus: int = 0  # number of GPUs that the file's mesh and remat are for: gpus=N of the variant, or the file's GPUS; 0: any
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ def load(
     Args:
         argv: the arguments, without the program's name.
         options: names of the command's own options, with their defaults.
-        switches: names of options that may be given without a value -> the value then; an absent one is "".
+        switches: names of options that may be given without a value -> their value then. An option that is not given is "".
         arguments: collects the arguments without dashes; None: each is a problem.
 
     Returns: the config, all options in `Loaded.options`, and every mistake as a Problem. Nothing is raised.
@@ -156,12 +156,12 @@ def length(o: Optimizer, steps: int) -> int:
 
 
 def _changed(config: ml_collections.ConfigDict) -> set[str]:
-    """Return the keys of a config that differ from their defaults: those of a file that copied the config it began with."""
+    """Return the keys of a config that differ from their defaults, for a config without a record of assignments."""
     defaults = dict(flatten(default_config()))
     return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
 
 
-AUTHORS = ("default", "file", "command line")  # each ranks above those before it
+AUTHORS = ("default", "file", "command line")  # origins of a value, in ascending rank
 
 
 def fit_schedule(
@@ -169,7 +169,7 @@ def fit_schedule(
 ) -> tuple[RunConfig, list[str]]:
     """Fit the schedule to a shorter run or a lower peak, if the origin of its values ranks below that of the change.
 
-    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for one: the same fraction of the run. A
+    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run. A
     value whose origin ranks at least as high as that of train.steps is unchanged, and `validate` reports the contradiction.
 
     Args:
@@ -227,7 +227,7 @@ def split(
 
     Args:
         options: names of options that need a value.
-        switches: names of options without one -> the value of each if it is given alone.
+        switches: names of options that may be given without a value -> their value then.
         arguments: collects the arguments without dashes; None: each is a problem.
         config: --config and --config.KEY are options too.
     """
@@ -289,7 +289,10 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
 
 
 def _as_option(setting: str, given: str) -> str:
-    """Return a setting as on the command line: with the value of the table, or with the one that was typed."""
+    """Return a setting as an option. Its value is that of the table of synonyms, or else the value that was typed.
+
+    given: "=VALUE" as it was typed, or "".
+    """
     if setting.startswith("--"):
         return setting.partition("=")[0] + given
     if " " in setting:
@@ -353,7 +356,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         return None, 0, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]
     asked = re.search(r"\bgpus=([\d_]+)", variant or "")
     gpus = getattr(module, "GPUS", 0)
-    if not isinstance(gpus, int):  # a constant of the file's own
+    if not isinstance(gpus, int):  # the file uses this name for another constant
         return config, 0, []
     return config, int(asked[1]) if gpus and asked else gpus, []
 
@@ -373,7 +376,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
         keys = [k for k in known if k.startswith(f"{key}.")]
         return [Problem(key, shown, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
     if old is None:
-        # A file that wrote None; `resolve` reports it, and there is no type for the text.
+        # The file set the key to None, so the text has no type. `resolve` reports the None.
         return []
     if text == BARE and not isinstance(old, bool):
         return [Problem(key, None, "needs a value", f"Write --config.{key}=VALUE.")]

@@ -22,11 +22,11 @@ from jaxtrain.goodput import LINE_S, Goodput, read, summarise
 LOGGER = logging.getLogger("jaxtrain")
 
 BEAT_S = 1.0
-PATIENCE_S = 2.0  # for another thread that hangs in a write
+PATIENCE_S = 2.0  # longest wait for another thread that may hang in a write
 
 
 class Ledger:
-    """Records the time of one attempt by cause. A context manager. `during` and `base` belong to the main thread.
+    """Records the time of one attempt by cause. A context manager. Only the main thread calls `during` and `base`.
 
     path: of goodput.jsonl. began: start of the process, in seconds since 1970. active: False on processes other than 0, which
     write nothing.

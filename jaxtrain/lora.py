@@ -26,9 +26,10 @@ from jaxtrain.train.state import Tensors, is_stacked
 
 @functools.partial(jax.jit, static_argnames="order")
 def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
-    """Return the sum modulo 2^32 of each element's 16 bits times an odd number that depends on its index.
+    """Return the sum modulo 2^32 of (each element's 16 bits + 1) times an odd number that depends on its index.
 
-    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. Layers count as if in order.
+    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. The index of an element in a stack
+    is computed as if the layers were in order.
     """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):
@@ -110,8 +111,8 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
     tensors: by their canonical names, with or without a prefix: weights, and adapters (`...attention.lora.wq_a`). Each is
     looked up once, in order. scale: alpha / rank.
 
-    Computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its other half or
-    without its weight.
+    The sum is computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its
+    second matrix or without its weight.
     """
     adapters = {name for name in tensors if is_adapter(name)}
     for name in [name for name in tensors if name not in adapters]:

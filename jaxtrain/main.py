@@ -105,19 +105,19 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             raise
         traceback.print_exc()
         distributed.leave(1)
-    except KeyboardInterrupt:  # of a caller that is no command: before and after the run handles signals
+    except KeyboardInterrupt:  # Ctrl-C in a Python program that calls `main`, before or after the run handles signals
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
     code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
     if not alone:
-        distributed.leave(code)  # Python's own exit waits for the others, for minutes if one of them has failed
+        distributed.leave(code)  # Python's own exit waits for the other processes, for minutes if one of them has failed
     return code
 
 
 def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Problem]:
     """Return a problem if a command without --config would resume a run with another config than the run has.
 
-    Such a command reads the default config. It is refused if a key differs that it does not set itself.
+    Such a command reads the default config. It is refused if a key that it does not set differs from the run's config.
     """
     if any(word.partition("=")[0] == "--config" for word in loaded.launch.argv):
         return []
@@ -136,7 +136,7 @@ def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Pr
 
 
 def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:
-    """Return the values that the run derives for keys which leave them open, by dotted key. Does not start JAX."""
+    """Return dotted key -> derived value, for keys such as mesh.fsdp = -1. Does not start JAX."""
     sizes, _ = mesh_sizes(run, devices)
     found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
     if run.optimizer.schedule != "constant" and run.train.steps > 0:
@@ -152,7 +152,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
 
 
 def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
-    """Return the command line's config, with the config of a replay's bundle in place of a file's."""
+    """Return the command line's config, with the config of a replay bundle in place of the config file's."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -168,7 +168,7 @@ def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
 
 
 def replay_bundle(bundle: Path, run: RunConfig) -> int:
-    """Repeat the step of a bundle. Return 0 if it fails as it did then, 1 if it does not."""
+    """Repeat the step of a bundle. Return 0 if the step fails in the same way again, 1 if not."""
     from jaxtrain import checkpoint, replay
     from jaxtrain.train import run as train
 

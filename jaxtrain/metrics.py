@@ -34,7 +34,7 @@ EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
 NAMED_EVAL_KEYS = ("kind", "step", "set", *EVAL_KEYS[2:])  # where data.eval_source names its sets
 # One source of a mixture: tokens and epochs read so far, and its weight at this step.
 SOURCE_KEYS = ("kind", "step", "source", "tokens", "epoch", "weight")
-# One GPU over the last seconds (jaxtrain/monitor): means, but the highest temperature. `gpu` is its index on its node.
+# One GPU over the last seconds (jaxtrain/monitor): means, and the highest temperature. `gpu` is its index on its node.
 GPU_KEYS = (
     "kind", "step", "gpu", "process",
     "utilization", "memory_used_gib", "pool_gib", "in_use_gib", "largest_free_gib",
@@ -214,10 +214,12 @@ class Writers:
         self._write({"kind": "gpu", **line, "time_unix": time.time()}, GPU_KEYS)
 
     def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:
-        """Write one eval line, and return it. Takes `loss` and all others of EVAL_KEYS, or REWARD_METRICS of a loss of pairs;
-        TypeError as in `train`. The loss is in nats per token; bits per byte is None if the tokenizer has no byte counts.
+        """Write one eval line, and return it.
 
-        name: of the set; "" for a set without a name.
+        Takes all of EVAL_KEYS except `kind`; for a loss of pairs, REWARD_METRICS in place of the last two. Raises TypeError as
+        `train` does. The loss is in nats per token. bits_per_byte is None if the tokenizer has no byte counts.
+
+        name: of the held-out set; "" for a set without a name.
         """
         line = {"kind": "eval", "step": step, **line} | ({"set": name} if name else {})
         keys = NAMED_EVAL_KEYS if name else EVAL_KEYS
@@ -253,8 +255,9 @@ class Writers:
             tracker.note(name, facts)
 
     def set_aside(self) -> list[Path]:
-        """Move the files of an attempt that saved no checkpoint out of the way, and return their new paths. If a checkpoint
-        folder is not mounted or its path is misspelt, they may be the only record of the run.
+        """Rename the files of an attempt that saved no checkpoint, and return their new paths.
+
+        If a checkpoint folder is not mounted or its path is misspelt, these files may be the only record of the run.
         """
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         moved = []

@@ -26,7 +26,7 @@ class Position:
 
     step: int  # optimizer steps done
     begin: int
-    skipped: tuple[tuple[int, int], ...] = ()  # batches [first, last), ascending and apart
+    skipped: tuple[tuple[int, int], ...] = ()  # batches [first, last), ascending and not adjacent
 
     def at(self, step: int) -> int:
         """Return the batch of the optimizer step after `step` steps (`step` at least self.step)."""
@@ -37,7 +37,7 @@ class Position:
         return batch
 
     def read(self, step: int) -> int:
-        """Return the number of batches before the position after `step` optimizer steps, skipped ones included."""
+        """Return the number of batches that were read or skipped in `step` optimizer steps."""
         return self.at(step - 1) + 1 if step > self.step else self.begin
 
 
@@ -48,7 +48,7 @@ class Positioned:
         self._source, self._position = source, position
 
     def batch(self, step: int, rows: Any = None) -> Any:
-        """Return a batch, as the source's own `batch`."""
+        """Return the batch after `step` optimizer steps. rows: as for the source's own `batch`."""
         at = self._position.at(step)
         return self._source.batch(at) if rows is None else self._source.batch(at, rows)
 
@@ -56,9 +56,10 @@ class Positioned:
 def position(
     directory: "epath.Path", step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None
 ) -> Position:
-    """Return the position of a run after `step` steps and `tokens` tokens, skipped ones included, `per_step` in each batch.
+    """Return the position of a run in its data.
 
-    skipped: the result of `read`, if it is known.
+    step: optimizer steps done. tokens: tokens of all batches so far, skipped batches included. per_step: tokens of a batch.
+    skipped: the result of `read`; None: it is read here.
 
     Raises CheckpointError if the list of skipped data cannot be read.
     """

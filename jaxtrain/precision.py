@@ -61,7 +61,7 @@ def _parts(names: Iterable[str]) -> list[str]:
 def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
     """Return the reasons why a model or devices cannot multiply in 8 bits.
 
-    CPUs can: they round like a GPU, and compute in bfloat16.
+    CPUs emulate it: they round to 8 bits as a GPU does, and multiply in bfloat16.
     """
     if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []

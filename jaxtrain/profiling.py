@@ -17,11 +17,11 @@ class Tracer:
     """Traces steps profile.start .. profile.start + profile.steps - 1, and profile.steps steps whenever asked, on process 0.
 
     Call `before_step(step)` and `after_step(step, result)` around every step, and `close(result)` when the loop ends, also by
-    an exception. A run that starts inside these steps traces the others of them; one that starts after them logs that. `asked`
-    counts the requests so far (`signals.Stop.traces`). Each is a trace of the next steps; all requests during a trace are one
-    more trace after it. Python's own calls are left out of the trace, because recording them slows the measured loop. The text
-    of `program` is written next to a trace, because a trace does not record a program from the compile cache. graphs: the
-    program's kernels are launched in CUDA graphs, which the trace records.
+    an exception. A run that resumes within these steps traces the remaining ones. A run that resumes after them logs that there
+    is no trace. `asked` returns the number of requests so far (`signals.Stop.traces`). A request starts a trace of the next
+    steps. All requests during a trace start one further trace after it. Python's own calls are left out of the trace, because
+    recording them slows the measured loop. The text of `program` is written next to a trace, because a trace does not record a
+    program from the compile cache. graphs: the program's kernels are launched in CUDA graphs, which the trace records.
     """
 
     def __init__(

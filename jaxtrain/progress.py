@@ -45,11 +45,11 @@ class Console:
         self._process_index = process_index
         self._total = total_steps
         self.of_fp8: float | None = None  # under precision=fp8, the factor from MFU to the MFU of the FP8 peak
-        self._stream = stream or sys.stdout  # None once it is gone
+        self._stream = stream or sys.stdout  # None after the terminal was lost
         self._live: Progress | None = None
         self._drawn = 0.0
         self._numbers = ""
-        self._lines: collections.deque[tuple[int, float]] = collections.deque(maxlen=1000)  # step and time of each
+        self._lines: collections.deque[tuple[int, float]] = collections.deque(maxlen=1000)  # step and time of each line
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
 
     def __enter__(self) -> "Console":
@@ -193,7 +193,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
-    """Return the columns of a progress line after the step. `of_fp8`: as `Console.of_fp8`."""
+    """Return the columns of a progress line, without the step. `seconds_left`: until the last step. `of_fp8`: as in Console."""
     parts = []
     for name, form in COLUMNS.items():
         value = line.get(name)

@@ -2,10 +2,10 @@
 
     replay/step-7/bundle.json     the config, the failure, digests of the state, versions, devices, the command
     replay/step-7/batch.npz       the batch as it came from the data pipeline
-    replay/step-7/checkpoints/7/  the weights that the step was computed from, infinite and undefined ones included
+    replay/step-7/checkpoints/7/  the weights that the step was computed from, NaN and infinities included
 
-The guard holds the state until the bundle is written (jaxtrain/train/guard.py), so it is the state before that step. Loss and
-gradient depend only on weights and batch, so moments are stored only as digests.
+The guard holds the state until the bundle is written (jaxtrain/train/guard.py), so the bundle has the weights before the failed
+step. Loss and gradient depend only on weights and batch, so moments are stored only as digests.
 """
 
 import dataclasses
@@ -62,8 +62,8 @@ def write(
 ) -> str:
     """Write the bundle of a skipped step; every process of the run calls it. Return a line for the log.
 
-    run: as it was compiled. current: the state that the guard holds. batch: all rows. options: XLA's, of the compiled step.
-    Raises ReplayError if it cannot be written, and then removes it.
+    run: the config of the compiled step. current: the state that the guard holds. batch: all rows of the batch. options: XLA's
+    options of the compiled step. Raises ReplayError if the bundle cannot be written, after removing its files.
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
     sums = state.digests_by_name(state.to_digests(current))
@@ -152,7 +152,7 @@ def _options(
 ) -> dict[str, str | bool]:
     """Return XLA's options of the bundle's step, with the kernels that XLA chose by autotuning.
 
-    For another step or GPU, return its own options.
+    If the config or the GPU differs from the bundle's, return the options that are chosen for this step and GPU.
     """
     facts = device_facts(jax.devices())
     alike = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
@@ -206,7 +206,7 @@ def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
 
 
 def _tensors(program: Program, tree: Any) -> state.Tensors:
-    """Return a tree like a program's parameters by name, with layers apart."""
+    """Return name -> array for a tree with the structure of a program's parameters. Each layer is a separate array."""
     done = jax.device_put(np.int32(0), program.state.step.sharding)
     return state.to_tensors(TrainState(done, tree, (), layers=program.state.layers))
 
@@ -224,7 +224,7 @@ def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str
         some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
         return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))
 
-    first = run.model.dense_layers  # the shortened stack begins there
+    first = run.model.dense_layers  # first layer of the stack
     low, high = first, run.model.num_layers
     if not spoiled(high):
         return ""
@@ -240,7 +240,7 @@ def _in_loss(program: Program, params: Any, micro: Any) -> str:
 
 
 def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
-    """Return (count of values that are not finite, norm) of each gradient of a step, f32 (2,) by parameter, layers apart."""
+    """Return parameter of a layer -> f32 (2,): the number of values in its gradient that are not finite, and the norm."""
     _, grads = program.gradients(params, batch)
     return {name: np.asarray(_measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 
@@ -252,7 +252,7 @@ def _measured(g: jax.Array) -> jax.Array:
 
 
 def _in_gradients(program: Program, params: Any, batch: Any) -> str:
-    """Return one line about the first gradient that is not finite and its microbatch; or about the largest gradient."""
+    """Return one line: the first gradient that is not finite, and its microbatch. If all are finite: the largest gradients."""
     found = _gradients(program, params, batch)
     wrong = _order((name for name, x in found.items() if x[0]), backward=True)
     if not wrong:
@@ -261,7 +261,7 @@ def _in_gradients(program: Program, params: Any, batch: Any) -> str:
         return "every value is finite: the largest gradients are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
     number = batch["tokens"].shape[0]
     for micro in range(number if number > 1 else 0):
-        # In every slot: a pipeline has a schedule for all of them.
+        # The microbatch is repeated A times, because a pipeline's schedule needs A microbatches.
         alone = {n: jax.device_put(jnp.broadcast_to(x[micro : micro + 1], x.shape), x.sharding) for n, x in batch.items()}
         of_one = _gradients(program, params, alone)
         if one := _order((name for name, x in of_one.items() if x[0]), backward=True):

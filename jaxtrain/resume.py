@@ -1,4 +1,4 @@
-"""The table of keys that a resumed run may change, with the effect of each change, and the comparison of two configs by it.
+"""The table of keys that a resumed run may change, with the effect of each change, and a comparison of two configs.
 
 No jax, no files. `receipt`, `parity` and the cache of `plan` read the table too.
 """
@@ -12,7 +12,7 @@ from jaxtrain import config
 from jaxtrain.config import Problem
 from jaxtrain.optim import groups
 
-# Effects of a change on training, each greater than those before it.
+# Effects of a change on training, in ascending order.
 NOTHING = "nothing"  # neither losses nor speed
 TIME = "time"  # work between the steps: no training loss changes
 INPUTS = "inputs"  # the same program computes other numbers
@@ -188,8 +188,8 @@ TABLE = (
     Row(("model.vocab_size",), "never", "adds or removes tensors, or changes their shapes"),
 )
 
-EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # of a microbatch each
-# The tokens on a device at a time.
+EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # each is computed for a microbatch
+# Keys that decide which tokens are on a device at one time.
 DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", "attention.ulysses")
 
 
@@ -199,14 +199,14 @@ def rows_for(key: str) -> list[Row]:
 
 
 def effect(key: str) -> str:
-    """Return the effect of a change of a dotted key, one of the effects above; FUNCTION if the table has no such key."""
+    """Return the effect of a change of a dotted key, such as TIME; FUNCTION if the table has no such key."""
     return next((row.effect for row in rows_for(key)), FUNCTION)
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = "") -> tuple[list[str], list[Problem]]:
     """Return notes on allowed changes, and problems of changes that are not allowed.
 
-    old: nested config of the checkpoint. A key it lacks (it was written by an older version) counts as its default now.
+    old: nested config of the checkpoint. A key that an older version did not have counts as its present default.
     new: nested config of this run. Both are results of `config.to_dict`. allow_change: the value of checkpoint.allow_change.
     """
     was, unknown = config.resolve(old)

@@ -12,7 +12,7 @@ from jaxtrain.startup import start_jax
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str], str]:
-    """Return a check of a number: the rule that its text breaks, or ""."""
+    """Return a function from a text to the rule that it breaks: to be a number, or `rule` if not `allowed`; else ""."""
 
     def check(text: str) -> str:
         try:
@@ -57,7 +57,7 @@ TYPES = {"prompt": str, "max_tokens": int, "temperature": float, "top_p": float,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    # A ValueError: a layout that is impossible on these devices.
+    # ValueError is raised for a layout that is impossible on these devices.
     return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError, ValueError))
 
 
@@ -80,7 +80,7 @@ def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str
     """Print the continuations and return the exit code.
 
     Args:
-        given: fields of config.Sample in place of those of the run's config.
+        given: fields of config.Sample that override the run's config.
     """
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.

@@ -30,7 +30,7 @@ LOGITS = 2048  # tokens whose logits exist at one time; at least one token of ea
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A request: the log-probability of the last `count` of `tokens`, given those before them."""
+    """A request for the log-probability of the last `count` of `tokens`, given the tokens before them."""
 
     tokens: Sequence[int]
     count: int
@@ -51,11 +51,11 @@ class Scorer:
             stages = sampler.placement.size("stage")
             raise LayoutError(f"mesh.stage = {stages}: scores are taken without stages. Load the model by generation.load.")
         spread = dataclasses.replace(for_inference(run), mesh=config.Mesh(**dict(mesh.shape)))
-        self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own splits no batch
+        self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own placement shards no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))
         self.rows = -(-rows // shards) * shards
         self.max_length = max_length or run.data.seq_len
-        # Each row is one document, so nothing is packed, for any packing in training.
+        # Each row is one document, so rows are not packed, for any data.packing.
         specs = tuple(dataclasses.replace(spec, packed=False, max_segments=1) for spec in attention_specs(run))
         longest = padded(self.max_length)
         name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
@@ -100,7 +100,7 @@ class Scorer:
                 raise ValueError(f"{one.count} tokens are to be scored at once, above max_length = {self.max_length}")
         kept = [Scored(one.tokens[-(self.max_length + 1) :], one.count) for one in asked]
         out: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
-        # Similar lengths together, the longest first: a batch that does not fit into memory fails at once.
+        # Texts of similar length are in one batch. The longest are first, so a batch that does not fit in memory fails at once.
         order = sorted((i for i, one in enumerate(kept) if one.count), key=lambda i: -len(kept[i].tokens))
         for start in range(0, len(order), self.rows):
             batch = order[start : start + self.rows]
@@ -161,10 +161,11 @@ class Scorer:
         max_tokens: Sequence[int],
         done: Callable[[int, list[int]], bool],
     ) -> None:
-        """Generate for one batch: read in chunks the tokens that all prompts have, then feed every row one token at a time.
+        """Generate for one batch, and append the tokens of each prompt to its list in `made`.
 
-        A row with a longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and
-        no padding."""
+        All prompts are read in chunks up to the length of the shortest. Then every row gets one token at a time. A row with a
+        longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and no padding.
+        """
         room = padded(max(len(prompts[i]) + max_tokens[i] for i in batch))
         cache = self._sampler.empty_cache(self.rows, room)
         rows = [prompts[i] for i in batch]

@@ -8,7 +8,7 @@
     L  layers                        M  packed documents in a row (upper bound)
     A  microbatches of a step        C  tokens in a loss chunk
     E  experts                       R  rows of tokens, sorted by expert
-    k  experts of a token            n  tokens x k, what a device's tokens chose
+    k  experts of a token            n  tokens x k: the expert choices of a device's tokens
 
 Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
 
@@ -18,22 +18,22 @@ Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
     positions    int32    position within the document's part in this row, from 0
     weights      float32  how much each target counts in the loss; 0 without a target
 
-Batches of pairs have one more (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its
-pair p:
+Batches of pairs have one more array (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member
+of its pair p:
 
     reference    float32  log-probability of a document's completion under the reference model, at its first token; 0 elsewhere
 
-Batches of a model with k modules of multi-token prediction have two more for each (`mtp_keys`):
+Batches of a model with multi-token prediction have two more arrays for each module k (`mtp_keys`):
 
     targets_k    int32    the token k positions after the target; 0 beyond the end of the row
-    weights_k    float32  its weight where it is in the document of the input token; 0 elsewhere
+    weights_k    float32  weight of that token; 0 if it is in another document than the input token
 """
 
 # Size of each round after the first in the dispatch of tokens to experts, over an even load. A round has a fixed cost in
 # addition to its rows: a smaller size needs more rounds, a larger one has more empty rows.
 FURTHER_ROUND = 0.25
 
-DENSE = "dense_layers"  # the name of the layers without experts before that stack
+DENSE = "dense_layers"  # the name of the first layers of a model with experts, which have no experts
 STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension
 
 BATCH_KEYS = {
@@ -48,7 +48,7 @@ PAIR_KEYS = {"reference": "float32"}
 
 MTP = "mtp"  # the name of a model's modules of multi-token prediction
 MTP_METRICS = ("mtp_loss",)  # the mean of the modules' losses, in nats per token
-MTP_KEYS = {"targets": "int32", "weights": "float32"}  # of a batch, each with the number of the module: targets_1
+MTP_KEYS = {"targets": "int32", "weights": "float32"}  # arrays of a batch; the module's number is appended: targets_1
 
 
 def mtp_keys(modules: int) -> dict[str, str]:
@@ -66,6 +66,6 @@ EXPERT_METRICS = (
     "sequence_balance_loss",  # the same for each sequence; 0 if moe.sequence_balance_loss is 0
     "router_z_loss",
     "router_entropy",  # nats
-    "dropped_tokens",  # share of all choices that a capacity dropped
+    "dropped_tokens",  # fraction of all expert choices that a capacity dropped
     "expert_load_max",  # the largest load of any expert of any layer, over an even load
 )

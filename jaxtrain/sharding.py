@@ -60,7 +60,7 @@ def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int
 def node_of(device: Any) -> int:
     """Return the number of the node that holds a device. XLA numbers the hosts of a run."""
     if jax.process_count() > 1:
-        for number in ("partition_index", "slice_index"):  # the name, and its name in older versions
+        for number in ("partition_index", "slice_index"):  # the present name, and the name in older versions of JAX
             if (found := getattr(device, number, None)) is not None:
                 return found
     # A described device has one process for each node.
@@ -140,9 +140,9 @@ class Placement:
         return tuple(a for a in self.mesh_axes("residual") if a not in self.mesh_axes("sequence"))
 
     def gather_axes(self, *axes: str | None) -> tuple[str, ...]:
-        """Return the mesh axes along which weights with these logical axes are gathered for use: those that shard tokens.
+        """Return the mesh axes along which weights with these logical axes are gathered for use: the axes that shard tokens.
 
-        Experts stay sharded over `expert`: tokens are sent to them.
+        Experts stay sharded over the axis `expert`, because tokens are sent to them.
         """
         tokens = self._rule("batch") + self._rule("sequence")
         return tuple(
@@ -192,7 +192,7 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
-        """Return `f`, which computes with local shards, as a function of global arrays. Manual over the whole mesh."""
+        """Return `f`, which computes with local shards, as a function of global arrays. All mesh axes are manual."""
         # The replication checker does not support axis_index_groups, the Pallas interpreter, and sums over some axes only.
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -1,4 +1,4 @@
-"""Signals to a run: to save and stop (Ctrl-C, or a scheduler before it takes the machine away), or to trace.
+"""Signals to a run: to save and stop (Ctrl-C, or a scheduler before it ends the job), or to trace.
 
 The first signal to stop asks the loop to finish its step, save and exit; a second one exits at once. Each SIGUSR2 asks for a
 trace of the next steps. Signals work while the main thread waits inside XLA (a compile of minutes, a collective that hangs),
@@ -17,22 +17,22 @@ from typing import Any
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 TRACE = signal.SIGUSR2
 
-# A terminal signals the whole process group and a launcher may forward the same signal: that counts as one request.
+# A terminal signals the whole process group, and a launcher may forward the same signal. Both signals count as one request.
 SAME_REQUEST_S = 0.2
 
 CLOSE = 0  # no signal has this number
 
 
 class Stop:
-    """Whether and why the run has been asked to stop, and the number of requested traces. Use as a context manager.
+    """The request to stop a run, with its reason, and the number of requested traces. Use as a context manager.
 
     Signals are handled in the main thread only, because Python sets handlers nowhere else. A run in another thread leaves them
     to its caller, and is never asked to stop.
 
     ask: called with the signal's name, in the reading thread, at the first signal to stop.
 
-    at_once: if set, there is no state to save: it is called with the signal's name and exit code, to complete the run's files,
-    and then the process ends. The main thread may be inside a compile of minutes.
+    at_once: set while there is no state to save. At the first signal to stop, it is called with the signal's name and exit
+    code, to complete the run's files. Then the process ends. The main thread may be in a compile that takes minutes.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stop:
     ):
         self.at_once: Callable[[str, int], None] | None = None
         self._ask = ask
-        self.reason: str | None = None  # the name of the signal, once one has come
+        self.reason: str | None = None  # the name of the first signal to stop
         self.exit_code: int | None = None
         self.traces = 0  # number of requested traces
         self._signals = signals
@@ -114,7 +114,7 @@ class Stop:
         elif self.reason is None:
             self._first = now
             self.exit_code = EXIT_CODES[number]
-            self.reason = number.name  # last: the loop checks this one
+            self.reason = number.name  # set after `exit_code`, because the loop checks `reason`
             if self.at_once is not None:
                 _say(f"\n{self.name}: stopping, there is nothing to save yet.\n")
                 try:

@@ -1,11 +1,11 @@
 """Copies of the state for its saves; the loop waits only for the copies.
 
-The programs for copies and digests are compiled in another thread during the first steps, so the first save is as fast as the
-others (except for the digests of arrays in host memory). On GPUs, copies go to pinned host memory a layer at a time, since more
+The programs for copies and digests are compiled in another thread during the first steps. So the first save is as fast as later
+saves, except for the digests of arrays in host memory. On GPUs, copies go to pinned host memory a layer at a time, since more
 may not fit on the device. XLA keeps that memory from save to save. Pinning it takes seconds to minutes, so `reserve` starts it
-during compilation, long before the first save. On CPUs, new memory costs several times the copy itself, because the kernel
-clears every page at its first use. There one program makes all copies in the memory of the previous save's copies, and the loop
-does not wait for it.
+during compilation, long before the first save. On CPUs, allocating memory takes several times as long as the copy, because the
+kernel clears every page at its first use. So one program makes all copies in the memory of the previous save's copies, and the
+loop does not wait for it.
 """
 
 import concurrent.futures
@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
-    order: tuple[int | None, ...]  # the layer in each slot of axis 0 (state.NamedLeaf): each is copied by itself
+    order: tuple[int | None, ...]  # the layer in each slot of axis 0 (state.NamedLeaf). Each layer is copied separately.
 
     @property
     def stacked(self) -> bool:
@@ -64,7 +64,7 @@ class Snapshots:
         self._names = [name for n in named for name in n.rows if name is not None]
         on_cpus = all(d.platform == "cpu" for d in abstract.step.sharding.device_set)
         self._keeps = on_cpus and all(leaf.sharding.memory_kind != stacks.ON_HOST for leaf in self._leaves)
-        self._kept: list[jax.Array] = []  # the last copies, or memory for the first
+        self._kept: list[jax.Array] = []  # the copies of the last save; before the first save, memory for its copies
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._reserved: concurrent.futures.Future[None] | None = None
         self._prepared: concurrent.futures.Future[None] | None = None
@@ -141,14 +141,14 @@ def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
 def allocate(leaves: tuple[Leaf, ...]) -> None:
     """Make XLA take the host memory of all copies from the system once. XLA keeps it for the saves that follow.
 
-    No device computes for it and no device memory is used: zeros come from the host.
+    No device computes and no device memory is used: the zeros are made on the host.
     """
     held = [jax.make_array_from_callback(a.shape, a.sharding, functools.partial(_zeros, a)) for a in copies(leaves)]
-    jax.block_until_ready(held)  # all at once, as in a save
+    jax.block_until_ready(held)  # all copies exist at the same time, as in a save
 
 
 def _zeros(a: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
-    """Return a device's shard of the zeros; index: of the shard, None for all."""
+    """Return zeros for a shard of `a`. index: the slices of the shard in `a`; None: all of `a`."""
     index = (slice(None),) * len(a.shape) if index is None else index
     return np.zeros([len(range(*part.indices(size))) for part, size in zip(index, a.shape, strict=True)], a.dtype)
 
@@ -159,7 +159,7 @@ def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
     like = copies(leaves)
 
     def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        del memory  # only its memory is used
+        del memory  # its buffers are donated to the copies
         out: list[jax.Array] = []
         sums: list[jax.Array] = []
         for a, leaf, found in zip(arrays, leaves, summed(*arrays), strict=True):
@@ -197,6 +197,7 @@ def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
 def _alias(x: jax.Array) -> jax.Array:
     """Return the same array as another object.
 
-    A reader of an array may cache its host values in it (Orbax asks for that). On CPUs those share the array's own memory,
-    which then cannot be donated while the object lives."""
+    A reader of an array may cache its host values in the array object, as Orbax does. On CPUs, these values share the array's
+    memory, which then cannot be donated as long as the object exists.
+    """
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [part.data for part in x.addressable_shards])

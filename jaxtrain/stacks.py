@@ -1,8 +1,8 @@
-"""Arrays with layers stacked on axis 0: one layer out of them, and a stack out of layers, for any sharding.
+"""Copy one layer of an array with layers stacked on axis 0, and build such a stack from layers, for any sharding.
 
 state.py decides which layer is in which slot of a stack. If a stack is sharded over pipeline stages, a layer is on the devices
-of one stage only. The other stages get it as a sum of bits, to which they add zeros: -0.0 and NaN are preserved, and no device
-ever holds more than its own shard of a stack.
+of one stage only. The other stages get the layer as a sum of bits, to which they add zeros. So -0.0 and NaN are preserved, and
+no device ever holds more than its own shard of a stack.
 """
 
 import functools
@@ -21,12 +21,12 @@ ON_HOST = "pinned_host"
 
 
 def on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return the array in device memory: XLA computes on nothing that is in host memory."""
+    """Return the array in device memory, because XLA cannot compute on host memory; for use inside jit."""
     return jax.device_put(x, jax.memory.Space.Device) if sharding.memory_kind == ON_HOST else x
 
 
 def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return the array in host memory on GPUs, directly: a second state would not fit on the device."""
+    """Return the array, on GPUs in host memory; for use inside jit. A second state would not fit on the device."""
     on_gpu = next(iter(sharding.device_set)).platform == "gpu"
     return jax.device_put(x, jax.memory.Space.Host) if on_gpu else x
 
@@ -46,7 +46,7 @@ def _stages(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
-    """Return the dimension of a layer that devices with other layers can shard; None if none divides.
+    """Return the dimension of a layer that the stages can shard; None if they divide no dimension.
 
     shape, sharding: of the stack.
     """
@@ -58,7 +58,7 @@ def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
 
 
 def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of one layer of a stack: as the stack's, and over devices with other layers if it divides."""
+    """Return the sharding of one layer of a stack: as in the stack, and over the stages if they divide a dimension."""
     over, *parts = _parts(sharding, len(shape))
     dim = _shared_dim(shape, sharding)
     if dim is not None:
@@ -68,7 +68,7 @@ def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedShar
 
 
 def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return a sharding without replicas, as far as the shape divides: replicas share the work of a copy."""
+    """Return a sharding that also uses the mesh axes of replicas, if they divide a dimension. So replicas share a copy."""
     mesh, parts = sharding.mesh, _parts(sharding, len(shape))
     used = {axis for part in parts for axis in part}
     for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
@@ -132,7 +132,7 @@ def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 
 
 def copy_to_device(a: jax.Array, place: int) -> jax.Array:
-    """Return a layer of a stack in host memory, in device memory."""
+    """Return one layer, in device memory, of a stack in host memory. place: the layer's slot."""
     return _taking(a.shape, a.sharding)(a, place)
 
 
@@ -148,7 +148,7 @@ def _taking(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 def place_layers(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
     """Return a stack of consecutive layers with each in its slot and zeros in empty slots; for use inside jit.
 
-    order: the layer of each slot, None for an empty one.
+    order: the layer of each slot, None for an empty slot.
     """
     if tuple(order) == tuple(range(x.shape[0])):
         return x
@@ -191,9 +191,9 @@ def _putting(sharding: NamedSharding) -> Any:
 
 
 def stack(layers: list[jax.Array], order: tuple[int | None, ...], a: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return layers, by number, as one array like `a`, each in its slot.
+    """Return layers, by number, as one array with the shape, dtype and sharding of `a`, each in its slot.
 
-    In host memory they are copied one after the other, since the device may have no memory for all.
+    A stack in host memory is filled layer by layer, since the device may have no memory for all layers.
     """
     if a.sharding.memory_kind != ON_HOST:
         return _stacking(order, a.shape, a.sharding)(layers)

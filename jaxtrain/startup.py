@@ -1,4 +1,4 @@
-"""Start JAX: on GPUs in the environment of a run, on a machine without GPUs without the messages of the CUDA plugin.
+"""Start JAX: with GPUs in the environment of a run, without GPUs with the messages of the CUDA plugin removed.
 
 With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries it at start and prints a traceback, and the
 plugin's libraries report the missing driver, at start or when the first program is compiled for a described GPU. These messages
@@ -25,7 +25,7 @@ NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Glo
 
 
 def set_environment(overlay: Overlay) -> None:
-    """Set the environment of a run before JAX starts the GPUs, whose memory fraction it contains.
+    """Set the environment of a run, which has the memory fraction, before JAX starts the GPUs.
 
     Raises ConfigError if JAX has started the GPUs of this process with other settings.
     """
@@ -45,16 +45,16 @@ def _started_on_gpus() -> bool:
     import jax
     from jax._src import xla_bridge  # there is no public API to ask
 
-    # Plugins may be loaded before devices are (`plan` describes machines by them), and have read the variables by then.
+    # `plan` loads plugins to describe machines, before JAX starts devices. A loaded plugin has read the variables.
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
 def set_compile_cache(run: RunConfig) -> None:
-    """Keep compiled programs in `paths.cache`, small ones too, so that a restart takes seconds. "": keep none.
+    """Store all compiled programs in `paths.cache`, so that a restart takes seconds. "": store none.
 
     Programs for several CPU devices are compiled again in each process. XLA:CPU (jaxlib 0.11.2) loaded some of them wrongly:
     all-gathers of independent loops joined the same rendezvous, which corrupted memory and ended the process. The present step
-    loaded correctly 25 times on five layouts, too few to trust the cache.
+    was loaded correctly 25 times on five layouts, which is too few to trust the cache.
     """
     if not run.paths.cache:
         return

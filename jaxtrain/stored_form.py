@@ -16,7 +16,7 @@ _CODES, _SCALES = ".codes", ".scales"
 
 
 def stored_tensors(wanted: Tensors, stored: Mapping[str, Any]) -> Tensors:
-    """Return the tensors to read from a checkpoint with the tensors `stored`, from which `converted` makes the wanted ones."""
+    """Return the tensors to read from a checkpoint that has the tensors `stored`. `converted` turns them into `wanted`."""
     out: Tensors = {}
     for name, a in wanted.items():
         base = name.removesuffix(_CODES).removesuffix(_SCALES)

@@ -1,4 +1,4 @@
-"""Addresses of object stores: the paths that may have one, checked before any client is imported.
+"""Addresses of object stores, and the paths that may be such an address. Checks of paths import no client.
 
 A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
 its interface).
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from jaxtrain import installed
 
-BUCKETS = {"gs://": "gcsfs", "s3://": "s3fs"}  # -> package of the client, which an extra installs
+BUCKETS = {"gs://": "gcsfs", "s3://": "s3fs"}  # scheme -> package of its client, which an extra installs
 EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}
-SPECIAL = "#[]*?"  # to the clients: a version of an object, and patterns of names
+SPECIAL = "#[]*?"  # characters that clients read as an object's version or as patterns of names
 
 
 def is_bucket(path: object) -> bool:
@@ -20,7 +20,7 @@ def is_bucket(path: object) -> bool:
 
 
 def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
-    """Return the broken rule and the remedy for a path that cannot be used; None for one that can.
+    """Return the broken rule and the remedy for a path that cannot be used; None if the path can be used.
 
     checkpoints: whether it is for checkpoints. All other files must be on a mounted file system.
     """

@@ -1,4 +1,4 @@
-"""Names from other trainers with jaxtrain's keys for them, and the nearest keys of a wrong one. Imports no jax."""
+"""Names of other trainers with jaxtrain's keys for them, and the nearest keys of a wrong key. Imports no jax."""
 
 import difflib
 import re
@@ -242,7 +242,7 @@ PEERS = {
     "python -m jaxtrain.plan": "memory_estimation.enable compile_topology compiled_trainstep_file comms_logger",
     "python -m jaxtrain.plan --search": "autotuning",
 }
-# Setting of jaxtrain -> short names that belong to no trainer, and names whose batch is that of one device.
+# Setting of jaxtrain -> short names of no particular trainer, and names of other trainers for the batch of one device.
 COMMON = {
     "precision": "mixed_precision compute_dtype",
     "model.num_layers": "layers n_layer n_layers num_layer nlayers blocks",
@@ -329,13 +329,13 @@ SECTIONS = {
     "compile": "compiler",
     "float8": "fp8",
 }
-# Names whose numbers have another unit or sense than ours: a part of the steps, tokens, epochs, the batch of one device.
+# Names whose numbers have another unit than ours: a fraction of the steps, tokens, epochs, the batch of one device.
 OTHER_UNIT = re.compile("ratio|frac|factor|epoch|samples|token|device|micro|local|depth|total_batch")
 MOST = 3  # candidates in one answer
 
 
 def index() -> dict[str, list[str]]:
-    """Return the settings of each name."""
+    """Return name of another trainer -> jaxtrain's settings for it."""
     found: dict[str, list[str]] = {}
     for table in (PEERS, COMMON):
         for setting, names in table.items():
@@ -418,7 +418,7 @@ def _nearest_section(section: str, known: Sequence[str]) -> str:
 
 
 def _related(typed: str, tail: str) -> bool:
-    """Return whether one name is the other with some words more, or differs from it in two letters of six or more."""
+    """Return whether one name has all words of the other, begins with it, or differs in at most two of six or more letters."""
     a, b = typed.split("_"), tail.split("_")
     begins = min(len(typed), len(tail)) >= 3 and (typed.startswith(tail) or tail.startswith(typed))
     return set(a) <= set(b) or set(b) <= set(a) or begins or (len(typed) >= 6 and _distance(typed, tail) <= 2)

@@ -26,7 +26,7 @@ class Throughput:
         clock: seconds; for tests.
     """
 
-    SETTLE = 2  # steps not counted after a halt, the halted one included
+    SETTLE = 2  # steps that are not counted after a call of `exclude`, the current step included
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Wrap the call that returns the next batch."""
+        """Count the time of a block as waiting for data. The block requests the next batch."""
         before = self._clock()
         yield
         self._wait += self._clock() - before

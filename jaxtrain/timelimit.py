@@ -12,8 +12,8 @@ from jaxtrain.config import Problem
 from jaxtrain.runtime.variables import LAUNCHED, NOTE
 
 END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
-LEAST_S = 60.0  # left for the last save
-MOST = 0.25  # limit, of the whole time
+LEAST_S = 60.0  # left for the last save, in addition to twice the longest save
+MOST = 0.25  # largest fraction of the whole time that is left for the last save
 LOOK_S = 1.0
 WHY = "time limit"
 
@@ -27,7 +27,7 @@ def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
 def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
     """Ask run.sh, if there is one, not to restart this run, which ends for its time limit."""
     if why.startswith(WHY) and NOTE in environ:
-        with contextlib.suppress(OSError):  # a later attempt finds the time over
+        with contextlib.suppress(OSError):  # without the note, the next attempt ends at once for its time limit
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
 
 
@@ -63,8 +63,8 @@ def limit_s(
 class TimeLimit:
     """Asks a run to stop in time. A context manager.
 
-    seconds: until the run should have ended; inf: never. save_s: time of the longest save so far. ask: called once, with a
-    reason in words, when the remaining time is that of a step and a save.
+    seconds: until the run should have ended; inf: never. save_s: returns the seconds of the longest save so far. ask: called
+    once, with a reason in words, when the remaining time is LEAST_S + 2 save_s(), or MOST of `seconds` if that is less.
     """
 
     def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):

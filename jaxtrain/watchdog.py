@@ -47,7 +47,7 @@ CAUSES = {  # the name of a phase that took too long; the seconds follow
     "data": "waiting for data for",
 }
 
-# The end has budgets too, seconds for each attempt: file systems, devices and terminals may be the part that hangs.
+# Seconds for each step of ending the process: file systems, devices and terminals may be the cause of the hang.
 STACKS_S, FACTS_S, REPORT_S, LOG_S, ENDED_S = 3.0, 3.0, 2.0, 2.0, 5.0
 
 POLL_S = 2.0  # the longest interval between two checks
@@ -90,16 +90,16 @@ class _Activity:
         self.name, self.what, self.budget = name, what, budget  # what: only for background activities; seconds, 0: none
         self.began = self.since = time.monotonic()
         self.used = 0.0  # seconds of the budget, those after `since` not counted
-        self.stands = False  # its clock, paused while a phase within it runs
+        self.stands = False  # whether its clock is paused, because a phase within it runs
 
     def seconds(self, now: float) -> float:
         """Return the used seconds of the budget."""
         return self.used if self.stands else self.used + now - self.since
 
-    def stand(self, now: float) -> None:
+    def pause(self, now: float) -> None:
         self.used, self.stands = self.seconds(now), True
 
-    def go_on(self, now: float) -> None:
+    def resume(self, now: float) -> None:
         self.since, self.stands = now, False
 
     def restart(self, now: float) -> None:
@@ -181,7 +181,7 @@ class Watchdog:
         activity = _Activity(name, None, self._budgets[name])
         with self._lock:
             if self._phases:
-                self._phases[-1].stand(activity.began)
+                self._phases[-1].pause(activity.began)
             self._phases.append(activity)
         try:
             yield
@@ -189,7 +189,7 @@ class Watchdog:
             with self._lock:
                 self._phases.pop()
                 if self._phases:
-                    self._phases[-1].go_on(time.monotonic())
+                    self._phases[-1].resume(time.monotonic())
 
     def beat(self) -> None:
         """Reset the budget of the innermost phase, which made progress."""
@@ -233,7 +233,7 @@ class Watchdog:
         return [*self._phases, *self._beside.values()]
 
     def _give_back(self, late: float, now: float) -> None:
-        """Extend all budgets by `late` seconds in which the process did not run (stopped, or its machine suspended).
+        """Extend all budgets by `late` seconds in which the process did not run (it was stopped, or its node suspended).
 
         A call into C that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
         """
@@ -285,7 +285,7 @@ class Watchdog:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _name("cause", "txt", self.process_index)).write_text(cause + "\n")
         names = [f"  Thread 0x{t.ident or 0:016x}  {t.native_id}  {t.name}" for t in threading.enumerate()]
-        # Not into the folder at once: faulthandler holds the GIL while it writes, and would block Python if the folder hangs.
+        # A temporary file first: faulthandler holds the GIL while it writes, and would block Python if the folder hangs.
         with tempfile.TemporaryFile("w+") as dumped:
             faulthandler.dump_traceback(dumped, all_threads=True)
             dumped.seek(0)

@@ -1,4 +1,4 @@
-"""The layers with a sliding window, and those with full attention. Imports no jax: FLOP counts read it."""
+"""The layers with a sliding window, and the layers with full attention. Imports no jax: FLOP counts use it."""
 
 import dataclasses
 
@@ -32,5 +32,5 @@ def layers_by_kind(model: Model) -> list[tuple[str, int]]:
 
 
 def all_of(model: Model, kind: str) -> Model:
-    """Return the model with all its layers of one kind."""
+    """Return the model with every layer of this kind."""
     return dataclasses.replace(model, sliding_window=window(model, kind), attention_pattern="")

@@ -4,16 +4,16 @@ After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float3
 
     ZeRO-0  master weights, moments and gradients are replicated. Gradients are all-reduced.
     ZeRO-1  master weights and moments are sharded. Weights are gathered once a step, in the compute dtype. Each device holds
-    its unreduced gradient of the gathered weight. Reduce-scatters at the end of the step sum these. ZeRO-2  as ZeRO-1, but each
-    layer's gradient is reduce-scattered in its backward pass, and the embedding table stays
+            its unreduced gradient of the gathered weight. Reduce-scatters at the end of the step sum these gradients.
+    ZeRO-2  as ZeRO-1, but each layer's gradient is reduce-scattered in its backward pass, and the embedding table stays
             sharded: each device looks up its columns (kernels/embedding.py).
     ZeRO-3  weights are gathered where they are used, and freed after it. With sharding.gather = step they are gathered once a
             step, and the step runs as ZeRO-1.
 
 The sum over replicas of a weight (over `data` with `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch it is
 part of the layer's backward pass. With several it runs once, at the end of the step. It also runs there if weights are gathered
-across nodes, because XLA's scheduler cannot overlap it: a planned step of Llama 3 70B on data=16 fsdp=64, one microbatch,
-exposed 0.96 of 1.51 s of communication, and 0.26 s with the sum at its end.
+across nodes, because XLA's scheduler cannot overlap it. In the plan of Llama 3 70B on data=16 fsdp=64 with one microbatch,
+0.96 of 1.51 s of communication are exposed, and 0.26 s with the sum at the end of the step.
 
 Everything here computes with local shards, inside the step's shard_map.
 """
@@ -91,7 +91,7 @@ class StackWeight:
     """A differentiated weight of a stack of layers, and the array that gets its gradient.
 
     The backward pass of the stack (models/remat.py) gives `into` the weight's gradient, in the dtype of `into`; or, if
-    `check.adds`, the sum of `into` and the weight's gradient. The weight itself has none.
+    `check.adds`, the sum of `into` and the weight's gradient. The weight itself has no gradient.
     """
 
     value: Any  # an array, or ComputeCopy
@@ -128,7 +128,7 @@ class Zero:
             return jax.tree_util.tree_map_with_path(gather, module, is_leaf=lambda p: isinstance(p, nnx.Param))
 
     def gather_weight(self, w: Any, axes: Axes, exact: bool = False) -> Any:
-        """Return one weight, gathered, in the compute dtype; if `exact`, in its own."""
+        """Return one weight, gathered, in the compute dtype; if `exact`, in the master dtype."""
         if isinstance(w, StackWeight):
             raise TypeError("the stack of layers is not run by remat.Plan.run alone: set uses_plan_run = False in the model")
         if not isinstance(w, ComputeCopy):
@@ -166,7 +166,7 @@ class Zero:
     def step_weights(self, params: Params, definition: Definition, in_fp8: Params) -> tuple[Params, Params]:
         """Return (base, copies) of the master weights, for all microbatches of a step.
 
-        base: the weights that are differentiated: at ZeRO-1 the gathered ones, otherwise the masters.
+        base: the weights that are differentiated: at ZeRO-1 the gathered weights, otherwise the master weights.
         copies: for each weight its `ComputeCopy.value`, or None.
 
         Args:
@@ -237,7 +237,7 @@ class Zero:
         return jax.tree.map(settled, grads, axes)
 
     def _by_layer(self, f: Callable[[jax.Array, GatherSpec], Any], w: jax.Array, axes: Axes, compute: jnp.dtype) -> jax.Array:
-        """Apply `f` to each layer of a stack that is sharded: a collective of the whole stack would transpose it in memory."""
+        """Apply `f` to each layer of a sharded stack. A collective of the whole stack would transpose it in memory."""
         spec = self.gather_spec(axes, compute)
         if axes[0] != "layers" or not spec.dims:
             return f(w, spec)

@@ -1,8 +1,16 @@
-"""A process that ends as the next line of the file `plan` in $HOME says, in place of the trainer and of preflight.
+"""Stand in for the trainer and for preflight in tests of the supervisor: a process that follows a plan.
 
-Lines: `exit CODE`; `kill NUMBER`, itself; `traced CODE`, after SIGUSR2; `read CODE`, after a line of stdin; `note CODE`, after
-a note that no further attempt should come; `until CODE [COUNT]`, after COUNT signals that ask for an end. Exit code 99: it
-waited in vain. Each attempt adds a line about itself to the file `attempts`, and each signal one to `signals`.
+Each process runs the next line of the file `plan` in $HOME:
+
+    exit CODE            exit with this code
+    kill NUMBER          kill itself with this signal
+    traced CODE          exit after a SIGUSR2
+    read CODE            exit after it has read a line from stdin
+    note CODE            exit after it has written a note that no further attempt should start
+    until CODE [COUNT]   exit after COUNT signals (1 by default) that ask a run to end
+
+Exit code 99: the signal did not come within HUNG_S seconds. Each process adds a line about itself to the file `attempts`, and
+the name of each signal that it receives to the file `signals`.
 """
 
 import json
@@ -62,7 +70,8 @@ def main() -> int:
         wait(traced, 1)
     if action == "until":
         wait(asked, int(rest[1]) if rest[1:] else 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in NAMES])  # What comes now came too late.
+    # The exit code is decided: later signals have no effect.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in NAMES])
     return code
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of benchmarks: a case in this process, a measured answer, and the folder that commands run in."""
+"""Helpers of the benchmark tests: run a case in this process, a made-up result of a benchmark, and the working directory."""
 
 import importlib
 import json
@@ -31,12 +31,13 @@ ANSWER = {
 def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
-        monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
-    # So would a compile cache. Cases in processes of their own have one, in the folder that their config names.
+        # The command sets these variables; monkeypatch restores them for later tests.
+        monkeypatch.setenv(name, os.environ[name])
+    # A compile cache would stay set too. A case in its own process uses the cache folder of its config.
     monkeypatch.setattr(train_step, "set_compile_cache", lambda run: None)
 
 
 def run_here(function, request, **_):
-    """Run a case in this process."""
+    """Run a benchmark's case in this process instead of a child process."""
     module, _, name = function.partition(":")
     return {"seconds": 0.1} | getattr(importlib.import_module(module), name)(json.loads(json.dumps(request)))

@@ -1,4 +1,4 @@
-"""Parts that break a contract each, for tests of test_contract.py."""
+"""Parts that each break one contract, for the tests of test_contract.py."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from jaxtrain.train.loss import cross_entropy
 
 
 class Unruled(Transformer):
-    """A parameter with an axis that no rule knows."""
+    """A model with a parameter whose logical axis has no sharding rule."""
 
     def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
         super().__init__(model, kernel, remat, ctx, rngs)
@@ -28,7 +28,7 @@ class Unruled(Transformer):
 
 
 class Dead(Transformer):
-    """A parameter that nothing reads."""
+    """A model with a parameter that no layer reads."""
 
     def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
         super().__init__(model, kernel, remat, ctx, rngs)
@@ -36,7 +36,7 @@ class Dead(Transformer):
 
 
 class Peeking(Transformer):
-    """Each token sees the one after it."""
+    """A model in which each token sees the next token."""
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x = super().__call__(tokens_BT, segments_BT, positions_BT)
@@ -44,7 +44,7 @@ class Peeking(Transformer):
 
 
 class Mixing(Transformer):
-    """Each token sees the one before it, of whatever document."""
+    """A model in which each token sees the token before it, even across documents."""
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x = super().__call__(tokens_BT, segments_BT, positions_BT)
@@ -52,7 +52,7 @@ class Mixing(Transformer):
 
 
 class Forgetful(Transformer):
-    """Writes each token as if it were the first."""
+    """A model whose decode ignores the segments in the cache, so that each token is generated as if it were the first."""
 
     def decode(self, tokens_BT: jax.Array, cache: Any) -> Any:
         out, new = super().decode(tokens_BT, dataclasses.replace(cache, segments_BS=0 * cache.segments_BS))
@@ -77,7 +77,7 @@ def counting_all(hidden, head, batch, spec):
 
 
 def leaning(hidden, head, batch, spec):
-    """A term for tokens that do not count; still linear in the weights."""
+    """Return a loss that also depends on tokens of weight 0. It is still linear in the weights."""
     return cross_entropy(hidden, head, batch, spec) * (1 + 0.1 * jnp.tanh(jnp.mean(hidden)))
 
 
@@ -98,14 +98,14 @@ def restless(optimizer, dtypes, axes):
 
 
 def fixed_moment(optimizer, dtypes, axes):
-    """An array of the embedding's shape that is none of its moments."""
+    """Return an optimizer whose state has an array of the embedding's shape that is no moment of the embedding."""
     return optax.GradientTransformation(
         lambda params: optax.TraceState(jnp.zeros((264, 32))), lambda updates, state, params=None: (updates, state)
     )
 
 
 def whole_moments(optimizer, dtypes, axes):
-    """A list of moments, which nobody can tell whose they are."""
+    """Return an optimizer whose moments are in a list, so that no name shows which parameter each belongs to."""
     return optax.GradientTransformation(
         lambda params: {f"m{i}": jnp.zeros_like(p) for i, p in enumerate(jax.tree.leaves(params))},
         lambda updates, state, params=None: (updates, state),
@@ -139,7 +139,7 @@ class Counting(_Source):
 
 
 class Crossing(_Source):
-    """Also the first token of the next document is a target."""
+    """A source in which the first token of the next document is a target too."""
 
     def changed(self, batch):
         return batch | {"weights": np.ones_like(batch["weights"])}

@@ -1,7 +1,7 @@
-"""Buckets in emulators of object stores: moto for s3://, gcp-storage-emulator for gs://. Each is a process of its own.
+"""Buckets in emulators of object stores: moto for s3://, gcp-storage-emulator for gs://. Each runs in its own process.
 
-`python tests/buckets.py gs|s3` starts one, prints its port, and serves until it is killed. Before the emulator sees a request,
-it is compared with faults that a test has set: it may be answered with an error, or a process may be killed by it.
+`python tests/buckets.py gs|s3` starts an emulator, prints its port, and serves until it is killed. A test can set faults. If a
+request matches a fault, the server returns an error instead of passing the request on, or kills a process.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from urllib.parse import unquote
 import pytest
 
 NEEDS = {"gs": ("gcsfs", "gcp_storage_emulator"), "s3": ("s3fs", "moto", "flask", "flask_cors")}
-FAULTS = "/-/faults"  # where tests set them
+FAULTS = "/-/faults"  # the path to which tests send the faults
 
 
 class Bucket:
-    """A bucket of a test's own, as the test and other users of the bucket see it. Names are those of objects in it."""
+    """A bucket for one test: its objects by name, and the faults of its server."""
 
     def __init__(self, scheme: str, name: str, server: str):
         self.scheme, self.name, self.server = scheme, name, server
@@ -57,10 +57,16 @@ class Bucket:
         return self.client.info(f"{self.name}/{name}")["size"]
 
     def fail(self, kinds: str, pattern: str = "", status: int = 403, skip: int = 0, kill: int = 0, each: bool = False) -> None:
-        """Answer requests of these kinds (list, read, write, copy, delete), after the first `skip`, with an error.
+        """Answer requests of these kinds (list, read, write, copy, delete) with an error, after the first `skip`.
 
-        pattern: a regular expression for names of objects. kill: the number of a process to kill at the request. each: a
-        request at s3:// that deletes several objects is answered with status 200 and AccessDenied for each that matches.
+        Args:
+            kinds: any of list, read, write, copy, delete.
+            pattern: a regular expression that the object's name must match.
+            status: the HTTP status of the error.
+            skip: the number of matching requests that succeed first.
+            kill: the id of a process to kill at the request; 0 for none.
+            each: s3:// only. A request that deletes several objects gets status 200, with AccessDenied for each object that
+            matches.
         """
         fault = {"kinds": kinds.split(), "pattern": pattern, "status": status, "skip": skip, "kill": kill, "each": each}
         self._set([fault])
@@ -75,7 +81,7 @@ class Bucket:
 
 @pytest.fixture(scope="session", params=["gs", "s3"])
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
-    """The scheme and the address of an emulator, which the environment names."""
+    """Start an emulator and yield (scheme, address), with the environment variables that clients read set to them."""
     scheme = request.param
     if missing := [name for name in NEEDS[scheme] if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs the `dev` extra: {', '.join(missing)}")
@@ -83,7 +89,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     assert process.stdout
     address = f"http://127.0.0.1:{int(process.stdout.readline())}"
     environment = {
-        # No credentials, and no question over gRPC of what kind a bucket is, which emulators do not answer.
+        # Clients then use no credentials, and do not query the bucket's type over gRPC, which the emulators do not support.
         "gs": {
             "NO_GCE_CHECK": "true",
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
@@ -105,7 +111,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
         if scheme == "gs":
             from fsspec.config import conf
 
-            patch.setitem(conf, "gcs", {"token": "anon"})  # of FSSPEC_GCS, which is read when fsspec is imported
+            patch.setitem(conf, "gcs", {"token": "anon"})  # fsspec reads FSSPEC_GCS only when it is imported
         yield scheme, address
     process.kill()
     process.wait()
@@ -113,7 +119,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def bucket(server: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A new bucket."""
+    """Yield a new bucket."""
     scheme, address = server
     made = Bucket(scheme, re.sub("[^a-z0-9]+", "-", request.node.name)[:50].strip("-"), address)
     made.client.mkdir(made.name)
@@ -122,7 +128,7 @@ def bucket(server: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[
 
 
 def kind_of(method: str, target: str, copies: bool) -> str:
-    """Return the kind of a request."""
+    """Return the kind of an HTTP request: list, read, write, copy or delete."""
     path, _, query = target.partition("?")
     if copies or "/rewriteTo/" in path or "/copyTo/" in path:
         return "copy"
@@ -134,13 +140,13 @@ def kind_of(method: str, target: str, copies: bool) -> str:
 
 
 class Faults:
-    """The faults that are set, and the decision about each request."""
+    """The faults that tests have set. They decide how each request is answered."""
 
     def __init__(self):
         self.now: list[dict[str, Any]] = []
 
     def status(self, method: str, target: str, copies: bool, body: bytes) -> int:
-        """Return the status of an error to answer with; 0 for none."""
+        """Return the HTTP status with which to answer a request; 0 if no fault applies."""
         target = unquote(target)
         if target == FAULTS:
             self.now = json.loads(body)
@@ -148,7 +154,7 @@ class Faults:
         kind, text = kind_of(method, target, copies), target + body[:1000].decode("latin-1")
         for fault in self.now:
             if fault["each"] and body.startswith(b"<Delete"):
-                continue  # answered by `refused`
+                continue  # `refused` answers these requests
             if kind in fault["kinds"] and re.search(fault["pattern"], text):
                 fault["skip"] -= 1
                 if fault["skip"] < 0:
@@ -158,7 +164,11 @@ class Faults:
         return 0
 
     def refused(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the body of a request of DeleteObjects without the objects that a fault names, and the answer for those."""
+        """Split a DeleteObjects request by the faults with `each`.
+
+        Returns:
+            The request's body without the objects that match a fault, and the response's body with an error for each of them.
+        """
         answer = b""
         for fault in self.now:
             for item in re.findall(rb"<Object>.*?</Object>", body) if fault["each"] else ():
@@ -170,7 +180,7 @@ class Faults:
 
 
 def serve_s3(faults: Faults) -> Any:
-    """Return moto as a server."""
+    """Return a server that runs moto behind the faults."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
@@ -201,7 +211,10 @@ def serve_s3(faults: Faults) -> Any:
 
 
 def serve_gs(faults: Faults) -> Any:
-    """Return gcp-storage-emulator as a server, with the generations of objects that tensorstore needs and it leaves out."""
+    """Return a server that runs gcp-storage-emulator behind the faults.
+
+    It adds the object generations that tensorstore needs and the emulator lacks.
+    """
     from gcp_storage_emulator.exceptions import NotFound
     from gcp_storage_emulator.handlers import objects
     from gcp_storage_emulator.server import RequestHandler, Router
@@ -239,7 +252,7 @@ def serve_gs(faults: Faults) -> Any:
             request.send_header("Content-Length", "0")
             request.end_headers()
             return
-        with contextlib.suppress(ConnectionError):  # of a client that was killed
+        with contextlib.suppress(ConnectionError):  # the client may have been killed
             handle(router, method)
 
     Router.handle = answer

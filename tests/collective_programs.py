@@ -1,4 +1,4 @@
-"""Five small programs of collectives in nested loops, on a mesh of data=2 and fsdp=4, and what each sends by hand."""
+"""Five small programs of collectives in nested loops on a mesh of data=2 and fsdp=4, with their bytes on the wire by hand."""
 
 import collections
 import functools
@@ -17,7 +17,7 @@ MESH = {"data": 2, "fsdp": 4}
 
 
 def nested(outer: int, inner: int, outer_step, inner_step):
-    """A loop of `outer` rounds: each is a loop of `inner` steps, and one step of its own."""
+    """Return a function of two nested loops: `outer` rounds, each of `inner` times `inner_step` and then one `outer_step`."""
 
     def run(x):
         def round(x, _):
@@ -30,7 +30,7 @@ def nested(outer: int, inner: int, outer_step, inner_step):
 
 
 def gathers(x_AB):
-    """x: [4, 16] on each device."""
+    """Run all-gathers over fsdp (inner loop) and data (outer loop). x: [4, 16] on each device."""
 
     def inner(x_AB):
         return jnp.tanh(x_AB @ jax.lax.all_gather(x_AB, "fsdp", tiled=True))
@@ -42,12 +42,12 @@ def gathers(x_AB):
 
 
 def sums(x_AB):
-    """x: [8, 32]."""
+    """Run all-reduces over both axes (inner loop) and data (outer loop). x: [8, 32] on each device."""
     return nested(2, 4, lambda x: jnp.sin(jax.lax.psum(x, "data")), lambda x: jnp.cos(jax.lax.psum(x, ("data", "fsdp"))))(x_AB)
 
 
 def scatters(x_AB):
-    """x: [8, 16]; each sum is left in parts, and the parts are put together again."""
+    """Run reduce-scatter and all-gather pairs, over fsdp (inner loop) and data (outer loop). x: [8, 16] on each device."""
 
     def over(axis):
         def step(x):
@@ -60,7 +60,7 @@ def scatters(x_AB):
 
 
 def exchanges(x_AB):
-    """x: [8, 16]."""
+    """Run all-to-alls over fsdp (inner loop) and data (outer loop). x: [8, 16] on each device."""
     return nested(
         4,
         3,
@@ -70,7 +70,10 @@ def exchanges(x_AB):
 
 
 def shifts(x_AB):
-    """x: [8, 16]; round the fsdp ring, then swapped along data; at last devices 1 and 6 swap, and two keep theirs."""
+    """Run permutes: around the fsdp ring (inner loop), and a swap along data (outer loop). x: [8, 16] on each device.
+
+    After the loops devices 1 and 6 swap their arrays, and devices 0 and 2 keep their own.
+    """
     x_AB = nested(
         2,
         5,
@@ -80,14 +83,14 @@ def shifts(x_AB):
     return jnp.tanh(jax.lax.ppermute(x_AB, ("data", "fsdp"), [(0, 0), (1, 6), (6, 1), (2, 2)]))
 
 
-# program -> its array on one device, and (kind, axes, devices in a group, bytes a GPU sends in a launch) -> launches.
-# With n devices: a gather sends its part n-1 times; a sum left in parts (n-1)/n of the array, a whole one twice that; an
-# exchange (n-1)/n. f32[8,16] is 512 bytes.
+# Program -> (shape of its array on one device, {(kind, axes, devices in a group, bytes a GPU sends in a launch): launches}). In
+# a group of n devices, a GPU sends (n-1) local shards in an all-gather, (n-1)/n of the array in a reduce-scatter or an
+# all-to-all, and 2 (n-1)/n of the array in an all-reduce. f32[8,16] is 512 bytes.
 BY_HAND = {
     gathers: (
         (4, 16),
         {
-            ("all-gather", "fsdp", 4, 3 * 256): 3 * 5,  # 256 bytes each
+            ("all-gather", "fsdp", 4, 3 * 256): 3 * 5,  # a local shard is 256 bytes
             ("all-gather", "data", 2, 1 * 256): 3,
         },
     ),
@@ -137,7 +140,10 @@ def compiled(function, on_gpus: bool) -> hlo.Module:
 
 
 def launches(found: Iterable[Found]) -> dict[tuple, int]:
-    """The compiler may peel a loop's first round off: then two instructions share the launches."""
+    """Return the launches of each collective, summed over instructions.
+
+    The compiler may peel the first round off a loop: then two instructions share the launches.
+    """
     out = collections.Counter()
     for f in found:
         out[f.kind, f.axis, f.group, f.wire_bytes] += f.count

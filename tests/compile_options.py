@@ -1,5 +1,5 @@
-"""Options with which the suite's programs are compiled, in this process and in its children."""
+"""XLA options with which the test suite compiles its programs, in this process and in child processes."""
 
-# Half of the time of compiling goes to LLVM's optimizations, and programs of a few steps never earn it back. XLA's own passes,
-# the partitioner among them, are all there.
+# LLVM's optimizations take half of the compile time, and programs of a few steps never earn it back. All of XLA's own passes
+# still run, the partitioner among them.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

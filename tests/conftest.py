@@ -1,4 +1,4 @@
-"""Every test runs on 8 fake CPU devices, those of tests/gpu on request on a GPU; ranks are never promoted silently."""
+"""Test configuration: 8 fake CPU devices (tests/gpu on request on a GPU), strict rank promotion, campaigns and the ledger."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ import sys
 import ledger
 from compile_options import QUICKLY
 
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what other checkouts compiled is not what is tested
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # another checkout's compile cache would be tested instead of this code
 os.environ.update(
     {}
-    if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"  # for tests/gpu alone
+    if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"  # only tests/gpu uses a GPU
     else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {QUICKLY}"}
 )
 
@@ -30,7 +30,7 @@ from hypothesis import settings
 
 from jaxtrain.startup import threads_for_cpus
 
-# Workers and child processes would parse every source and rewrite every assertion anew.
+# Without bytecode files, workers and child processes would parse every source and rewrite every assertion again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -38,33 +38,36 @@ ON_GPU = os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"
 if ON_GPU:
     from jaxtrain.bench.train_step import one_device, start_devices
 
-    start_devices(one_device(cache=""), 1)  # with the environment of a run
+    start_devices(one_device(cache=""), 1)  # with the environment of a training run
 else:
     threads_for_cpus(8)
-jax.devices()  # here, because some tests take XLA_FLAGS away: the first use of JAX in one of them would find a single device
-# A shell that starts the suite in the background makes it ignore Ctrl-C, and its children with it; some tests send it.
+jax.devices()  # Initialize here: some tests remove XLA_FLAGS, and a first use of JAX in such a test would find a single device.
+# A suite that a shell starts in the background ignores Ctrl-C, and so do its child processes; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 programs.keep_programs()
 
 HERE = Path(__file__).parent
 
-# Property tests draw a few cases, the same each time. A campaign draws many; one with a limit, as in CI, the same each time, so
-# that no change fails for cases that it has nothing to do with.
+# By default a property test draws a few cases, the same in each run. A campaign draws many. If the campaign has a time limit,
+# as in CI, its cases are the same in each run too: then no change fails for a case that is unrelated to it.
 settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
 settings.register_profile("many", max_examples=100, derandomize=True, deadline=None, database=None)
 settings.register_profile("thorough", max_examples=100, deadline=None, print_blob=True)
 settings.load_profile("quick")
 
 
-# Linux lets a process map some 65,530 areas, and a program compiled for 8 CPUs takes 500 to 1000: XLA aborts at the end.
+# Linux limits a process to about 65,530 memory maps, and a program compiled for 8 CPUs needs 500 to 1000. XLA aborts at the
+# limit.
 MAPPED = Path("/proc/self/maps")
 MOST_MAPPED = 25_000
 
 
 @pytest.fixture(autouse=True)
 def programs_make_room() -> Iterator[None]:
-    """Lets go of compiled programs where there are too many. Only asked after a test long enough to have compiled some."""
+    """Drop compiled programs if they use too many memory maps. Checked only after a test long enough to have compiled a
+    program.
+    """
     start = time.monotonic()
     yield
     if time.monotonic() - start > 1 and MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > MOST_MAPPED:
@@ -81,7 +84,7 @@ def programs_make_room() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_kept_on_disk() -> Iterator[None]:
-    """A compile cache that a test leaves switched on would give later ones what another checkout has compiled."""
+    """Check that no test leaves a compile cache switched on: later tests could load programs of another checkout."""
     yield
     assert jax.config.jax_compilation_cache_dir is None, "a test has left JAX's compile cache switched on"  # pyright: ignore
 
@@ -91,7 +94,7 @@ started: list[str] = []
 
 
 def note_process(event: str, arguments: tuple[Any, ...]) -> None:
-    """Keep the start of any process but git, which receipts ask for the commit."""
+    """Record the start of a process. git is left out, because receipts run it to get the commit."""
     if event in STARTS and arguments[:1] != ("git",):
         started.append(f"{event} {arguments[:2]}")
 
@@ -101,7 +104,7 @@ sys.addaudithook(note_process)
 
 @pytest.fixture(autouse=True)
 def no_process_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Unit tests start no process."""
+    """Check that unit tests start no process."""
     started.clear()
     yield
     if request.path.is_relative_to(HERE / "unit"):
@@ -110,7 +113,7 @@ def no_process_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Any:
-    """What the fault tests measure; a campaign keeps it beside the ledger."""
+    """Collect the measurements of the fault tests. A campaign writes them beside the ledger."""
     from faults import Figures
 
     return Figures(ledger.FOLDER / "figures.json" if ledger.is_campaign(request.config) else None)
@@ -118,12 +121,12 @@ def figures(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def whole(request: pytest.FixtureRequest) -> bool:
-    """Whether long tests are to be taken whole."""
+    """Return whether the run is a campaign, in which long tests run in full."""
     return ledger.is_campaign(request.config)
 
 
 def minutes(text: str) -> float:
-    """The value of --campaign. Raises pytest.UsageError for one that is no number above 0."""
+    """Return the value of --campaign, in minutes. Raises pytest.UsageError if it is not a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -150,7 +153,7 @@ KEYS = ("model.family", "loss.name", "optimizer.name", "data.source")
 
 
 def own_part(text: str) -> tuple[str, str]:
-    """(key, name) of --part. Raises pytest.UsageError for what is none."""
+    """Return (key, name) of --part. Raises pytest.UsageError if the value is malformed."""
     key, _, name = text.partition("=")
     if key not in KEYS:
         raise pytest.UsageError(f"--part={text}: must be {FORM}, with KEY one of {', '.join(KEYS)}")
@@ -169,7 +172,9 @@ def own_part(text: str) -> tuple[str, str]:
 
 
 def own_key(text: str) -> tuple[str, Any]:
-    """(key, value) of --part-config, with the type of the key; rules for axes of one's own may be new."""
+    """Return (key, value) of --part-config, with the key's type. Also accepts new sharding rules, for a part's own logical
+    axes.
+    """
     from jaxtrain import config, launch
 
     key, given, value = text.partition("=")
@@ -182,9 +187,10 @@ def own_key(text: str) -> tuple[str, Any]:
         raise pytest.UsageError(f"--part-config={text}: {key} must be {type(known[key]).__name__}") from None
 
 
-# Parametrized tests whose cases share nothing: workers take them one by one. Of any other file one worker takes all tests.
+# Parametrized tests whose cases share nothing: each case may go to another worker. All tests of any other file go to one
+# worker.
 SPREAD = ("test_matrix[", "test_a_planted_bug_is_noticed[")
-# Files that take long, whose tests one worker takes: begun last, one would keep the other worker idle.
+# Files that take long. They start first: a long file that started last would leave the other worker idle.
 LONG = (
     "test_tiny",
     "test_doc_commands",
@@ -218,8 +224,9 @@ DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(kernel_results)  # a second conftest.py would take the name of this one
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # no files are named on the command line
+    # pytest allows one module named conftest, so these hooks are in a module of another name
+    config.pluginmanager.register(kernel_results)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # the command line names no files
         if config.getoption("--unit"):
             config.args[:] = [str(HERE / "unit")]
         elif ledger.is_campaign(config):
@@ -227,7 +234,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--part"):
         config.args[:] = [str(HERE / "proofs" / "test_contract.py")]
     if config.getoption("--part") or config.getoption("--ledger") or ON_GPU:
-        config.option.dist = "no"  # a second process would find no memory left on the GPU
+        config.option.dist = "no"  # a second process would find no free GPU memory
     if ledger.is_campaign(config):
         limited = math.isfinite(config.getoption("--campaign") or math.inf)
         settings.load_profile("many" if limited else "thorough")
@@ -246,13 +253,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def scope(nodeid: str) -> str:
-    """The tests that one worker takes together: those of a file, but for SPREAD."""
+    """Return the group of tests that goes to one worker: the test's file, or the test itself if it is in SPREAD."""
     file, _, test = nodeid.partition("::")
     return nodeid if test.startswith(SPREAD) else file
 
 
 def item_id(item: pytest.Item) -> str:
-    """The id of a test in the ledger: that of pytest, with a mark where a property test draws many cases."""
+    """Return the id of a test in the ledger: pytest's id, with a mark if a property test draws many cases."""
     drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     return item.nodeid + (" thorough" if drawn and ledger.is_campaign(item.config) else "")
 
@@ -278,12 +285,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Begins no test after the deadline; the ledger then knows nothing new of it."""
+    """Skip a test that would start after the deadline, without a line in the ledger."""
     return True if time.time() > deadline(item.config) else None
 
 
 def deadline(config: pytest.Config) -> float:
-    """Seconds since 1970: that of the whole run, also in its workers."""
+    """Return the deadline of the whole run, in seconds since 1970. Workers get it from the main process."""
     return getattr(config, "workerinput", {}).get("deadline", config.stash[DEADLINE])
 
 
@@ -299,7 +306,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 class Results:
-    """Writes the results of tests into the ledger, in the process that the user started."""
+    """Write the results of tests into the ledger, in the main process."""
 
     def __init__(self, commit: str):
         self.commit = commit
@@ -308,13 +315,13 @@ class Results:
         self.writable = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        item = getattr(report, "ledger_item", report.nodeid)  # a worker that crashed leaves a report without it
+        item = getattr(report, "ledger_item", report.nodeid)  # the report of a crashed worker has no such field
         self.seconds[item] = self.seconds.get(item, 0.0) + report.duration
         if report.failed:
             self.result[item] = (ledger.FAILED, "")
         elif report.skipped:
             self.result.setdefault(item, (ledger.SKIPPED, reason(report)))
-        if report.when in ("teardown", "???"):  # the latter of a crash
+        if report.when in ("teardown", "???"):  # ??? is the phase of a crashed worker
             result, why = self.result.pop(item, (ledger.PASSED, ""))
             seconds = round(self.seconds.pop(item), 3)
             self._append(ledger.Entry(item, self.commit, ledger.now(), seconds, result, why))
@@ -324,20 +331,21 @@ class Results:
             return
         try:
             ledger.append(entry)
-        except OSError as error:  # a full disk or a home that is read-only: the tests go on without it
+        except OSError as error:  # the disk is full or the home is read-only: go on without a ledger
             self.writable = False
             print(f"\nledger: not written from here on: {error}", file=sys.stderr)
 
 
 def reason(report: pytest.TestReport) -> str:
-    """Why a test was skipped."""
+    """Return the reason why a test was skipped."""
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", ""))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
-    if not hasattr(config, "workerinput") and not config.getoption("--part"):  # a part of your own proves nothing of ours
+    # results for a user's own part are no results of jaxtrain
+    if not hasattr(config, "workerinput") and not config.getoption("--part"):
         config.pluginmanager.register(Results(config.stash[COMMIT]))
     if not config.getoption("--ledger"):
         return None

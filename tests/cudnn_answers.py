@@ -1,9 +1,9 @@
-"""What cuDNN 9.23.2 answered for an H200 when it was asked the workspace of backward calls."""
+"""Workspace sizes that cuDNN 9.23.2 reported for attention's backward calls on an H200."""
 
-ALIGNMENT = 1024  # bytes that cuDNN adds to the formula at most, for each sequence that is described to it
+ALIGNMENT = 1024  # most bytes that cuDNN may add to the formula for each sequence of a call
 LLAMA3_8B = {"rows": 1, "documents": 33, "T": 8192, "S": 8192, "N": 32, "K": 8, "H": 128}
 
-# What cuDNN 9.23.2 answered for an H200: (case, bytes).
+# Reported by cuDNN 9.23.2 for an H200: (case, workspace in bytes).
 ANSWERS = {
     "unpacked": (LLAMA3_8B | {"documents": 0}, 269_484_288),
     "8 documents": (LLAMA3_8B | {"documents": 9}, 2_425_359_104),

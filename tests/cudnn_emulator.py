@@ -1,6 +1,6 @@
-"""The two private cuDNN primitives that jaxtrain binds, in jnp: for what surrounds them, where there is no GPU.
+"""Emulate in jnp the two private cuDNN primitives that jaxtrain binds, to test the code around them without a GPU.
 
-Lengths and offsets go through jax's own conversion to what the kernel is told. What the kernel leaves undefined is NaN here.
+Lengths and offsets go through jax's own conversion to the kernel's arguments. Values that the kernel leaves undefined are NaN.
 """
 
 from types import SimpleNamespace
@@ -13,7 +13,9 @@ Kinds = fused.MaskType
 
 
 def _documents(q, k, operands, mask_type):
-    """(first query, queries, first key, keys) of each document of all rows, in tokens from the first row's start."""
+    """Return (first query, queries, first key, keys) of each document of all rows, counted in tokens from the first row's
+    start.
+    """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     if mask_type in (Kinds.CAUSAL, Kinds.NO_MASK):
@@ -27,7 +29,7 @@ def _documents(q, k, operands, mask_type):
 
 
 def _places(starts, lengths, number):
-    """Place of each token in each document, and whether it is in it: (documents, tokens)."""
+    """Return each token's position in each document, and whether the document contains it: two arrays (documents, tokens)."""
     at = jnp.arange(number)[None] - starts[:, None]
     return at, (at >= 0) & (at < lengths[:, None])
 
@@ -44,7 +46,7 @@ def _visible(q, k, operands, mask_type, window):
 
 
 def _flat(x, heads=None):
-    """(B, T, K, H) as f32 (tokens, N, H), each head repeated for the queries it serves."""
+    """Return x (B, T, K, H) as float32 (tokens, heads, H); each of the K heads is repeated for the query heads that use it."""
     x = x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
     return x if heads is None else jnp.repeat(x, heads // x.shape[1], axis=1)
 

@@ -1,7 +1,7 @@
-"""A child process of test_cudnn_workspaces: asks cuDNN the workspace of backward calls on an H200, for cases as JSON on stdin.
+"""A child process of test_cudnn_workspaces: get cuDNN's workspace of backward calls on an H200. stdin: the cases, as JSON.
 
-Prints, for each, the bytes that cuDNN says and those that the formula makes of the same program without its answer; or, with
-exit code 3, why cuDNN cannot be asked here.
+For each case it prints the bytes that cuDNN reports and the bytes that the formula gives. If cuDNN cannot be queried here, it
+prints the reason and exits with code 3.
 """
 
 import json
@@ -34,7 +34,12 @@ mesh = Mesh(np.array(machines.devices(machine)), ("x",))
 
 
 def program(rows, documents, T, S, N, K, H, causal=True, window=0, deterministic=False):
-    """The HLO of one backward call. documents: entries of each packed row, padding included; 0 for rows that are not packed."""
+    """Return the HLO of one backward call of cuDNN's attention.
+
+    Args:
+        rows: sequences of the batch.
+        documents: documents in each packed row, padding included; 0 for rows that are not packed.
+    """
     kinds = fused.MaskType
     mask = (kinds.PADDING_CAUSAL if causal else kinds.PADDING) if documents else (kinds.CAUSAL if causal else kinds.NO_MASK)
     static = {

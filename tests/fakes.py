@@ -1,4 +1,4 @@
-"""A clock that moves only when something waits, and the store of jax's coordination service, for tests without waits."""
+"""Fakes for tests without real waits: a clock that moves only when code sleeps, and the store of jax's coordination service."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from time import strftime
 
 
 class Clock:
-    """Stands in for the module `time`."""
+    """A fake of the module `time`. sleep() moves its clock at once."""
 
     def __init__(self, now: float = 1000.0):
         self.now = now
@@ -23,7 +23,10 @@ class Clock:
 
 
 class Turns:
-    """Stands in for an event that a loop waits for: each wait takes its time and a turn; after the last, the event has come."""
+    """A fake of the threading.Event that a loop waits for. Each wait moves the clock and calls the next of `turns`.
+
+    After the last of them the event is set.
+    """
 
     def __init__(self, clock: Clock, *turns: Callable[[], object]):
         self.clock, self.turns = clock, iter(turns)
@@ -45,16 +48,16 @@ class Turns:
 
 
 class Store:
-    """The coordination service's store, for processes that are threads. Nobody waits for a key that `never` comes."""
+    """A fake of the coordination service's store, for processes that are threads. A wait for a key in `never` fails at once."""
 
     def __init__(self, never: tuple[str, ...] = ()):
         self.values: dict[str, str] = {}
         self.never = never
         self.changed = threading.Condition()
-        self.asked: list[str] = []  # the keys that were waited for
+        self.asked: list[str] = []  # keys that a process has waited for
         self.live: set[int] = set()
         self.barrier: threading.Barrier | None = None
-        self.gone = False  # the service has ended
+        self.gone = False  # whether the service has ended
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self.changed:

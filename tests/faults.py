@@ -1,7 +1,6 @@
-"""What the fault tests share: a small run in processes of its own, and figures that docs/evidence/faults.md shows.
+"""Helpers of the fault tests: a small run in its own processes, and the measurements on docs/evidence/faults.md.
 
-`./run.sh test tests/campaign --campaign` runs all of them and writes the figures that it measures beside the ledger
-(figures.json); docs/evidence/faults.md shows them.
+`./run.sh test tests/campaign --campaign` runs all fault tests and writes their measurements to figures.json, beside the ledger.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ SEED = 20261122
 
 
 class Faults:
-    """A folder with a small config, a compile cache and modules of one's own, and runs in processes of their own."""
+    """A folder with a small config, a compile cache and a module `own`, and runs of this config in child processes."""
 
     def __init__(self, folder: Path, own: str = "", **overrides: Any):
         self.folder = folder
@@ -36,7 +35,7 @@ class Faults:
         self.started = 0
 
     def start(self, workdir: Path, *options: str, env: dict[str, str] | None = None, **overrides: Any) -> runs.Child:
-        """A run. options: further arguments, as --process-id=1. The compile cache is shared by all of them."""
+        """Start a run in a child process. options: more command-line arguments. All runs share the folder's compile cache."""
         self.started += 1
         chosen = {"paths__cache": self.folder / "cache", **self.overrides, **overrides}
         path = os.pathsep.join([str(self.folder), str(runs.REPO)])
@@ -44,25 +43,25 @@ class Faults:
         return runs.Child(self.config, workdir, words, env={"PYTHONPATH": path, **(env or {})}, options=options, **chosen)
 
     def processes(self, workdir: Path, number: int, devices: int, **overrides: Any) -> list[runs.Child]:
-        """One run of so many processes on 127.0.0.1, with so many CPU devices each."""
+        """Start one run of `number` processes on 127.0.0.1, with `devices` CPU devices each."""
         port = free_port()
         env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICKLY}"}
         where = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={number}"]
         return [self.start(workdir, *where, f"--process-id={i}", env=env, **overrides) for i in range(number)]
 
     def in_process(self, workdir: Path, **overrides: Any) -> int:
-        """The same on the 8 devices of this process; the exit code."""
+        """Train in this process, on its 8 devices, and return the exit code."""
         with self._own():
             return runs.train(self.config, workdir, **{**self.overrides, **overrides})
 
     def replay(self, bundle: Path, *arguments: str) -> int:
-        """A bundle taken again on the 8 devices of this process; the exit code."""
+        """Replay a bundle in this process, on its 8 devices, and return the exit code."""
         with self._own():
             return runs.command.main([f"--replay={bundle}", *arguments])
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """`import own` finds this folder's, and not what another test has left behind."""
+        """Let `import own` find this folder's module, even if an earlier test has imported another of that name."""
         sys.modules.pop("own", None)
         sys.path.insert(0, str(self.folder))
         importlib.invalidate_caches()
@@ -80,32 +79,32 @@ def free_port() -> int:
 
 
 def saving(workdir: Path, since: float = 0.0) -> bool:
-    """Whether a save is under way that began after this time: a step's folder is there and not complete."""
+    """Return whether a save that began after `since` (seconds since 1970) is under way: its step is not complete yet."""
     found = Checkpoints(workdir / "checkpoints")
     try:
         unfinished = [step for step, state in found.states().items() if state == "unfinished"]
         return any(os.stat(found.directory / str(step)).st_ctime > since for step in unfinished)
-    except FileNotFoundError:  # swept just now
+    except FileNotFoundError:  # the run has just removed the folder
         return False
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two sets of tensors are the same, bit for bit."""
+    """Return whether two sets of tensors are equal, bit for bit."""
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
 def steps_written(workdir: Path) -> int:
-    """The newest step in metrics.jsonl, 0 where there is none."""
+    """Return the newest step in metrics.jsonl, 0 if there is none."""
     return max((line["step"] for line in runs.lines(workdir) if line["kind"] == "train"), default=0)
 
 
 def dice(name: str) -> random.Random:
-    """Random numbers of one campaign, the same each time."""
+    """Return a random generator for one campaign, with the same seed each time."""
     return random.Random(f"{SEED} {name}")
 
 
 def until(what: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for something that is true before long."""
+    """Wait until `what()` is true. Fails after `seconds`."""
     limit = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < limit, "it never came to that"
@@ -113,7 +112,7 @@ def until(what: Callable[[], bool], seconds: float = 60) -> None:
 
 
 class Figures:
-    """Figures of a campaign, by name; written to `path`, if any."""
+    """Collect measurements by name, and write them to `path` unless it is None."""
 
     def __init__(self, path: Path | None):
         self._path = path

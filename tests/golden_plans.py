@@ -30,12 +30,13 @@ from jaxtrain.startup import start_jax
 FOLDER = launch.REPO / "tests" / "golden"
 WRITE = "python tests/golden_plans.py --write"
 FORMAT = 1
-# Largest relative change of a figure; of the exposed share, the largest change. The scheduler may reorder instructions, but not
-# change bytes and FLOPs. Launches and trips are exact. Collectives below `least_gb` a step are left out.
+# Largest relative change of a figure; for the exposed share, the largest absolute change. The scheduler may reorder
+# instructions, but may not change bytes and FLOPs. Launches and trips must be equal. Collectives below `least_gb` a step are
+# left out.
 MARGINS = {"peak": 0.01, "wire": 0.01, "tflop": 0.01, "step": 0.02, "exposed_share": 0.01, "least_gb": 0.001}
 NO_MARGINS = dict.fromkeys(MARGINS, 0.0)
-LISTED = 4  # lines or names in one sentence
-# File -> (config with its variant, topology). The tiny config trains on CPUs, for which there is no plan.
+LISTED = 4  # most lines or names that one sentence lists
+# File -> (config with its variant, topology). The tiny config trains on CPUs, which have no plan.
 SHIPPED: Mapping[str, tuple[str, str]] = {
     "llama3_8b": ("configs/llama3_8b.py", "h200:8"),
     "llama3_70b": ("configs/llama3_70b.py", "h200:8"),
@@ -57,7 +58,7 @@ Golden = dict[str, Any]  # the contents of a golden file
 
 
 class GoldenError(ValueError):
-    """A golden plan that cannot be read, or does not apply."""
+    """A golden plan cannot be read, or does not apply."""
 
 
 # ---- The files
@@ -72,7 +73,7 @@ def from_plan(plan: Plan) -> Golden:
     """Return the figures of a plan, rounded."""
     groups: dict[tuple[str, str, str], Golden] = {}
     for c in sorted(plan.collectives, key=lambda c: c.source or c.op_name):
-        # XLA merges several into one launch in any order.
+        # XLA merges several collectives into one launch, in any order.
         key = (c.kind, "+".join(sorted(c.dtype.split("+"))), c.axis)
         group = groups.setdefault(key, {"launches": 0, "wire_gb": [], "lines": {}})
         count, gb = group["lines"].get(c.source or c.op_name, (0, 0.0))
@@ -90,7 +91,7 @@ def from_plan(plan: Plan) -> Golden:
     for k in plan.kernels:
         work[k.op_name] = work.get(k.op_name, 0.0) + k.tflop
     loops: dict[str, list[int]] = {}
-    for name, trips in plan.trip_counts.items():  # the compiler peels and unrolls loops of one name
+    for name, trips in plan.trip_counts.items():  # the compiler peels and unrolls loops, and gives them the same name
         loops.setdefault(re.sub(r"\.\d+$| \(\d+\)$", "", name), []).append(trips)
     return {
         "config": plan.config,
@@ -123,7 +124,7 @@ def save(golden: Golden, file: Path) -> None:
 
 
 def load(file: Path) -> Golden:
-    """Read a golden plan. Raises GoldenError if there is none of this format."""
+    """Load a golden plan. Raises GoldenError if the file is missing or has another format."""
     try:
         golden = json.loads(file.read_text(encoding="utf-8"))
         if golden["format"] != FORMAT:
@@ -136,7 +137,7 @@ def load(file: Path) -> Golden:
 # ---- Comparing
 
 
-# Figure -> (its key, its unit, its margin, the tables of its parts)
+# Figure -> (its key, its unit, its margin, the tables that divide it)
 FIGURES = {
     "peak memory": ("peak_gib", "GiB", "peak", ("classes_gib", "saved_gib")),
     "hardware FLOPs": ("tflop", "TFLOP", "tflop", ("work_tflop",)),
@@ -148,10 +149,10 @@ def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = No
     """Return a sentence for each figure of a plan that differs from its golden plan by more than the margins.
 
     Args:
-        margins: None for those of the golden plan.
+        margins: None for the margins of the golden plan.
 
     Raises:
-        GoldenError: the two cannot be compared, since their jaxlib or topology differs.
+        GoldenError: jaxlib or topology differs, so the two cannot be compared.
     """
     if golden["jaxlib"] != (jaxlib := plan.versions["jaxlib"]):
         made = f"the golden plan of {golden['config']} was made with jaxlib {golden['jaxlib']}, and this is {jaxlib}"
@@ -198,7 +199,7 @@ def _signed(new: float, old: float, unit: str) -> str:
 
 
 def _changes(old: Mapping[str, float], new: Mapping[str, float], unit: str) -> list[str]:
-    """Return the largest changes of the parts of a figure, without those that are small beside the first."""
+    """Return the largest changes in a figure's table. Changes that are small beside the largest are left out."""
     pairs = {name: (new.get(name, 0.0), old.get(name, 0.0)) for name in {*old, *new}}
     changes = {name: abs(now - was) for name, (now, was) in pairs.items()}
     ordered = sorted(changes, key=lambda name: (-changes[name], name))[:LISTED]
@@ -221,7 +222,7 @@ def _collectives(old: Golden, new: Golden, margins: Mapping[str, float]) -> Iter
 
 
 def _line_cause(old: dict[str, list[Any]], new: dict[str, list[Any]]) -> str:
-    """Return the lines whose launches or bytes changed. A line that only moved within its file is left out."""
+    """Return the lines of code whose launches or bytes changed. A line that only moved within its file is left out."""
     less = {line: v for line, v in old.items() if new.get(line) != v}
     more = {line: v for line, v in new.items() if old.get(line) != v}
     for line, v in list(more.items()):
@@ -259,7 +260,7 @@ def requests(names: Iterable[str]) -> dict[str, parallel.Request]:
 
 
 def explain(name: str, differences: Sequence[str]) -> str:
-    """Return the differences as text, such as the message of a failing test."""
+    """Return the differences of a golden plan as text, for the message of a failing test."""
     if not differences:
         return f"{name}: as its golden plan"
     return "\n".join([f"{name} differs from tests/golden/{name}.json:", *(f"- {d}" for d in differences)])
@@ -272,7 +273,7 @@ def run(
     plan_many: Callable[..., dict[str, parallel.Outcome]] = parallel.plan_many,
     **how: Any,
 ) -> int:
-    """Plan the shipped configs, print what differs from their files, and with `write` write the files anew.
+    """Plan the shipped configs and print the differences from their files; with `write`, write the files.
 
     Args:
         how: further arguments of `plan_many`.
@@ -286,7 +287,7 @@ def run(
         try:
             if outcome.plan is None:
                 raise GoldenError(f"no plan, {outcome.kind}: {outcome.reason}")
-            # If a file is written, a change within the margins is printed too.
+            # With `write`, a change within the margins is printed too.
             differences = compare(load(path(name, folder)), outcome.plan, NO_MARGINS if write else None)
             print(explain(name, differences), flush=True)
             codes.append(1 if differences and not write else 0)

@@ -1,4 +1,4 @@
-"""A trace of two GPUs, made from a small program whose plan is known."""
+"""A trace of two GPUs, built from a small program whose plan is known."""
 
 import json
 from pathlib import Path
@@ -73,18 +73,18 @@ ENTRY %main (x: {BIG}, a.1: bf16[1000,5000], b.1: bf16[5000,10000]) -> {BIG} {{
 MESH = {"data": 1, "fsdp": 2, "tensor": 1, "seq": 1}
 
 
-NUMBER = 7  # of the program
+NUMBER = 7  # program_id of PROGRAM
 
 
 class Space:
-    """An XSpace under construction, in the text format that ProfileData turns into a trace."""
+    """Build an XSpace in the text format that ProfileData converts into a trace."""
 
     def __init__(self) -> None:
         self.planes: dict[str, dict[str, list[str]]] = {}  # plane -> line -> events
-        self.names: dict[str, int] = {}  # of events, stats, and texts in stats
+        self.names: dict[str, int] = {}  # names of events and stats, and text values of stats
 
     def line(self, plane: str, name: str, events: list[tuple[str, float, float, dict[str, Any]]]) -> None:
-        """Add events of (name, start and end in ms, stats). A text in a stat is a reference to the table of names."""
+        """Add events of (name, start and end in ms, stats). A stat's text is stored as a reference to the table of names."""
         made = self.planes.setdefault(plane, {}).setdefault(name, [])
         for event, start, end, stats in events:
             values = {k: f"ref_value: {self._id(v)}" if isinstance(v, str) else f"int64_value: {v}" for k, v in stats.items()}
@@ -111,7 +111,7 @@ class Space:
 
 
 def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roofline]:
-    """Return a trace of PROGRAM on two GPUs as planned, and the plan; each step, device 1 is `late_ms` later."""
+    """Return a trace of PROGRAM on two GPUs as planned, and the plan. In each step device 1 starts `late_ms` later."""
     read = program.read(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
     planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))
@@ -129,13 +129,14 @@ def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roo
                 lane.append((kernel, at + start * 1e3, at + end * 1e3, stats))
         space.line(f"/device:GPU:{device}", "Stream #13(Kernel)", compute)
         space.line(f"/device:GPU:{device}", "Stream #20(Kernel)", links)
-        space.line(f"/device:GPU:{device}", "XLA Ops", compute)  # repeats the events: not to be counted again
+        # a line that repeats the events: a reader must not count it again
+        space.line(f"/device:GPU:{device}", "XLA Ops", compute)
     space.line(trace.HOST, "python", [("train", n * 0.1, n * 0.1 + 0.05, {"step_num": 40 + n}) for n in range(steps)])
     return space, planned
 
 
 def gpu_run(folder: Path, space: Space) -> Path:
-    """Write a run's folder around a trace, and return it."""
+    """Write a run's folder that contains a trace, and return the folder."""
     path = space.write(folder / "profile/plugins/profile/now/host.xplane.pb")
     path.with_name(HLO_TEXT).write_text(PROGRAM)
     (folder / "config.json").write_text('{"precision": "bf16"}')
@@ -145,6 +146,6 @@ def gpu_run(folder: Path, space: Space) -> Path:
 
 
 def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> measure.Profile:
-    """Return the profile of a trace, with a plan at RATES."""
+    """Return the profile of a trace, with a plan at the rates RATES."""
     monkeypatch.setattr(measure, "rates_for", lambda gpu, precision: RATES)
     return measure.profile(trace.find(gpu_run(folder, space))[0], measure.run_around(folder))

@@ -1,6 +1,6 @@
-"""Small builders that the numerics tests share: a tiny config, batches through the real pipeline, compiled steps, oracles.
+"""Helpers of the numerics tests: a tiny config, batches from the real data pipeline, compiled steps, reference losses.
 
-Configs are frozen and hashable, so everything here is cached by them: a step that two tests need is compiled once.
+Configs are frozen and hashable, and the helpers cache by config: a step that two tests use is compiled once.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxtrain.train import loss
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.state import abstract_tensors, create_state, from_tensors, to_tensors
 
-# Every head count divides by 4, so that the same model runs on every mesh; queries are grouped 2 to a key.
+# Every head count divides by 4, so that the model runs on every mesh. Two query heads share a key/value head.
 TINY = {
     "precision": "f32",
     "model.num_layers": 4,
@@ -47,7 +47,7 @@ TINY = {
     "data.seq_len": 64,
     "train.steps": 20,
     "train.global_batch": 16,
-    "loss.chunk": 48,  # does not divide the tokens of a device
+    "loss.chunk": 48,  # does not divide a device's tokens
     "optimizer.lr": 1e-3,
     "optimizer.lr_min": 1e-4,
     "optimizer.warmup_steps": 3,
@@ -55,14 +55,14 @@ TINY = {
 
 
 def few(cases: Iterable[Any], *often: Any) -> list[Any]:
-    """Cases of a parametrized test: these `often`, and in a campaign every one."""
+    """Return the cases of a parametrized test: `often` in every run, all others only in a campaign."""
     cases = list(cases)
     assert all(case in cases for case in often), often
     return [pytest.param(case, marks=() if case in often else pytest.mark.more) for case in cases]
 
 
 def tiny(overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A config of a model that compiles in seconds, on one device unless the mesh says more."""
+    """Return the config of a model that compiles in seconds. It uses one device unless the overrides set a mesh."""
     tree = config.default_config()
     for key, value in {**TINY, **(overrides or {})}.items():
         *sections, name = key.split(".")
@@ -74,38 +74,38 @@ def tiny(overrides: Mapping[str, Any] | None = None) -> RunConfig:
 
 
 def devices_of(run: RunConfig) -> list[Any]:
-    """As many of the fake devices as the mesh has."""
+    """Return as many fake devices as the run's mesh has."""
     return jax.devices()[: math.prod(dataclasses.astuple(run.mesh))]
 
 
 @functools.cache
 def program(run: RunConfig) -> Program:
-    """The run's program on fake devices."""
+    """Return the run's program on fake devices."""
     return build(run, devices_of(run))
 
 
 @functools.cache
 def train_step(run: RunConfig) -> jax.stages.Compiled:
-    """The compiled train step."""
+    """Return the compiled train step of a run."""
     return compiled(program(run))
 
 
 @functools.cache
 def lowered(run: RunConfig) -> str:
-    """What XLA is given to compile for a train step."""
+    """Return the StableHLO text of a run's train step, before XLA compiles it."""
     made = program(run)
     return made.train_step.lower(made.state, made.batch).as_text()
 
 
 @functools.cache
 def batches(data: config.Data, global_batch: int, split: str = "train") -> pipeline.Batches:
-    """The run's data, through the real pipeline. Sources: synthetic and files."""
+    """Return the run's batches from the real data pipeline. The source must be synthetic or a file."""
     source = data.source if split == "train" else data.eval_source
     return pipeline.open_source(data, source, split=split, global_batch=global_batch, data_dir=".")
 
 
 def host_batch(run: RunConfig, step: int) -> dict[str, np.ndarray]:
-    """The rows of one step."""
+    """Return the batch of one step, as NumPy arrays of the global batch."""
     return batches(run.data, run.train.global_batch).batch(step)
 
 
@@ -116,7 +116,7 @@ def _initial_state(run: RunConfig) -> Any:
 
 
 def fresh_state(run: RunConfig) -> Any:
-    """Initial state on the mesh, to be donated. Data and batch size play no part in it: runs that differ there share it."""
+    """Return the initial state on the mesh; a step may donate it. Runs that differ only in data and batch size share it."""
     plain = dataclasses.replace(
         run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze)
     )
@@ -125,24 +125,24 @@ def fresh_state(run: RunConfig) -> Any:
 
 @functools.cache
 def initial_tensors(run: RunConfig) -> dict[str, np.ndarray]:
-    """Every tensor of the initial state, by its name in checkpoints."""
+    """Return every tensor of the initial state, by its name in checkpoints."""
     return {k: np.asarray(v) for k, v in to_tensors(fresh_state(run)).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a few steps gave."""
+    """The results of a few steps."""
 
     loss: np.ndarray
     grad_norm: np.ndarray
     lr: np.ndarray
     tensors: dict[str, np.ndarray]
-    taken: compare.Trained  # to be compared
+    taken: compare.Trained  # the state after the last step, for comparisons
 
 
 @functools.cache
 def train(run: RunConfig, steps: int) -> Trained:
-    """`steps` steps of the run from its initial state."""
+    """Train for `steps` steps from the run's initial state."""
     made, rates = program(run), []
 
     def step(state: Any, batch: loss.Batch) -> tuple[Any, Any]:
@@ -156,14 +156,15 @@ def train(run: RunConfig, steps: int) -> Trained:
 
 
 def compiled(made: Program) -> jax.stages.Compiled:
-    """The compiled train step of a program."""
+    """Return the compiled train step of a program."""
     return made.train_step.lower(made.state, made.batch).compile()
 
 
 def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
-    """The first steps of a run, to be compared, compiled anew.
+    """Compile a run's step again, take its first steps, and return their results for a comparison.
 
-    They begin with the weights of one device: what other meshes begin with has a test of its own.
+    On every mesh the steps start from the weights that one device initializes. Another test compares the initial weights of
+    meshes.
     """
     made = build(run, devices_of(run))
     whole = dataclasses.replace(
@@ -179,7 +180,7 @@ def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
 
 
 def assert_state_stays_sharded(made: Program, step: jax.stages.Compiled) -> None:
-    """A step leaves parameters and moments sharded as the program says."""
+    """Check that a compiled step returns parameters and moments with the program's shardings."""
     after, _ = step.output_shardings
     pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(made.state), strict=True)
     for (path, sharding), a in pairs:
@@ -203,7 +204,7 @@ def loss_and_gradients(function: loss.LossFunction, spec: loss.LossSpec) -> Call
 
 
 def text_file(path: Path, modules: int = 12) -> Path:
-    """A token file of real text in short documents: each line of a few standard library modules is one."""
+    """Write a token file of real text in short documents: each line of a few standard library modules is a document."""
     byte = tokenizer.ByteTokenizer()
     library = Path(sysconfig.get_path("stdlib"))
     with TokenWriter(path, tokenizer.info(byte)) as writer:
@@ -214,7 +215,7 @@ def text_file(path: Path, modules: int = 12) -> Path:
     return path
 
 
-# ---- A user's own parts, named in configs as helpers:NAME
+# ---- A user's own parts. Configs name them as helpers:NAME
 
 
 class WiderFamily:
@@ -226,8 +227,11 @@ class WiderFamily:
 
 
 def _family(run: Callable[..., Any]) -> Any:
-    """Return the llama model whose layers are run by `run(plan, body, x, layers, shared, kinds)`, and which says that
-    remat.Plan.run alone runs them, whole and once."""
+    """Return the llama model whose layers `run(plan, body, x, layers, shared, kinds)` runs.
+
+    Like every family, it declares that remat.Plan.run alone runs the layers, in full and once. Some of the tests break that
+    rule.
+    """
 
     @dataclasses.dataclass
     class Layers:
@@ -271,17 +275,17 @@ HalfFamily = _family(
 
 
 def half_loss(hidden: jax.Array, head: jax.Array, batch: loss.Batch, spec: loss.LossSpec) -> jax.Array:
-    """Half of the cross entropy."""
+    """Return half of the cross entropy."""
     return 0.5 * loss.cross_entropy(hidden, head, batch, spec)
 
 
 def whole_logits_loss(hidden: jax.Array, head: Any, batch: loss.Batch, spec: loss.LossSpec) -> jax.Array:
-    """Cross entropy as one would write it, with all logits at once."""
+    """Return the cross entropy in its most direct form, with the logits of all tokens at once."""
     logits_BTV = jnp.einsum("BTD,VD->BTV", hidden, spec.whole_head(head), precision=spec.numerics.precision)
     picked_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV.astype(jnp.float32)), batch["targets"][..., None], -1)[..., 0]
     return -jnp.sum(batch["weights"] * picked_BT)
 
 
 def slower_adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> Any:
-    """AdamW with a longer memory."""
+    """Return AdamW with beta1 = 0.99."""
     return adamw(dataclasses.replace(optimizer, beta1=0.99), dtypes, axes)

@@ -1,7 +1,7 @@
-"""Small HLO programs as text, whose times can be added up by hand, and the round rates that they are timed at.
+"""Small HLO programs as text, whose times can be added up by hand, and the round rates of their plans.
 
-100 TFLOP/s, 1 TB/s of memory, 100 GB/s on NVLink of which every message reaches 1 / 1.01, 10 GB/s on the network with 100 us
-from node to node, 20 GB/s to the host. So 100 MB of memory traffic take 0.1 ms, 100 MB on NVLink 1.01 ms.
+Rates: 100 TFLOP/s, 1 TB/s of memory, 20 GB/s to the host, 10 GB/s on the network with 100 us from node to node. NVLink has
+100 GB/s, and 1% of overhead for every message. So 100 MB take 0.1 ms in memory and 1.01 ms on NVLink.
 """
 
 from jaxtrain.plan import result
@@ -10,7 +10,7 @@ from jaxtrain.plan.program import collectives, hlo
 FULL = ((1.0, 1 / 1.01),)
 RATES = result.Rates(100.0, 50.0, 25.0, 1.0, 100.0, 10.0, 20.0, 100.0, "round figures", 200.0, FULL)
 
-ELEMENTS = 25_000_000  # of float32: 100 MB
+ELEMENTS = 25_000_000  # float32 elements: 100 MB
 BIG = f"f32[{ELEMENTS}]{{0}}"
 COMPUTATIONS = f"""
 %twice (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
@@ -32,16 +32,18 @@ GATHER = f"(({BIG}), {BIG}) all-gather-start(%x), replica_groups={{{{0,1}}}}, di
 
 
 def read(entry: str, before: str = "") -> hlo.Module:
-    """A module from the lines of its entry, which may use x (100 MB), a.1 and b.1 (a GEMM of 1 ms), `twice` and `matmul`."""
+    """Return a module with these lines as its entry. They may use x (100 MB), a.1 and b.1 (a GEMM of 1 ms), `twice` and
+    `matmul`.
+    """
     computations = f"{COMPUTATIONS}{before}\nENTRY %main (x: f32[1]) -> f32[1] {{{ARGUMENTS}{entry}\n}}\n"
     return hlo.parse(f"HloModule small, is_scheduled=true\n{computations}")
 
 
 def moves(name: str, megabytes: float = 100.0, network: float = 0.0, hops: int = 0) -> dict[str, collectives.Found]:
-    """What the collective sends, in millions of bytes."""
+    """Return a collective that sends this many millions of bytes on the wire."""
     return {name: collectives.Found("all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, (), hops)}
 
 
 def gemm(name: str) -> str:
-    """1,000 x 5,000 x 10,000: 0.1 TFLOP, so 1 ms; its 130 MB alone would take 0.13 ms."""
+    """Return a GEMM of 1,000 x 5,000 x 10,000: 0.1 TFLOP, so 1 ms. Its memory traffic of 130 MB would take 0.13 ms."""
     return f"\n  %{name} = bf16[1000,10000]{{1,0}} fusion(%a.1, %b.1), kind=kCustom, calls=%matmul"

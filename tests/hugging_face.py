@@ -1,4 +1,4 @@
-"""What the tests of jaxtrain.hf share: folders with golden configs and random weights, and the Python that has transformers."""
+"""Helpers of the jaxtrain.hf tests: folders with golden configs and random weights, and a Python that has transformers."""
 
 import dataclasses
 import json
@@ -28,16 +28,16 @@ TOKENS = random_tokens(128)
 
 
 def settings(name: str, version: int = 5) -> dict[str, Any]:
-    """config.json as transformers of this version writes it."""
+    """Return config.json as this major version of transformers writes it."""
     return json.loads((HERE / "golden" / f"{name}.{version}.json").read_text())
 
 
 def write(
     folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, mtp: int = 0, **changes: Any
 ) -> Path:
-    """A folder of a family with the golden weights; `changes` to config.json, None removes a key.
+    """Write a folder of a model family with the golden weights. `changes`: keys of config.json; None removes a key.
 
-    mtp: modules of multi-token prediction. transformers writes none, whatever config.json says.
+    mtp: the number of multi-token prediction modules. transformers writes none, whatever config.json contains.
     """
     described = settings(name, version) | {"vocab_size": vocab}
     tensors = {}
@@ -52,35 +52,37 @@ def write(
     return folder
 
 
-SAME = 1e-4  # of logits
+SAME = 1e-4  # golden logits
 
 
 def off(logits: np.ndarray, name: str) -> float:
-    """The largest distance from what transformers computes."""
+    """Return the largest absolute difference between `logits` and those of transformers."""
     return float(np.abs(logits - GOLDEN[name]).max())
 
 
 def imported(place: Path, name: str, dtype: str = "auto", **changes: Any) -> tuple[Path, Path, list[str]]:
-    """A folder, the checkpoint made of it, and what was said."""
+    """Import a folder with golden weights. Returns the folder, the checkpoint, and the command's messages."""
     folder, said = write(place / "theirs", name, **changes), []
     import_folder(open_folder(folder), place / "ours", dtype, said.append)
     return folder, place / "ours", said
 
 
 def exported(checkpoint: Path, out: Path, base: str = "", **how: Any) -> list[str]:
-    """Writes a folder, and returns what was said."""
+    """Export a checkpoint to a Hugging Face folder, and return the command's messages."""
     said: list[str] = []
     exporting.export(str(checkpoint), out, base=base, **{"shard_size": 10**9} | how, say=said.append)
     return said
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """Of all files of a folder."""
+    """Return the tensors of all safetensors files in a folder."""
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def reference() -> str:
-    """The Python that has torch, transformers and PEFT; skips the test where there is none (tests/reference/setup.sh)."""
+    """Return the Python that has torch, transformers and PEFT. Skips the test if it is missing (tests/reference/setup.sh makes
+    it).
+    """
     python = os.environ.get("JAXTRAIN_REFERENCE_PYTHON") or str(HERE.parents[1] / ".reference" / "bin" / "python")
     if not Path(python).exists():
         pytest.skip("no Python with transformers: tests/reference/setup.sh makes one")
@@ -88,7 +90,7 @@ def reference() -> str:
 
 
 def ask(script: Path, *args: Any) -> str:
-    """Output of a script in that Python."""
+    """Return the output of a script that this Python runs."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run([reference(), script, *map(str, args)], capture_output=True, text=True, env=env)
     assert ended.returncode == 0, ended.stderr

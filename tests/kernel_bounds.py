@@ -1,21 +1,23 @@
-"""How far a kernel may be from its definition: bounds that follow from the types it computes in, element by element.
+"""Error bounds of kernels: how far a result may be from its definition, element by element, by the types it is computed in.
 
-They are bounds and not averages: a correct kernel stays below them everywhere, and what is above is an error.
+They bound every element and are no averages: a correct kernel stays below them everywhere, and a result above is an error.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 EXACT = 2.0**-24  # unit roundoff of float32: sums and softmax are in float32 everywhere
-ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # of the types that a kernel's inputs and results have
+ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # unit roundoff of a kernel's inputs and results, by type
 
 
 def sums(y: Any, size: Any, summed: Any, *, dtype: str) -> Any:
-    """How far sums of products y may be from their definition. size: the same sums of |.|; summed: how many products each has.
+    """Return the error bound of sums of products y.
 
-    A kernel adds in float32, in any order, with roundoff e = 2^-24 for each number it adds, and for each product of float32
-    numbers (those of bfloat16 are exact); then it rounds to its type, by at most u of the number. To first order in e and u:
-    summed e size + u |y|.
+    size: the same sums of absolute values. summed: the number of products in each sum.
+
+    A kernel adds in float32, in any order. Each addition has a roundoff of e = 2^-24, and so has each product of float32
+    numbers; products of bfloat16 numbers are exact. The kernel then rounds to its type, by at most u of the number. To first
+    order in e and u: summed e size + u |y|.
     """
     return summed * EXACT * size + ROUNDOFF[dtype] * abs(y)
 
@@ -34,10 +36,10 @@ def attention(
     xp: Any,
     einsum: Callable[..., Any],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The definition, on the kernel's own inputs, and how far a kernel may be from it: each (o, dq, dk, dv).
+    """Return the definition's results on the kernel's own inputs, and a kernel's error bounds: each (o, dq, dk, dv).
 
-    Of one row and one key/value head, with the G heads of its group. `xp` and `einsum`: numpy's, in float64; or jax.numpy's
-    in float32, of which the highest precision must be asked. With s the scores, P = softmax(s), dP = do v^T,
+    The inputs are one row and one key/value head, with the G query heads of its group. `xp` and `einsum` are NumPy's, in
+    float64, or jax.numpy's, in float32 with the highest precision. With s the scores, P = softmax(s), dP = do v^T,
     delta = sum(do o) and dS = P (dP - delta), o = P v, dq = dS k / sqrt(H), dk = dS^T q / sqrt(H) and dv = P^T do.
 
     A kernel multiplies exactly and adds in float32, with roundoff e = 2^-24. It rounds to its type, each time by at most u (e
@@ -58,7 +60,7 @@ def attention(
     factor, with an error of 2 (8 e + d / c). Where a score is far above the cap, the slope is smaller than this error, and
     the product of this error with the others counts.
 
-    blocks: attention is put together from blocks of keys, each of whose results is rounded once more. That adds, at most,
+    blocks: attention merges the results of blocks of keys, and rounds the result of each block once more. That adds, at most,
     u (P |v|) to o (and so half as much again to D's first part), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to dk
     and u (P^T |do|) to dv.
 

@@ -1,10 +1,10 @@
-"""Hooks of tests/gpu: kernels against their definitions, on a GPU in the shapes of large models, on a CPU in small ones.
+"""Hooks of tests/gpu: compare kernels with their definitions, on a GPU in the shapes of large models, on a CPU in small shapes.
 
     ./run.sh test tests/gpu                              the small shapes, on a CPU
     JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu     all shapes, on the first GPU
 
-`bench --suite=node` sets two variables: JAXTRAIN_TEST_RESULTS, a file that gets a JSON line for each result at once, and
-JAXTRAIN_TEST_SECONDS, after which no test begins.
+`bench --suite=node` sets two variables. JAXTRAIN_TEST_RESULTS is a file; each test appends its result at once, as a JSON line.
+JAXTRAIN_TEST_SECONDS is a time limit, after which no test starts.
 """
 
 import json
@@ -20,7 +20,7 @@ NO_TIME = "no time was left"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU, if there is none."""
+    """Skip tests that need a GPU if the machine has none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         for item in marked:
@@ -34,7 +34,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write the result of a test, of its setup only where the test was not called."""
+    """Write the result of a test. The result of its setup is written only if the test did not run."""
     if RESULTS and (report.when == "call" or (report.when == "setup" and not report.passed)):
         why = ""
         if report.skipped:

@@ -1,10 +1,10 @@
-"""The ledger of the campaign: for each test when it was run last, at which commit, and with what result.
+"""The campaign's ledger: when each test last ran, at which commit, and with which result.
 
-    ./run.sh test --campaign[=MINUTES]     run everything, the test first whose last proof is the oldest
+    ./run.sh test --campaign[=MINUTES]     run everything; tests whose last proof is the oldest run first
     ./run.sh test --ledger                 list the tests that were never proved, or last more than 10 commits ago
 
-One JSON line a result: item (the test's id), commit, date (UTC), seconds, result (passed, failed, skipped), why (of a skip).
-A test counts as proved where it passed and the tree had no uncommitted changes to files of git.
+Each result is a JSON line: item (the test's id), commit, date (UTC), seconds, result (passed, failed, skipped), why (of a
+skip). A test is proved if it passed while no tracked file had uncommitted changes.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 FOLDER = Path(os.environ.get("JAXTRAIN_TEST_LEDGER") or "~/.cache/jaxtrain/tests").expanduser()
 FILE = FOLDER / "ledger.jsonl"
-OLD = 10  # commits
+OLD = 10  # a proof older than this many commits is listed
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-CHANGED = "+"  # ends the commit of a tree with uncommitted changes
-SHOWN = 20  # tests in a list
+CHANGED = "+"  # mark at the end of the commit, if the tree has uncommitted changes
+SHOWN = 20  # most tests in a list
 
 
 def is_campaign(config: pytest.Config) -> bool:
-    """Whether everything is to be run, or listed."""
+    """Return whether pytest runs a campaign or lists the ledger."""
     return config.getoption("--campaign") is not None or bool(config.getoption("--ledger"))
 
 
@@ -56,7 +56,7 @@ def read(path: Path = FILE) -> list[Entry]:
 
 
 def append(entry: Entry, path: Path = FILE) -> None:
-    """Add an entry, on the disk when this returns."""
+    """Append an entry. It is on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         file.write(json.dumps(dataclasses.asdict(entry)) + "\n")
@@ -81,13 +81,13 @@ def now() -> str:
 
 
 def commit() -> str:
-    """Return the commit of the tree, with CHANGED where tracked files differ from it; "" outside of git."""
+    """Return the commit of the tree, with CHANGED if tracked files differ from it; "" outside of a git repository."""
     head = _git("rev-parse", "HEAD")
     return head + (CHANGED if head and _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def age(commit: str) -> int | None:
-    """Return the number of commits since `commit`; None where this history does not have it."""
+    """Return the number of commits since `commit`; None if the current history does not contain it."""
     if not commit or _git("merge-base", "--is-ancestor", commit, "HEAD", code=True) != "0":
         return None
     return int(_git("rev-list", "--count", f"{commit}..HEAD"))
@@ -99,10 +99,11 @@ def _git(*command: str, code: bool = False) -> str:
 
 
 def order(groups: dict[str, Sequence[str]], known: dict[str, Entry], salt: str) -> list[str]:
-    """Return the names of groups of tests in the order in which a campaign takes them.
+    """Return the names of groups of tests in the order in which a campaign runs them.
 
-    Groups with a test that was never proved come first, in an order that follows from `salt` (the commit): where no ledger is
-    kept, as in CI, a limited campaign takes other tests at each commit. Then those whose oldest proof is the oldest.
+    Groups with a test that was never proved come first, in an order that `salt` (the commit) determines. So where no ledger is
+    kept, as in CI, a campaign with a time limit runs other tests at each commit. The other groups follow, the oldest proof
+    first.
     """
 
     def key(name: str) -> tuple[str, str]:
@@ -113,7 +114,7 @@ def order(groups: dict[str, Sequence[str]], known: dict[str, Entry], salt: str) 
 
 
 def summary(items: Sequence[str], entries: Sequence[Entry]) -> list[str]:
-    """Return lines on what is proved of `items`, at the present commit and before."""
+    """Return lines of text: which of `items` are proved at the current commit, and which at earlier commits."""
     known = proofs(entries)
     ages = {at: age(at) for at in {e.commit for e in known.values()}}
     skipped = {e.item: e.why for e in entries if e.result == SKIPPED}

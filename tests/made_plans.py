@@ -1,6 +1,6 @@
-"""Plans made up by formula, for tests of the search for layouts: configs to search, plans, and stand-ins for what makes plans.
+"""Plans made up by formula, for tests of the layout search: configs to search, plans, and fakes of the planning function.
 
-A pool of child processes finds the functions that make plans as made_plans:NAME, with this folder on PYTHONPATH.
+A pool of child processes finds the fakes as made_plans:NAME, with this folder on PYTHONPATH.
 """
 
 import os
@@ -21,26 +21,26 @@ RATES = rates_for(H200.gpu, "bf16")
 
 
 def load(*overrides: str, file: str = "configs/llama3_8b.py") -> config.RunConfig:
-    """The run of a config file with overrides KEY=VALUE."""
+    """Return the run of a config file with overrides KEY=VALUE."""
     loaded = launch.load([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
     assert not loaded.problems, loaded.problems
     return loaded.run
 
 
 def tiny(*overrides: str) -> config.RunConfig:
-    """Small enough to be compiled in seconds, with few layouts."""
+    """Return a run that is small enough to compile in seconds, with few layouts."""
     sizes = ("num_layers=2", "d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
     batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "loss.chunk=256", "mesh.fsdp=-1")
     return load(*(f"model.{s}" for s in sizes), *batch, "remat.policy=full", "remat.tensors=", *overrides)
 
 
 def flat(run: config.RunConfig) -> dict[str, Any]:
-    """Every key of a run."""
+    """Return every key of a run, by its dotted name."""
     return dict(config.flatten(config.to_dict(run)))
 
 
 def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
-    """A plan with these two figures."""
+    """Return a plan with this step time and this peak memory."""
     usable = machine.usable_gib()
     buffer = Buffer(peak_gib, "state", "f32[1]", "", "", "p")
     return Plan(
@@ -69,22 +69,22 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
     )
 
 
-# ---- What a search asks for plans, by name
+# ---- Fakes of the planning function
 
 
 def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Always a tenth above the formula in time, and as large as it is likely to be."""
+    """Return a plan whose step takes 1.1 times the bound's, with the bound's likely memory."""
     least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 
 
 def nothing_fits(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:
-    """Far too big."""
+    """Return a plan whose peak memory is far too large."""
     return made(run, machine, 1.0, 1000.0, rates)
 
 
 def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """What happens hangs on the number of microbatches."""
+    """Return a plan, raise an error, crash or hang, by the number of microbatches."""
     accum = run.train.grad_accum
     if accum == 2:
         raise ValueError("no plan\nof two microbatches")
@@ -96,19 +96,19 @@ def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | N
 
 
 def killed(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Ended from outside."""
+    """Kill this process, as the out-of-memory killer would."""
     os.kill(os.getpid(), signal.SIGKILL)
     return made(run, machine, 1.0, 1.0)
 
 
 def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Never ends by itself."""
+    """Sleep for 10 minutes."""
     time.sleep(600)
     return made(run, machine, 1.0, 1.0)
 
 
 class Inline:
-    """A child that plans in this process. `started`: the runs of all of them."""
+    """A fake of a child process that plans in this process. `started` collects the runs of all instances."""
 
     started: list[config.RunConfig] = []
 
@@ -125,11 +125,11 @@ class Inline:
             return Outcome(None, "failed", str(error))
 
     def end(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process runs."""
 
 
 def plan_inline(monkeypatch: Any) -> list[config.RunConfig]:
-    """Plan in this process, one run after the other. Returns the runs that are planned."""
+    """Plan in this process, one run after the other. Returns the list to which each planned run is appended."""
     monkeypatch.setattr(parallel, "Child", Inline)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     monkeypatch.setattr(parallel, "POLL_S", 0.0)
@@ -138,5 +138,5 @@ def plan_inline(monkeypatch: Any) -> list[config.RunConfig]:
 
 
 def crashes(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Fail as a compile that XLA aborts."""
+    """Raise the error of a compile that XLA aborts."""
     raise RuntimeError("XLA has crashed")

@@ -1,4 +1,4 @@
-"""Folders of runs that are made up: lines of metrics, receipts and ledgers, written as a run writes them."""
+"""Made-up run folders: lines of metrics, receipts and ledgers in the form that a run writes."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from jaxtrain.receipt.format import FORMAT
 
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:
-    """Every field that a caller of `Writers.train` gives."""
+    """Return every field of a train line that a caller of `Writers.train` passes."""
     return dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5) | {"step": step, "tokens": 100 * step, "skipped_steps": 0} | changes
 
 
 def gpu_line(step: int, gpu: int = 0, process: int = 0, **changes: Any) -> dict[str, Any]:
-    """Every field that a caller of `Writers.gpu` gives."""
+    """Return every field of a GPU's line that a caller of `Writers.gpu` passes."""
     sample = {"utilization": 0.9, "memory_used_gib": 100.0, "pool_gib": 120.0, "in_use_gib": 80.0, "largest_free_gib": 30.0}
     sample |= {"power_w": 500.0, "power_limit_w": 700.0, "temperature_c": 60.0, "sm_clock_mhz": 1900, "memory_clock_mhz": 3200}
     sample |= {"throttled": 0.0, "throttle_reasons": "", "nvlink_tx_gb_s": None, "nvlink_rx_gb_s": None, "ecc_uncorrected": 0}
@@ -26,22 +26,22 @@ def gpu_line(step: int, gpu: int = 0, process: int = 0, **changes: Any) -> dict[
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
-    """A train line as it stands in the file."""
+    """Return a train line as it is in metrics.jsonl."""
     return {"kind": "train", **train_line(step, skipped_steps=0.5), "time_unix": 1e9} | changes
 
 
 def gpu(step: int, n: int, process: int = 0, **changes: Any) -> dict[str, Any]:
-    """A line of one GPU as it stands in the file."""
+    """Return the line of GPU `n` as it is in metrics.jsonl."""
     return {"kind": "gpu", **gpu_line(step, n, process), "time_unix": 1e9 + step, **changes}
 
 
 def held_out(step: int, loss: float, **changes: Any) -> dict[str, Any]:
-    """An eval line as it stands in the file."""
+    """Return an eval line as it is in metrics.jsonl."""
     return {"kind": "eval", "step": step, "loss": loss, "bits_per_byte": None, "perplexity": 9.0, **changes}
 
 
 def fake(folder: Path, lines: list[dict[str, Any]], **files: str) -> Path:
-    """A run's folder with these lines of metrics, and files by name."""
+    """Write a run's folder with these lines of metrics and these files. `__` in a file's name is a dot: log__txt."""
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "metrics.jsonl", lines)
     for name, content in files.items():
@@ -56,20 +56,20 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def ended(code: int | None, reason: str = "why", **more: Any) -> str:
-    """Return the text of a receipt that ended so; None: it has no end."""
+    """Return the text of a receipt with this exit code and reason. None: the attempt has not ended."""
     when = "2026-01-01T00:00:00+00:00"
     facts = {"format": FORMAT, "attempts": [], "started": when, "ended": None if code is None else when}
     return json.dumps(facts | {"exit_code": code, "reason": reason} | more)
 
 
 def silence(folder: Path, seconds: float) -> None:
-    """Make the files of a folder that old."""
+    """Make the files of a folder `seconds` old."""
     for path in folder.iterdir():
         os.utime(path, (time.time() - seconds, time.time() - seconds))
 
 
 def everything(folder: Path, seed: int, steps: int = 3000) -> Path:
-    """A run with GPUs, losses that are no numbers, a spike, evaluations and warnings."""
+    """Write a run's folder with GPU lines, losses that are NaN or infinite, a spike, evaluations and warnings."""
     draw = random.Random(seed)
     lines = []
     for step in range(1, steps + 1):

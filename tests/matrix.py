@@ -1,6 +1,6 @@
-"""The layouts that are proved equal: as `python -m jaxtrain.parity --meshes=` writes them, by the model they are tried on.
+"""The layouts that must train alike, written as for `python -m jaxtrain.parity --meshes=`, by the model that tests them.
 
-Rows hold several documents, so that some straddle every border between devices (test_parity.py checks that they do).
+Rows hold several documents, so that some documents cross every border between devices (test_parity.py checks that they do).
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from jaxtrain.parity import compare, layouts
 from jaxtrain.parity.compare import Bounds, Comparison, Trained
 from jaxtrain.parity.layouts import in_float32
 
-# Weights ten times as large as usual: scores that differ, so that it matters which keys a query sees, and where.
+# Weights ten times as large as usual make attention scores differ, so that a wrong mask or position changes the results.
 BASE = {"model.num_layers": 2, "model.init_std": 0.2, "data.max_segments": 6}
-# 8 query heads each; 4 key/value heads where nothing else is said.
+# Each model has 8 query heads. It has 4 key/value heads unless it sets another number.
 MODELS = {
     "2 queries a key": {},
     "1 query a key": {"model.num_kv_heads": 8},
@@ -36,12 +36,12 @@ MODELS = {
         "model.local_rope_base": 100.0,
         "model.attn_logit_scale": 24**-0.5,
     },
-    # Stages of two layers each: at every place all stages have the same kind of layer, which a ring needs.
+    # Stages of two layers each: the layers at one position of all stages are of one kind. Ring attention needs that.
     "kinds in phase": {"model.num_layers": 4, "model.sliding_window": 12, "model.attention_pattern": "lg"},
-    "biases": {"model.qkv_bias": True, "model.qk_norm": True},  # with these every kind of weight
+    "biases": {"model.qkv_bias": True, "model.qk_norm": True},  # with these the model has every kind of weight
     "one layer": {"model.num_layers": 1},
-    # Over 2, 4 or 8 groups of layers: none divides them. Through nine layers of weights of 0.2 rounding grows so much that a
-    # ring of two alone, without stages, is beyond the bound after three steps.
+    # Nine layers do not divide into 2, 4 or 8 groups. With an init_std of 0.2, rounding grows so much through nine layers that
+    # a ring of two without stages exceeds the bound after three steps; so it is 0.1 here.
     "stages": {"model.num_layers": 9, "model.init_std": 0.1},
     "both": {
         "model.num_layers": 4,
@@ -52,7 +52,7 @@ MODELS = {
         "moe.z_loss": 0.0,
     },
     "experts": {"model.num_experts": 8, "model.d_ff": 32, "model.shared_d_ff": 32},
-    # Of DeepSeek-V3: latent attention with narrower values, a dense layer before the stack, groups of experts.
+    # As in DeepSeek-V3: latent attention with narrower values, a dense layer before the stack, groups of experts.
     "latent": {
         "model.num_layers": 5,
         "model.dense_layers": 1,
@@ -74,7 +74,8 @@ MODELS = {
         "moe.balance_loss": 0.0,
         "moe.z_loss": 0.0,
     },
-    # Room for all, so that none is dropped. Losses for even loads are those of each microbatch, which make another step.
+    # With this capacity no token is dropped. The balance and z losses are computed for each microbatch, so that another number
+    # of microbatches would train differently; they are off.
     "experts with room": {
         "model.num_experts": 8,
         "model.d_ff": 32,
@@ -146,7 +147,7 @@ LAYOUTS = {
         "fsdp2xtensor2xseq2",
         "fsdp2xtensor2xseq2/parallel.context=ulysses",
         "fsdp2xtensor2xseq2/parallel.context=gather",
-        # Key/value heads fewer than what splits them
+        # Fewer key/value heads than tensor ranks
         "tensor8",
         "tensor8/attention.impl=chunked",
         # Stages of ZeRO, and when weights are gathered
@@ -163,7 +164,7 @@ LAYOUTS = {
         "seq8/parallel.context=ulysses/attention.ulysses=2",
         "seq8/parallel.context=ulysses/attention.ulysses=4",
         "tensor2xseq4/parallel.context=ulysses/attention.ulysses=2",
-        # Microbatches, what is computed again, other kernels
+        # Microbatches, activation checkpointing, other kernels
         "one/train.grad_accum=4",
         ZERO,
         "data2xfsdp2xseq2/train.grad_accum=4",
@@ -173,7 +174,7 @@ LAYOUTS = {
         "tensor2xseq4/remat.policy=dots",
         "fsdp2xseq4/attention.impl=chunked",
         "fsdp2xseq4/attention.impl=chunked/parallel.context=gather/remat.policy=full",
-        # Gradients added by layer, in a loop and one by one
+        # Gradients accumulated layer by layer, in a loop and unrolled
         "fsdp4xseq2/train.grad_accum=2/train.accumulate=layer",
         "data2xfsdp2xtensor2/train.grad_accum=2/train.accumulate=layer",
         "fsdp2xtensor2xseq2/train.grad_accum=2/sharding.zero=1/parallel.scan_layers=False",
@@ -232,7 +233,7 @@ LAYOUTS = {
         f"stage2xfsdp2xtensor2{FOUR}/pipeline.schedule=interleaved/pipeline.groups=4",
         f"stage2xfsdp2xseq2{FOUR}/parallel.context=ulysses",
         f"stage2xtensor2xseq2{FOUR}/remat.policy=full",
-        f"data2xstage2xfsdp2{TWO}/remat.policy=full/remat.every=5",  # of the 5 places of a group
+        f"data2xstage2xfsdp2{TWO}/remat.policy=full/remat.every=5",  # a stage has at most 5 layers
         f"stage2xfsdp2xtensor2{FOUR}/remat.policy=none/parallel.scan_layers=False",
         f"stage8{FOUR}",
         "stage2xfsdp4/train.grad_accum=1",
@@ -306,7 +307,7 @@ LAYOUTS = {
         f"data2xfsdp4{TWO}/sharding.zero=2",
     ),
 }
-# Layouts that combine as many settings as they can: so few have each pair of settings that any layout here has.
+# Layouts that combine as many settings as possible: these few contain each pair of settings that any layout here has.
 INTERLEAVED = "/pipeline.schedule=interleaved/pipeline.groups=2"
 GPIPE = "/pipeline.schedule=gpipe"
 CUSTOM = "/remat.policy=custom/remat.tensors=q=keep,mlp_up=keep"
@@ -329,8 +330,9 @@ PAIRS = (
 )
 MATRIX = {f"{model}: {layout}": (model, layout) for model, names in LAYOUTS.items() for layout in names}
 MATRIX |= {name: tuple(name.split(": ")) for name in PAIRS}
-# What the suite tries every time; the others come in a campaign. test_parity.py checks that it has every model and pair.
-# Biases, sinks and one layer are models that no pair has. The last entry sums the table's gradient over seq, in one microbatch.
+# The layouts of every run; the others run in a campaign. test_parity.py checks that these contain every model and every pair.
+# The models "biases", "sinks" and "one layer" are in no pair. The last entry sums the embedding table's gradient over seq, in
+# one microbatch.
 LATENT = "latent: data2xexpert2xtensor2/train.grad_accum=2/parallel.scan_layers=False"
 SINKS = ("sinks: expert2xtensor2xseq2/moe.buffer=0.5/remat.policy=full", "sinks: data2xseq4")
 FURTHER = "multi-token: data2xfsdp2xseq2/train.grad_accum=2/sharding.zero=1"
@@ -346,7 +348,7 @@ SAMPLE_BF16 = (
 
 
 def settings(run: RunConfig) -> set[tuple[str, Any]]:
-    """What a layout sets: which mesh axes divide it, and each choice that changes its program."""
+    """Return the settings of a layout: the mesh axes that shard it, and each choice that changes its program."""
     found: set[tuple[str, Any]] = {(axis, size > 1) for axis, size in dataclasses.asdict(run.mesh).items()}
     found |= {("zero", run.sharding.zero), ("gather", run.sharding.gather), ("kernel", run.attention.impl)}
     found |= {("context", run.parallel.context), ("accum", run.train.grad_accum > 1)}
@@ -354,13 +356,13 @@ def settings(run: RunConfig) -> set[tuple[str, Any]]:
 
 
 def pairs(names: Iterable[str]) -> set[frozenset[tuple[str, Any]]]:
-    """Every two settings that stand together in one of these entries."""
+    """Return every pair of settings that occurs in one of these entries."""
     runs = [config(*MATRIX[name], "f32") for name in names]
     return {frozenset(pair) for run in runs for pair in itertools.combinations(settings(run), 2)}
 
 
 def config(model: str, layout: str, precision: str) -> RunConfig:
-    """A tiny run of that model in that layout. Raises ConfigError for one that cannot be."""
+    """Return a tiny run of this model in this layout. Raises ConfigError if the two do not fit together."""
     (found,), problems = layouts.parse(layout)
     assert not problems, problems
     types = dict(flatten(to_dict(helpers.tiny())))
@@ -372,7 +374,7 @@ def config(model: str, layout: str, precision: str) -> RunConfig:
 
 @functools.cache
 def allowed(model: str, precision: str, parts: int) -> tuple[Trained, Bounds]:
-    """One device's steps, and how far from them a run over so many devices and microbatches may be."""
+    """Return the steps on one device, and the bounds within which a run over `parts` devices and microbatches must agree."""
     run = config(model, "one", precision)
     reference = one_device(run)
     exact = None if precision == "f32" else one_device(in_float32(run))
@@ -383,9 +385,9 @@ one_device = functools.cache(helpers.first_steps)
 
 
 def against_one_device(name: str, precision: str) -> Comparison:
-    """Three steps of an entry against those of one device."""
+    """Compare three steps of an entry with three steps on one device."""
     model, layout = MATRIX[name]
     run = config(model, layout, precision)
-    # First, so that what a test plants is not in the reference.
+    # The reference comes first, so that a bug that a test plants in the step is not in the reference.
     reference, bounds = allowed(model, precision, len(helpers.devices_of(run)) * run.train.grad_accum)
     return compare.compare(helpers.first_steps(run), reference, bounds)

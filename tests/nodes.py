@@ -1,7 +1,7 @@
-"""Recorded nodes for the tests of preflight: one is judged as it is, or with some answers of its own.
+"""Recorded nodes for the tests of preflight, as recorded or with some answers changed.
 
-recorded/faults/NAME holds one file or a few over a healthy node. The recordings are composed from the formats that nvidia-smi
-and the kernel print, and were not taken from nodes (docs/cluster.md).
+recorded/faults/NAME holds a few files that replace those of a healthy node. The recordings are composed from the formats that
+nvidia-smi and the kernel print; they were not taken from nodes (docs/cluster.md).
 """
 
 import json
@@ -20,7 +20,7 @@ H200 = RECORDED / "h200_healthy"
 
 
 def judged(folder: Path, capsys, *more: str) -> tuple[int, dict, str]:
-    """(exit code, JSON, verdict line) of a recorded node."""
+    """Run preflight on a recorded node. Returns (exit code, JSON, verdict line)."""
     code = command.main([f"--recorded={folder}", "--json", *more])
     said = capsys.readouterr()
     return code, json.loads(said.out), said.err.strip()
@@ -31,7 +31,7 @@ def faults(found: dict) -> list[dict]:
 
 
 def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
-    """A recording with some files of its own over another one."""
+    """Write a recording that replaces some files of another."""
     folder = tmp_path / "node"
     folder.mkdir(parents=True)
     (folder / "base.txt").write_text(str(base))
@@ -46,7 +46,7 @@ def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
 
 
 def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
-    """The healthy node's GPUs with cells changed: field="value", of all of them or of one."""
+    """Return the healthy node's GPU table with cells changed, field="value", for all GPUs or for GPU `only`."""
     heading, *lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
     rows = [dict(zip(nvidia_smi.FIELDS, line.split(", "), strict=True)) for line in lines]
     for i, row in enumerate(rows):
@@ -55,7 +55,7 @@ def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
 
 
 def of_makers(mhz: str) -> dict[str, str]:
-    """Cards of one unknown model, of which the first offers this clock and the others 2900 MHz."""
+    """Return the table of GPUs of one unknown model. The first GPU's clock is `mhz`, all others have 2900 MHz."""
     lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
     lines[3] = lines[3].replace("2900", mhz)
     return answer(nvidia_smi.GPUS, "\n".join(lines[2:]) + "\n")
@@ -68,7 +68,7 @@ def check_of(folder: Path, name: str, capsys, *more: str) -> dict:
 
 @pytest.fixture(autouse=True)
 def a_plain_environment(monkeypatch):
-    """The tests' own shell may be a job of several processes; the recordings have environments of their own."""
+    """Remove the variables of launchers: the shell of the tests may be a job of several processes."""
     for name in list(os.environ):
         if name.startswith(("SLURM_", "JAXTRAIN_", "OMPI_")) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)

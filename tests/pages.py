@@ -1,4 +1,4 @@
-"""Pages as tests read them: the text of their HTML, what they must never hold, and how a browser lays them out."""
+"""Helpers for tests of HTML pages: their text, a check of what they load, and their layout in a browser."""
 
 import html
 import json
@@ -9,19 +9,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-EVIL = '</script><script>alert("1&1")</script>'  # a name that would write the page
+EVIL = '</script><script>alert("1&1")</script>'  # a name that becomes a script if the page does not escape it
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
 
 
 class Read(HTMLParser):
-    """What a page says: its text, titles and labels; its elements with their attributes; and whether tags close in order."""
+    """The text, titles and labels of a page, and its elements with their attributes. Checks that tags close in order."""
 
     def __init__(self, page: str):
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
-        self.code: list[str] = []  # of scripts and styles
+        self.code: list[str] = []  # text of scripts and styles
         self._open: list[str] = []
         self.feed(page)
         self.close()
@@ -34,7 +34,7 @@ class Read(HTMLParser):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))  # an element of an SVG, closed where it opens
+        self.elements.append((tag, dict(attrs)))  # an SVG element that closes itself
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open, f"</{tag}> closes nothing"
@@ -49,9 +49,9 @@ class Read(HTMLParser):
 
 
 def assert_self_contained(page: str) -> None:
-    """Check that nothing is fetched, and that nothing may be, whatever a name on the page says."""
+    """Check that the page loads nothing, and that its security policy allows nothing, whatever names it contains."""
     assert not re.findall(r"https?:|//[a-z]|@import", re.sub(r"// .*", "", page))
-    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {"#too-much"}  # a pattern of the page's own
+    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {"#too-much"}  # a pattern that the page itself defines
     read = Read(page)
     for tag, attributes in read.elements:
         link = attributes.get("href") or "data:,"
@@ -61,7 +61,7 @@ def assert_self_contained(page: str) -> None:
 
 
 def curves_of(page: str) -> dict[str, dict[float, Any]]:
-    """Curve -> step -> value, of all charts of a page."""
+    """Return {curve: {step: value}} of all charts of a page."""
     out: dict[str, dict[float, Any]] = {}
     for script in re.findall(r'<script type="application/json">(.*?)</script>', page):
         found = json.loads(script)
@@ -71,7 +71,7 @@ def curves_of(page: str) -> dict[str, dict[float, Any]]:
 
 
 def opened(text: str, folder: Path, width: int) -> tuple[str, list[str]]:
-    """A page as the browser has it after its scripts ran, and what the console said."""
+    """Return a page's document after its scripts ran in a browser, and the lines of the browser's console."""
     path = folder / "page.html"
     path.write_text(text)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
@@ -109,9 +109,13 @@ document.getElementById("probe").textContent = JSON.stringify(found);
 
 
 def laid_out(page: str, folder: Path, width: int, more: str = "") -> dict[str, Any]:
-    """Return what a probe on the page found in a browser; `more`: statements of the probe, which add to `found`.
+    """Run a script in a browser that measures the page, and return its findings.
 
-    Checks that the console is silent, that no texts overlap or leave the window, and that the page is no wider than it.
+    Checks that the console is empty, that no texts overlap or leave the window, and that the page is no wider than the window.
+
+    Args:
+        width: the window's width in px.
+        more: further statements of the script, which add to `found`.
     """
     document, console = opened(page.replace("</body>", f"{LAYOUT.replace('MORE', more)}</body>"), folder, width)
     assert console == []

@@ -1,4 +1,4 @@
-"""NVML as a test plays it: its functions, errors and constants, of GPUs that the test sets."""
+"""A fake of NVML: its functions, errors and constants, for GPUs that the test sets."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ IDLE, AT_ITS_CAP, SW_THERMAL, HW_THERMAL = 0x1, 0x4, 0x20, 0x40
 
 @dataclasses.dataclass
 class Gpu:
-    """What the driver says of a GPU; `broken` are functions that it refuses, `lost` all of them."""
+    """A fake GPU. The driver refuses the functions in `broken`; a `lost` GPU answers none."""
 
     index: int = 0
     utilization: int = 100
@@ -30,7 +30,7 @@ class Gpu:
 
 
 class Nvml:
-    """A driver with these GPUs, which are their own handles. `driver` False: none is loaded."""
+    """A fake driver with these GPUs, which serve as their own handles. driver=False: no driver is loaded."""
 
     SystemGetDriverVersion, SystemGetCudaDriverVersion = "580.65.06", 13000
     DeviceGetName, DeviceGetEccMode = b"NVIDIA H200", [1, 1]
@@ -39,7 +39,7 @@ class Nvml:
 
     def __init__(self, *gpus: Gpu, driver: bool = True):
         self.gpus, self.driver = gpus, driver
-        self.open = 0  # nvmlInit less nvmlShutdown
+        self.open = 0  # calls of nvmlInit minus calls of nvmlShutdown
         self.asked: list[tuple[int, str]] = []
         for index, gpu in enumerate(gpus):
             gpu.index = gpu.index or index
@@ -113,20 +113,20 @@ class Nvml:
 
     def DeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, counter: int) -> int:
         assert kind == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        return gpu.ecc if counter == pynvml.NVML_VOLATILE_ECC else 12  # of its life
+        return gpu.ecc if counter == pynvml.NVML_VOLATILE_ECC else 12  # over the GPU's life
 
     def DeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:
         return int(link < 16)
 
     def DeviceGetP2PStatus(self, one: Gpu, other: Gpu, what: int) -> int:
-        return int(self.gpus[-1] is other)  # 0: linked; the last is not
+        return int(self.gpus[-1] is other)  # 0 means linked; the last GPU is not linked
 
     def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
-        """In the library's own structure, a union and all."""
+        """Return the fields in the library's own structure, with its union."""
         kib = {138: gpu.sent_kib, 139: gpu.received_kib}
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, (field, scope) in zip(values, fields, strict=True):
-            assert scope == 2**32 - 1  # over all links
+            assert scope == 2**32 - 1  # the sum over all links
             value.nvmlReturn = pynvml.NVML_SUCCESS
             value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
             value.value.ullVal = kib[field]

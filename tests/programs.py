@@ -1,6 +1,6 @@
-"""Compiled programs, kept in this process: a run that another test has run before does not compile its steps again.
+"""Compiled programs, kept in this process: a run that another test has already compiled is not compiled again.
 
-JAX's compile cache on a disk cannot serve here: XLA:CPU loads programs for several devices wrongly (jaxtrain/startup.py).
+JAX's compile cache on disk cannot do this: XLA:CPU loads programs for several devices wrongly (jaxtrain/startup.py).
 """
 
 import collections
@@ -16,12 +16,12 @@ _compile = compiler.compile_or_get_cached
 def compile_once(
     backend: Any, computation: Any, devices: Any, options: Any, host_callbacks: Any, *more: Any, **named: Any
 ) -> Any:
-    """Return the program of a computation with these options, compiled or kept. Takes the place of JAX's own function."""
+    """Return the compiled program of a computation, kept from before or compiled now. Replaces JAX's own function."""
 
     def compiled() -> Any:
         return _compile(backend, computation, devices, options, host_callbacks, *more, **named)
 
-    # Bound to this call; or for a machine that is not there, whose plan reads what XLA dumps when it compiles.
+    # A host callback is bound to this call. For a described machine, the plan reads files that XLA writes as it compiles.
     if host_callbacks or "CompileOnly" in type(backend).__name__:
         return compiled()
     key = cache_key.get(computation, devices, options, backend)
@@ -34,5 +34,5 @@ def compile_once(
 
 
 def keep_programs() -> None:
-    """Let JAX take compiled programs from here."""
+    """Make JAX take compiled programs from this module."""
     compiler.compile_or_get_cached = compile_once

@@ -12,19 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-Values = list[Any]  # of one variable, by rank
-Groups = Sequence[Sequence[int]] | None  # ranks that communicate with each other; None: all of them
+Values = list[Any]  # the arrays of one variable, by rank
+Groups = Sequence[Sequence[int]] | None  # ranks that communicate with each other; None: all ranks
 
 
 def run(function: Callable[..., Any], axis: str, args: Sequence[Sequence[Any]]) -> list[Any]:
-    """Computes `function` on every rank of `axis`, and returns its result by rank. May be called inside `jax.jit`.
+    """Compute `function` on every rank of `axis`, and return its results by rank. May be called inside `jax.jit`.
 
     Args:
-      function: takes the arrays of one rank, and may call axis_index, all_gather, all_to_all, ppermute and psum_scatter.
-      axis: the one axis name that it uses.
-      args: the arguments of each rank, of the same shapes on all.
+        function: takes the arrays of one rank, and may call axis_index, all_gather, all_to_all, ppermute and psum_scatter.
+        axis: the one axis name that the function uses.
+        args: the arguments of each rank, with the same shapes on all ranks.
 
-    Raises NameError (unbound axis name) for any other collective, and for one inside a loop or a branch.
+    Raises:
+        NameError: unbound axis name: the function calls another collective, or a collective inside a loop or a branch.
     """
     traced, shape = jax.make_jaxpr(function, axis_env=[(axis, len(args))], return_shape=True)(*args[0])
     outputs = _equations(traced, _by_variable([jax.tree.leaves(arg) for arg in args]), len(args))
@@ -36,7 +37,7 @@ def _by_variable(by_rank: Sequence[Sequence[Any]]) -> list[Values]:
 
 
 def _equations(closed: core.ClosedJaxpr, inputs: Sequence[Values], ranks: int) -> list[Values]:
-    """The outputs of a traced function."""
+    """Return the outputs of a traced function, by rank."""
     jaxpr = closed.jaxpr
     known: dict[Any, Values] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {variable: [value] * ranks for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -59,7 +60,7 @@ def _equations(closed: core.ClosedJaxpr, inputs: Sequence[Values], ranks: int) -
 
 
 def _bind(eqn: core.JaxprEqn, values: Values) -> Values:
-    """The results of an equation on one rank."""
+    """Return the results of an equation on one rank."""
     primitive = eqn.primitive
     found = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
     return found if primitive.multiple_results else [found]
@@ -69,7 +70,7 @@ def _bind(eqn: core.JaxprEqn, values: Values) -> Values:
 
 
 def _by_group(values: Values, groups: Groups, result: Callable[[Values, int], Any]) -> Values:
-    """`result(arrays of the group, place in it)` for each rank."""
+    """Return `result(arrays of the rank's group, index in the group)` for each rank."""
     made: Values = [None] * len(values)
     for group in groups or [range(len(values))]:
         members = [values[rank] for rank in group]

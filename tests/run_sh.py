@@ -1,4 +1,4 @@
-"""run.sh with stand-ins for the programs that it calls: uv, nvidia-smi, and the Python of the environment."""
+"""Run run.sh with fakes of the programs that it calls: uv, nvidia-smi, and the Python of the environment."""
 
 import glob
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 PATH = "/usr/bin:/bin"
-HUNG_S = 120  # ends a child that hangs; no test waits for it
-# A machine's own GPU shows as a device, which no stand-in can hide; then the launcher rightly takes CUDA.
+HUNG_S = 120  # time after which a child counts as hung; a passing test never takes that long
+# No fake can hide the device file of a real GPU. With a GPU here, the launcher rightly chooses CUDA.
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 
 PYTHON = """#!/bin/bash
@@ -41,7 +41,7 @@ def script(path: Path, text: str) -> None:
 
 
 def wait_for(condition: Callable[[], bool], hung_s: float = HUNG_S) -> None:
-    """Wait for something that comes unless a child hangs."""
+    """Wait until `condition()` is true. Fails after `hung_s`, when a child must have hung."""
     limit = time.monotonic() + hung_s
     while not condition():
         assert time.monotonic() < limit, "it never came to that"
@@ -59,7 +59,7 @@ def copy_launcher(repo: Path) -> Path:
 
 
 class Machine:
-    """A home, and a PATH of stand-ins in front of the system's. `python` is what an installation puts into .venv."""
+    """A home, and a PATH with fake programs before the system's. `python`: the fake that an installation puts into .venv."""
 
     def __init__(self, repo: Path, folder: Path, python: str = PYTHON):
         self.repo, self.bin, self.cwd = repo, folder / "bin", folder / "elsewhere"
@@ -73,7 +73,7 @@ class Machine:
         return {"PATH": f"{self.bin}:{PATH}", "HOME": str(self.cwd), "JAXTRAIN_RESTART_WAIT": "0"}
 
     def run(self, *args: str, launcher: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        """run.sh with these arguments, until it ends."""
+        """Run run.sh with these arguments to its end."""
         return subprocess.run(
             ["bash", str(launcher or self.repo / "run.sh"), *args],
             env=self.environ | env,
@@ -85,21 +85,21 @@ class Machine:
         )
 
     def calls(self) -> list[str]:
-        """What uv was asked since the last time."""
+        """Return the arguments of each call of uv since the last time."""
         log = self.cwd / "uv"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
         return lines
 
     def installed(self) -> list[str]:
-        """The requirement files of the one `uv pip sync` since the last time."""
+        """Return the requirement files of the one `uv pip sync` since the last time."""
         (sync,) = [line for line in self.calls() if line.startswith("pip sync")]
         assert "--require-hashes" in sync
         return re.findall(r"requirements/([\w.-]+)\.txt", sync)
 
 
 def git(folder: Path, *args: str) -> str:
-    """git in a folder, as an author of its own."""
+    """Run git in a folder, with an author set."""
     names = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
     done = subprocess.run(["git", "-C", str(folder), *args], env=os.environ | names, check=True, capture_output=True, text=True)
     return done.stdout.strip()

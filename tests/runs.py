@@ -1,4 +1,4 @@
-"""Whole runs for tests: a small config, in this process (8 CPU devices) or in one of its own, and what they left behind."""
+"""Whole runs for tests: a small config, a run in this process (8 CPU devices) or in a child process, and its files."""
 
 import atexit
 import functools
@@ -24,7 +24,7 @@ from jaxtrain.checkpoint import Checkpoints
 
 REPO = Path(__file__).resolve().parent.parent
 
-# After the warm-up the learning rate is constant, so that a run can be taken in parts by raising train.steps.
+# The learning rate is constant after the warm-up, so that a test can train in parts by raising train.steps.
 SMALL = """
 from jaxtrain.config import default_config
 
@@ -51,13 +51,13 @@ def get_config(arg=None):
     return config
 """
 
-# Fields of a train line that follow from config and data alone; the others are times and memory.
+# Fields of a train line that depend on config and data alone; the others are times and memory.
 EXACT = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
 
 
 @functools.cache
 def small() -> Path:
-    """The small config on made-up data. All tests of a process that use it share its compiled steps."""
+    """Return the small config on synthetic data. All tests of a process share its compiled steps."""
     folder = Path(tempfile.mkdtemp(prefix="small-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made_up = 'config.precision = "f32"\n    config.data.source = "synthetic"'
@@ -66,18 +66,18 @@ def small() -> Path:
 
 
 def arguments(config: Path, workdir: Path, overrides: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments; an override's `__` is a dot: train__steps=8."""
+    """Return command-line arguments. `__` in an override's name is a dot: train__steps=8."""
     keys = [f"--config.{key.replace('__', '.')}={value}" for key, value in overrides.items()]
     return [f"--config={config}", f"--workdir={workdir}", *keys]
 
 
 def train(config: Path, workdir: Path, **overrides: Any) -> int:
-    """A run in this process, on its 8 devices; the exit code."""
+    """Train in this process, on its 8 devices, and return the exit code."""
     return command.main(arguments(config, workdir, {"paths__cache": config.parent / "compiled", **overrides}))
 
 
 class Child:
-    """A run in a process of its own, on one device unless `env` says otherwise. What it says goes to a file."""
+    """A run in a child process, on one device unless `env` sets more. Its output goes to the file `words`."""
 
     def __init__(
         self,
@@ -100,46 +100,47 @@ class Child:
         return self.words.read_text()
 
     def until(self, what: Callable[[], bool], timeout: float = 300) -> None:
-        """Wait for `what`. If the process ends first, or time runs out, that is a failure, shown with what it said."""
+        """Wait until `what()` is true. Fails with the process's output if the process ends first or the time is over."""
         limit = time.monotonic() + timeout
         while not what():
             code = self.process.poll()
-            if (code is not None and not what()) or time.monotonic() > limit:  # once more: it may have ended just now
+            # the process may have ended just after `what` was checked
+            if (code is not None and not what()) or time.monotonic() > limit:
                 self.process.kill()
                 raise AssertionError(f"it never came to that; exit code {code}:\n{self.said}")
             time.sleep(0.02)
 
     def end(self, timeout: float = 300) -> tuple[int, str]:
-        """(exit code, everything it said)."""
+        """Wait for the end. Returns (exit code, all output)."""
         self.until(lambda: self.process.poll() is not None, timeout)
         return self.process.returncode, self.said
 
 
 def lines(workdir: Path) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl; none if there is no such file."""
+    """Return all lines of metrics.jsonl; none if the file does not exist."""
     path = workdir / "metrics.jsonl"
     return list(metrics.read(path)) if path.exists() else []
 
 
 def exact(workdir: Path) -> list[dict[str, Any]]:
-    """The reproducible part of every line, train and eval lines in the order in which they stand."""
+    """Return the reproducible fields of every line, train and eval lines in the file's order."""
     return [{k: v for k, v in line.items() if line["kind"] == "eval" or k in EXACT} for line in lines(workdir)]
 
 
 def losses(workdir: Path) -> dict[int, float]:
-    """Step -> training loss; a step that stands there twice is an error."""
+    """Return {step: training loss}. Fails if a step occurs twice."""
     steps = [line["step"] for line in lines(workdir) if line["kind"] == "train"]
     assert len(steps) == len(set(steps)), f"steps twice in metrics.jsonl: {steps}"
     return {line["step"]: line["loss"] for line in lines(workdir) if line["kind"] == "train"}
 
 
 def tensors(workdir: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint (the newest), by name."""
+    """Return every tensor of a checkpoint, by name. None: the newest step."""
     return tensors_in(workdir / "checkpoints", step)
 
 
 def tensors_in(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """The same for a folder of checkpoints."""
+    """Return every tensor of a step in a folder of checkpoints, by name. None: the newest step."""
     found = Checkpoints(folder)
     step = found.steps()[-1] if step is None else step
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -148,7 +149,7 @@ def tensors_in(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
 
 
 def steps(workdir: Path) -> list[int]:
-    """The complete checkpoints."""
+    """Return the steps of the complete checkpoints."""
     return Checkpoints(workdir / "checkpoints").steps()
 
 
@@ -157,13 +158,16 @@ def receipt(workdir: Path) -> dict[str, Any]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content: what must not change when nothing is written."""
+    """Return every file below a folder with its content, to check that nothing was written."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
-    """(step, wall time, {tag: number or text}) of every event with a summary, and the number of restarts, as TensorBoard
-    finds them."""
+    """Read TensorBoard's events in a folder.
+
+    Returns:
+        (step, wall time, {tag: number or text}) of every event with a summary, and the number of restarts.
+    """
     from tensorboardX.proto import event_pb2
 
     def value(v: Any) -> Any:
@@ -183,11 +187,11 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """The records of a W&B run that was kept offline and is finished: seven bytes, then a log in LevelDB's format."""
+    """Return the records of a finished offline W&B run: a header of seven bytes, then a log in LevelDB's format."""
     from wandb.proto import wandb_internal_pb2
 
     limit = time.monotonic() + 20
-    while True:  # another process writes it
+    while True:  # another process writes the file
         found = _records(file.read_bytes(), wandb_internal_pb2.Record)  # pyright: ignore[reportAttributeAccessIssue]
         if any(record.HasField("exit") for record in found):
             return found
@@ -199,7 +203,7 @@ def _records(data: bytes, kind_of_record: Any) -> list[Any]:
     at, parts, found = 7, b"", []
     while at + 7 <= len(data):
         left = 32768 - at % 32768
-        if left < 7:  # too short for a header: the rest of a block is empty
+        if left < 7:  # the rest of the block is too short for a header, and empty
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
@@ -209,7 +213,7 @@ def _records(data: bytes, kind_of_record: Any) -> list[Any]:
             break
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             found.append(kind_of_record.FromString(parts))
             parts = b""
     return found

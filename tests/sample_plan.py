@@ -1,4 +1,4 @@
-"""A plan as it could come out for Llama-3-8B on eight H200s: what the reports of plans are tried on."""
+"""A made-up plan for Llama-3-8B on eight H200s, for tests of the plan's reports."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,9 @@ LAYERS = 32
 
 
 def timeline() -> tuple[tuple[float, str], ...]:
-    """Memory over a step of 32 layers: up in the forward pass, a bump for the logits, down in the backward pass."""
+    """Return memory over a step of 32 layers: it rises in the forward pass, peaks at the logits, and falls in the backward
+    pass.
+    """
     arguments, layer = 11.22, 0.664
     held = [(arguments + 0.9 + layer * i / 3, "forward") for i in range(3 * LAYERS)]
     top = arguments + 0.9 + layer * LAYERS
@@ -21,7 +23,7 @@ def timeline() -> tuple[tuple[float, str], ...]:
 
 
 def sample(**changes: Any) -> Plan:
-    """A plan as it could come out for Llama-3-8B on eight H200s, one sequence of 8192 tokens on each."""
+    """Return a made-up plan for Llama-3-8B on eight H200s, with one sequence of 8192 tokens on each GPU."""
     source = "/somewhere/jaxtrain/models/transformer.py:118"
     scope = "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint"
     moves = [

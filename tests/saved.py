@@ -1,4 +1,4 @@
-"""Tensors with awkward values, checkpoints that hold them, and step folders of plain files for what reads no tensor."""
+"""Tensors with awkward values, checkpoints that hold them, and step folders of plain files for code that reads no tensor."""
 
 import itertools
 import os
@@ -52,7 +52,7 @@ def assert_same(got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> N
 
 
 def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **options: int) -> Checkpoints:
-    """Checkpoints in which `values(step)` is saved for each step."""
+    """Save `values(step)` for each step, and return the checkpoints."""
     found = Checkpoints(folder, keep, **options)
     for step in steps:
         found.save(step, placed(values(step), mesh(8, 1)), {"loss": 1.0 / step})
@@ -63,7 +63,7 @@ def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **o
 
 
 def write_step(folder: Path, step: int, **meta: object) -> Path:
-    """A step folder with sealed files and no tensor: as complete as a listing can tell."""
+    """Write a step folder with sealed files and no tensors. Code that only lists files sees a complete step."""
     made = folder / str(step)
     (made / "arrays/d").mkdir(parents=True)
     for name in ("arrays/d/0", "arrays/manifest", "arrays/commit_success.txt"):
@@ -75,7 +75,7 @@ def write_step(folder: Path, step: int, **meta: object) -> Path:
 
 
 def killed_after(monkeypatch: pytest.MonkeyPatch, place: Path, changes: int, act: Callable[[], object]) -> bool:
-    """Return whether `act` was ended before one more than these changes to paths that begin with `place`."""
+    """Interrupt `act` after `changes` changes to paths that begin with `place`. Returns whether it was interrupted."""
     made = itertools.count(1)
 
     def until_killed(change: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Data sources, losses and optimizers that a config can name, as `sources:poisoned`: they go wrong where a test wants it."""
+"""Data sources, losses and optimizers for configs, as `sources:poisoned`: they fail at the step that a test chooses."""
 
 import os
 import signal
@@ -22,12 +22,15 @@ from jaxtrain.models.transformer import build_as
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.loss import cross_entropy
 
-MARK = 250  # the first token of rows at which a loss or a gradient goes wrong
-BEFORE: dict[int, Callable[[], None]] = {}  # what `watched` does before it gives a training batch, by its number
+MARK = 250  # first token of the rows at which a loss or a gradient goes wrong
+# batch number -> a function that `watched` calls before it returns this training batch
+BEFORE: dict[int, Callable[[], None]] = {}
 
 
 class Source:
-    """Made-up data; with marked and poisoned batches, and with something to do before a batch is there."""
+    """Synthetic data. The batches in `marked` carry MARK, those in `poisoned` have NaN weights; `before` has calls before a
+    batch.
+    """
 
     synthetic = False
     fingerprint = {"source": "own"}
@@ -38,7 +41,7 @@ class Source:
         *,
         marked: Sequence[int] = (),
         poisoned: Sequence[int] = (),
-        rows: slice = slice(None),  # of a batch, that are marked
+        rows: slice = slice(None),  # the rows of a batch that are marked
         before: Mapping[int, Callable[[], None]] = MappingProxyType({}),
     ):
         self.batches, self.marked, self.poisoned, self.rows, self.before = batches, marked, poisoned, rows, before
@@ -59,7 +62,7 @@ class Source:
 
 
 def _source(**how: Any) -> Callable[..., Source]:
-    """A source for `data.source`; held-out data is never changed."""
+    """Return a function for `data.source`. It changes training data only."""
 
     def opened(data: Any, split: str, global_batch: int) -> Source:
         batches = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
@@ -74,17 +77,17 @@ poisoned_long = _source(poisoned=(6, 7, 8))
 poisoned_for_good = _source(poisoned=range(6, 1000))
 marked = _source(marked=(41,))
 marked_early = _source(marked=(6,))
-marked_behind = _source(marked=(6,), rows=slice(4, None))  # in the second of two microbatches
+marked_behind = _source(marked=(6,), rows=slice(4, None))  # the rows of the second of two microbatches
 watched = _source(before=BEFORE)
 
 
 def fail() -> None:
-    """As a source that cannot read."""
+    """Raise the error of a source that cannot read its disk."""
     raise OSError("the disk is on fire\nand the house too")
 
 
 def interrupt() -> None:
-    """As Ctrl-C."""
+    """Send Ctrl-C to this process."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -119,12 +122,12 @@ def bad_gradient(hidden_BTD: Any, head_VD: Any, batch: Any, spec: Any) -> jax.Ar
 
 
 def signs(optimizer: Any, dtypes: Any, axes: Any) -> Any:
-    """Sign descent: no moments, so that its checkpoints differ from Adam's."""
+    """Return sign descent. It has no moments, so its checkpoints differ from Adam's."""
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates))
 
 
 def breaking(optimizer: Any, dtypes: Any, axes: Any) -> Any:
-    """Sign descent that makes one weight of the second layer NaN after six updates."""
+    """Return sign descent that sets one weight of the second layer to NaN in its sixth update."""
 
     def init(params: Any) -> Any:
         return {"count": jnp.zeros((), jnp.int32)}
@@ -139,7 +142,7 @@ def breaking(optimizer: Any, dtypes: Any, axes: Any) -> Any:
 
 
 class Doubled:
-    """A family is whatever has `build`. The embedding is doubled, so that it can be told from the built-in one."""
+    """A model family: an object with a method `build`. Its embedding is doubled, so that tests can tell it from llama's."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         model = build_as(llama.STRUCTURE, *args, **kwargs)
@@ -154,8 +157,10 @@ family = Doubled()
 
 
 class Gated:
-    """Stops before step GATE_STEP until GATE_FILE appears, so that a signal can be sent at exactly that step. As long as it
-    holds back what the training loop itself waits for, it says so in another file."""
+    """A source that waits before step GATE_STEP until GATE_FILE exists, so that a test can send a signal at exactly that step.
+
+    While the training loop waits for a batch that is held back, the source creates another file, GATE_FILE's name with .waits.
+    """
 
     def __init__(self, batches: Any):
         self.batches = batches
@@ -173,7 +178,7 @@ class Gated:
 
 
 def _loop_waits() -> bool:
-    """Whether the main thread waits for a batch."""
+    """Return whether the main thread waits for a batch."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while frame and frame.f_code is not BatchFeed.next.__code__:
         frame = frame.f_back
@@ -181,7 +186,7 @@ def _loop_waits() -> bool:
 
 
 class AtEval(Gated):
-    """Held-out data that is never there, once a file asks for that."""
+    """Held-out data whose batches are held back as long as a file with the suffix .no-eval exists."""
 
     def batch(self, step: int, rows: Any = None) -> Any:
         while Path(os.environ["GATE_FILE"]).with_suffix(".no-eval").exists():
@@ -191,6 +196,6 @@ class AtEval(Gated):
 
 
 def gated(data: Any, split: str, global_batch: int) -> Gated:
-    """Python's standard library, behind the gate."""
+    """Return Python's standard library as gated data, for training or evaluation."""
     stdlib = pipeline.open_source(data, "stdlib", split=split, global_batch=global_batch, data_dir=Paths().data)
     return Gated(stdlib) if split == "train" else AtEval(stdlib)

@@ -1,4 +1,4 @@
-"""The supervisor over planned attempts (tests/attempt.py): in a process of its own, with real children and real signals."""
+"""Run the supervisor over planned attempts (tests/attempt.py): a child process, with real grandchildren and real signals."""
 
 import glob
 import json
@@ -12,14 +12,14 @@ from run_sh import HUNG_S, PATH, script, wait_for
 
 REPO = Path(__file__).resolve().parent.parent
 ATTEMPT = Path(__file__).with_name("attempt.py")
-# A node's own GPU is a device file, which no test can hide.
+# Tests cannot hide the device file of a real GPU.
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 GPUS = """#!/bin/bash
 case $1 in
   --query-gpu=name) for i in 0 1 2 3 4 5 6 7; do echo 'NVIDIA H200'; done ;;
 esac
 """
-# The command line of jaxtrain.runtime, but for the programs that it starts.
+# The command line of jaxtrain.runtime, with tests/attempt.py in place of the programs that it starts.
 SUPERVISE = """
 import sys
 from jaxtrain.runtime import __main__, supervisor
@@ -34,7 +34,7 @@ sys.exit(__main__.main(sys.argv[3:]))
 
 
 class Supervised:
-    """A home with a plan, in which a supervisor runs."""
+    """A home folder with a plan of attempts, in which a supervisor runs."""
 
     def __init__(self, folder: Path):
         self.bin, self.cwd = folder / "bin", folder / "elsewhere"
@@ -51,11 +51,11 @@ class Supervised:
         return [sys.executable, "-c", SUPERVISE, str(ATTEMPT), str(self.patience_s), *arguments]
 
     def gets_gpus(self) -> None:
-        """Give the node eight GPUs, by nvidia-smi."""
+        """Give the node eight GPUs, through a fake nvidia-smi."""
         script(self.bin / "nvidia-smi", GPUS)
 
     def reaches(self, text: str) -> dict[str, str]:
-        """Write a program that takes the place of ssh, and return the variable that names it."""
+        """Write a fake of ssh, and return the variable that names it."""
         script(self.bin / "reach", text)
         return {"JAXTRAIN_SSH": str(self.bin / "reach")}
 
@@ -64,7 +64,7 @@ class Supervised:
         (self.cwd / "attempts").unlink(missing_ok=True)
 
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """The supervisor of a command with these arguments, until it ends."""
+        """Run the supervisor with these arguments to its end."""
         return subprocess.run(
             self.command(*arguments),
             env=self.environ | environ,
@@ -76,12 +76,12 @@ class Supervised:
         )
 
     def train(self, *lines: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """A training whose attempts end so."""
+        """Run a supervised training whose attempts follow these lines of the plan."""
         self.plan(*lines)
         return self.run("main", "--config=x.py", **environ)
 
     def begin(self, *lines: str, arguments: Sequence[str] = ("--config=x.py",), **environ: str) -> subprocess.Popen[str]:
-        """The same in a process group of its own. Returns at once."""
+        """Start a supervised training in its own process group, and return at once."""
         self.plan(*lines)
         return subprocess.Popen(
             self.command("main", *arguments),
@@ -91,7 +91,8 @@ class Supervised:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # a suite under nohup ignores it
+            # a suite under nohup ignores the signal, and children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def attempts(self) -> list[dict]:
@@ -103,30 +104,30 @@ class Supervised:
         return self.attempts()[-1]
 
     def started(self) -> str:
-        """A letter for each process, in order: P preflight, p the same without measuring, T training."""
+        """Return a letter for each process, in order: P preflight, p preflight without measuring, T training."""
         words = [attempt["arguments"] for attempt in self.attempts()]
         return "".join("T" if w[0] == "jaxtrain.main" else "p" if "--no-measure" in w else "P" for w in words)
 
     def signals(self) -> list[str]:
-        """The signals that attempts got."""
+        """Return the names of the signals that attempts received."""
         path = self.cwd / "signals"
         return path.read_text().split() if path.exists() else []
 
 
 def told(stderr: str) -> str:
-    """The lines after the first, which names the commit and the host."""
+    """Return the lines after the first. The first names the commit and the host."""
     first, _, rest = stderr.partition("\n")
     assert first.startswith("run.sh: ") and "; on " in first, stderr
     return rest
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """(exit code, lines after the first) of one that was begun."""
+    """Wait for a process of `begin`. Returns (exit code, its lines after the first)."""
     _, stderr = process.communicate(timeout=HUNG_S)
     return process.returncode, told(stderr)
 
 
 def ignored_here() -> set[str]:
-    """The signals that this process ignores, and so does each process that it starts."""
+    """Return the signals that this process ignores. Each process that it starts ignores them too."""
     names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGQUIT")
     return {name for name in names if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN}

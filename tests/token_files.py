@@ -21,7 +21,7 @@ BYTE = tokenizers.ByteTokenizer()
 
 
 def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -> Path:
-    """Documents of ids, each of which stands for a byte of text."""
+    """Write documents of ids; each id is a byte of text."""
     with TokenWriter(path, {**tokenizers.info(BYTE), **info}) as writer:
         for ids in documents:
             writer.write(list(ids), len(ids))
@@ -30,8 +30,10 @@ def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -
 
 
 def write_conversations(path: Path, lengths: Sequence[int], loss: bool = True, first: int = 0) -> Path:
-    """Conversations k = 0, 1, ... of `lengths` tokens: all tokens of k are (first + k) % 256, and 256 at its end; they count
-    from the second half on."""
+    """Write conversations k = 0, 1, ... of `lengths` tokens. The tokens of k are (first + k) % 256, and 256 at the end.
+
+    With `loss`, the tokens of the second half of each conversation count in the loss.
+    """
     with TokenWriter(path, tokenizers.info(BYTE), loss=loss) as writer:
         for k, n in enumerate(lengths):
             ids = [(first + k) % 256] * (n - 1)
@@ -51,24 +53,24 @@ def open_batches(source: Path | str, seq_len: int = 16, global_batch: int = 4, *
 
 
 def texts(path: Path) -> list[str]:
-    """The documents of a file of bytes."""
+    """Return the documents of a byte-level token file as text."""
     file = TokenFile.open(path)
     return [BYTE.decode(file.tokens[a:b]) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
 
 
 def write_lines(path: Path, count: int, words: int = 40) -> Path:
-    """JSON lines, a document each."""
+    """Write JSON lines with one document each."""
     path.write_text("".join(json.dumps({"text": f"line {i}: " + "some words " * (i % words)}) + "\n" for i in range(count)))
     return path
 
 
 def finished(folder: Path) -> list[Path]:
-    """What says that a part of a.tok is finished."""
+    """Return the files that mark finished parts of a.tok."""
     return sorted((folder / "a.tok.partial").glob("*/*.json"))
 
 
 def command(folder: Path, *arguments: str) -> tuple[int, str]:
-    """(exit code, output) of `python -m jaxtrain.data` in this process, started in a folder."""
+    """Run `python -m jaxtrain.data` in this process, in a folder. Returns (exit code, output)."""
     out = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
@@ -79,7 +81,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
-    """Block of tokens -> the first of the steps that reads it."""
+    """Return {block of tokens: the first step that reads it}."""
     found: dict[int, int] = {}
     file, seq_len = batches.sources[source].file, batches.seq_len
     size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
@@ -90,18 +92,18 @@ def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int,
             first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
             for block in range(first // size, last // size + 1):
                 found.setdefault(block, step)
-    del found[max(found)]  # loss bits or offsets may share the last one
+    del found[max(found)]  # the last block may also hold loss bits or offsets
     return found
 
 
 def header_and_end(path: Path) -> tuple[dict, int]:
-    """The header of a file, and where its checksums begin."""
+    """Return the header of a file, and the offset in bytes at which its checksums start."""
     file = TokenFile.open(path)
     return file.header, file.blocks.end
 
 
 def poke(path: Path, at: int, byte: int) -> None:
-    """One byte of a file, in place; the time of change stays, so that only a checksum can tell."""
+    """Overwrite one byte of a file. The time of change stays the same, so that only a checksum can detect it."""
     was = path.stat()
     with path.open("r+b") as f:
         f.seek(at)

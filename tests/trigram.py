@@ -1,21 +1,21 @@
-"""An interpolated trigram model of bytes (Jelinek and Mercer 1980): what a neural model of the same text has to beat.
+"""An interpolated trigram model of bytes (Jelinek and Mercer 1980): a neural model of the same text has to reach a lower loss.
 
-The probability of a token is a mixture of four: uniform, by frequency, given the token before, and given the two before.
-Counts never cross a document's border except that its first token is a context like any other: the end-of-text id that
-closes the document before stands in front of it.
+The probability of a token is a mixture of four: uniform, its frequency, given the token before, and given the two tokens
+before. Counts do not cross a document's border, with one exception: the end-of-text id of the document before is context for
+the first tokens.
 """
 
 import numpy as np
 
 from jaxtrain.data.tokenfile import TokenFile
 
-HELD_OUT = 20  # every twentieth document of the training split fits the mixture's weights and is not counted
+HELD_OUT = 20  # every 20th document of the training split fits the mixture's weights and is not counted
 
 
 def occurrences(file: TokenFile, end: int, documents: np.ndarray | None = None) -> np.ndarray:
-    """(token two before, token before, token), each predicted one of tokens 1 .. end - 1, as int64 (3, N).
+    """Return (token two before, token before, token) for each predicted token 1 .. end - 1, as int64 (3, N).
 
-    The first token of a document is never predicted. `documents`: only those of these document numbers.
+    The first token of a document is not predicted. documents: numbers of the documents to use; None for all.
     """
     tokens = np.asarray(file.tokens[:end]).astype(np.int64)
     offsets = np.asarray(file.doc_offsets)
@@ -25,13 +25,13 @@ def occurrences(file: TokenFile, end: int, documents: np.ndarray | None = None) 
     if documents is not None:
         number = np.searchsorted(offsets, np.arange(end), side="right") - 1
         predicted &= np.isin(number, documents)
-    at = np.flatnonzero(predicted)  # never 0, which starts a document
+    at = np.flatnonzero(predicted)  # position 0 starts a document, so it is not predicted
     two_before = np.where(at >= 2, tokens[at - 2], eot)
     return np.stack([two_before, tokens[at - 1], tokens[at]])
 
 
 class Trigram:
-    """Counted on a training split, its weights fitted on documents of that split that were not counted."""
+    """A trigram model. Its counts and its mixture weights are from different documents of a training split."""
 
     def __init__(self, train: TokenFile, steps: int = 30):
         self.vocab = V = train.header["tokenizer"]["vocab_size"]
@@ -44,12 +44,14 @@ class Trigram:
         self.contexts_VV = self.three_VVV.sum(2)
         parts_4N = self.parts(occurrences(train, train.header["tokens"], number[fit]))
         self.weights_4 = np.full(4, 0.25)
-        for _ in range(steps):  # expectation maximisation; each step can only raise the likelihood
+        for _ in range(steps):  # expectation maximisation; no step lowers the likelihood
             share_4N = self.weights_4[:, None] * parts_4N
             self.weights_4 = (share_4N / share_4N.sum(0)).mean(1)
 
     def parts(self, seen: np.ndarray) -> np.ndarray:
-        """The probability each of the four models gives to each occurrence, (4, N). A context never seen gives 0."""
+        """Return the probability that each of the four models gives each occurrence, (4, N); 0 for a context that was never
+        seen.
+        """
         a, b, c = seen
         return np.stack(
             [
@@ -61,5 +63,5 @@ class Trigram:
         )
 
     def loss(self, file: TokenFile, end: int) -> float:
-        """Mean loss in nats over the predicted ones of a file's tokens 1 .. end - 1."""
+        """Return the mean loss in nats over the predicted tokens among tokens 1 .. end - 1 of a file."""
         return float(-np.log(self.weights_4 @ self.parts(occurrences(file, end))).mean())

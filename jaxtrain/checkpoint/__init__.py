@@ -9,7 +9,7 @@ process was killed. Older steps are deleted only after the new one is durable. O
 of the state, computed on its devices (jaxtrain/digests.py), are compared at every restore with those of the arrays read.
 All modules here handle flat dicts of arrays; other modules decide how a train state is laid out in memory.
 
-jax and Orbax (0.7 s) are imported on first use: the command line needs neither, and a run imports Orbax behind its first steps.
+jax and Orbax (0.7 s) are imported on first use. The command line uses neither, and a run imports Orbax during its first steps.
 """
 
 import json
@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.storage import Unreachable as Unreachable
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
     """Return the checkpoints and the step that a path names: a run's folder, its checkpoints folder, or one step's folder.
 
-    Without a step it is the newest. Raises CheckpointError if there is no complete one.
+    If the path names no step, the newest step is returned. Raises CheckpointError if there is no complete step.
     """
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")

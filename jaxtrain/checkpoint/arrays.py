@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import jax
     from etils import epath
 
-# Bounds on Orbax's files: a reader on another mesh fetches whole chunks, a copying tool moves whole files.
+# Limits of Orbax's files: a restore on another mesh reads whole chunks, and copy tools copy whole files.
 CHUNK_BYTES = 64 << 20
 FILE_BYTES = 1 << 30
 WRITE_BYTES = 4 << 30  # host memory that one process uses for writes, in addition to the copies of the arrays
-# Timeout of processes that wait for each other at a save or a restore: a complete save on a slow disk may be in between, or the
-# compilation of a program that other processes found in their caches. The watchdog ends hangs earlier.
+# Timeout of processes that wait for each other at a save or a restore. One process may first finish a save on a slow disk, or
+# compile a program that other processes found in their caches. The watchdog ends hangs earlier.
 PEERS_S = 5400.0
 
 
@@ -32,7 +32,7 @@ def orbax() -> Any:
 def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: bool = False, processes: int = 1) -> Any:
     """Return the options of a save to, or a load from, `folder`.
 
-    arrays: those to save, whose largest shard has to fit the limit of host memory. partial: load only some of the arrays.
+    arrays: the arrays to save; their largest shard must fit in the limit of host memory. partial: load only some arrays.
     """
     context = orbax().Context()
     if processes > 1:
@@ -44,7 +44,7 @@ def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: b
     saving.storage_options.chunk_byte_size = CHUNK_BYTES
     largest = max((math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays), default=0)
     context.memory.write_concurrent_bytes = max(WRITE_BYTES, 2 * largest)  # Orbax refuses a shard that does not fit
-    # Created in the background, a folder that cannot be created leaves threads waiting for it: 20 minutes at exit.
+    # If Orbax creates a folder in the background and fails, its threads wait for the folder: the exit takes 20 minutes.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = partial
     if os.fspath(folder).startswith("s3://"):
@@ -57,9 +57,9 @@ def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: b
 def _open_s3_in_tensorstore() -> None:
     """Make Orbax write arrays to s3:// by tensorstore's own S3 driver.
 
-    Orbax 0.12 names a driver of tensorstore for gs:// and for disks alone, in one function, and takes no option for it. All
-    else works: its small files go through epath. So that function is wrapped here: for s3:// it describes the same path at gs://,
-    and the driver in the description is replaced.
+    One function of Orbax 0.12 chooses tensorstore's driver. It has drivers for gs:// and for disks only, and no option. Orbax's
+    small files go through epath, which has s3://. So the function is wrapped here: for s3:// it describes the same path at
+    gs://, and the driver in the description is replaced.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -69,7 +69,7 @@ def _open_s3_in_tensorstore() -> None:
     if not client.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         driver |= {"endpoint": client.endpoint_url, "aws_region": client.region_name or "us-east-1"}
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        driver["aws_credentials"] = {"type": "environment"}  # the default searches files too, and logs each one missing
+        driver["aws_credentials"] = {"type": "environment"}  # the default also searches files, and logs each missing file
 
     def replaced(description: Any) -> Any:
         if isinstance(description, list):

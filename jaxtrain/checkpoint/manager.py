@@ -34,7 +34,7 @@ class Saved:
     step: int
     bytes: int  # of all tensors, over all processes
     blocked_s: float  # seconds the training loop waited, for the start and for an earlier save
-    copied_s: float  # seconds the copies took: the devices run no step meanwhile
+    copied_s: float  # seconds the copies took, during which the devices run no step
     total_s: float  # seconds from the beginning of the copies until the files were durable and old steps deleted
     host_gib: float  # peak host memory of this process so far, GiB
 
@@ -136,7 +136,7 @@ class Checkpoints(Steps):
         if self._peers.count == 1:
             job = functools.partial(self._write, record, dict(tensors), sums, times)
         else:
-            # Orbax begins with a collective over the devices, and those must be in the same order on all processes.
+            # Orbax begins with a collective over the devices, and collectives must be in the same order on all processes.
             job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums, times), times)
         times.returned = time.perf_counter()
         self._pending = self._worker.submit(job)
@@ -274,8 +274,8 @@ class Checkpoints(Steps):
         folder = self.directory / str(step)
 
         def synced() -> str:
-            # Orbax leaves its small JSON files to the page cache. A power cut could take them together with older steps, if
-            # those were deleted before.
+            # Orbax's small JSON files may be in the page cache only. Without this sync, a power cut could lose them after older
+            # steps were deleted.
             self.storage.sync(step)
             return json.dumps(files.listed(folder))
 
@@ -321,7 +321,7 @@ class Checkpoints(Steps):
                 LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
 
     def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
-        """Move every step after this one to DIR/set_aside-TIME/, deleting none. Return a line for the log, '' if there is none.
+        """Move every step after `step_after` to DIR/set_aside-TIME/. Return a line for the log, '' if there is no such step.
 
         Raises CheckpointError if `step_after` itself is not a complete step: then nothing is moved.
         """

@@ -42,9 +42,9 @@ class Steps:
     def latest(self, damaged: dict[int, str] | None = None) -> int | None:
         """Return the newest step whose meta.json can be read; None if no save was ever completed.
 
-        damaged: steps to ignore, with reasons; those that cannot be read are added. Without it the newest step must be
-        readable. Raises CheckpointError if steps exist and none is usable: only the user may decide to start at step 0 over
-        existing checkpoints.
+        damaged: steps to ignore, with reasons. Steps that cannot be read are added to it. If it is None, the newest step must
+        be readable. Raises CheckpointError if steps exist and none is usable: only the user may decide to start at step 0 in
+        a folder with checkpoints.
         """
         steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
         for step in steps:
@@ -149,7 +149,7 @@ class Steps:
                 + "\n  ".join(shown)
                 + "\nUse the config that wrote it (key 'config' in its meta.json), or another workdir for a new run."
             )
-        # In the dtypes that were stored: Orbax would cast, and the digests are of the stored bits.
+        # Tensors are read in their stored dtypes, because digests are of the stored bits and Orbax would cast.
         exactly = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
         tensors, error = self._load(step, exactly, subset)
         errors = self._peers.gather("read", f"{type(error).__name__}:{error}" if error else "", PEERS_S)

@@ -139,7 +139,7 @@ class Storage:
         if self.is_bucket:
             return self.sweep()
         nearest = next(path for path in map(Path, (self.path, *self.path.parents)) if path.exists())
-        # A disk that was unmounted during the run would be replaced by a folder on the disk below it.
+        # If the disk was unmounted during the run, the save would go to a new folder on the disk of the mount point.
         if device is not None and nearest.stat().st_dev != device:
             raise OSError(f"{nearest} is on another file system than the earlier checkpoints: was it unmounted? Mount it again")
         self.sweep()
@@ -175,7 +175,7 @@ class Storage:
     def sweep(self) -> None:
         """Remove the remains of killed saves and deletions: they cannot be restored and would fill the disk."""
         for step in [step for step, state in self.states().items() if state == "unfinished"]:
-            # Any other file in the folder was put there by the user.
+            # The user put any other file into the folder.
             if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
                 self._remove(step)
 
@@ -226,7 +226,8 @@ class Storage:
         with _requests(folder) as client:
             with contextlib.suppress(FileNotFoundError):  # another process deleted it
                 client.rm([os.fspath(folder / name) for name in names])
-            # S3 refuses single objects in an answer of status 200, and s3fs drops those errors. The request for one raises.
+            # S3 may refuse single objects in an answer of status 200, and s3fs drops those errors. A request for a single
+            # object raises.
             for name in sorted(self.files(folder).keys() & set(names)):
                 with contextlib.suppress(FileNotFoundError):
                     client.rm_file(os.fspath(folder / name))
@@ -261,7 +262,7 @@ def open_client(scheme: str) -> Any:
 
     protocol, options = ("gcs", {"finalize_on_close": True}) if scheme == "gs" else (scheme, {})  # as epath opens them
     conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a page for each error that it raises too
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # gcsfs logs a page for each error, in addition to raising it
     return fsspec.filesystem(protocol, **options)
 
 

@@ -19,8 +19,8 @@ class Cluster:
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
     process_id: int
-    local_device_ids: tuple[int, ...] | None  # None: all devices of the machine (one process per node)
-    source: str  # the options, variables or launcher it was detected from, for log and receipt
+    local_device_ids: tuple[int, ...] | None  # None: all devices of the node (one process per node)
+    source: str  # the options, variables or launcher that describe the cluster, for log and receipt
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
@@ -39,8 +39,8 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
     """Return the cluster of this process, None for a run of one process, and all problems found.
 
     Options come first, then JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each
-    independently. A launcher gives the rest: torchrun's variables, else Slurm's (under srun), else Open MPI's, else the index
-    of a Kubernetes Job. One process per node takes all its devices, several take one each.
+    independently. A launcher gives the remaining values: torchrun's variables, else Slurm's (under srun), else Open MPI's, else
+    the index of a Kubernetes Job. A single process on a node uses all its devices. Several processes use one device each.
 
     Args:
       options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" if not given.
@@ -52,7 +52,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """Values from a launcher, None if it does not give them. `devices` is None for all devices of the machine."""
+    """Values from a launcher; None if the launcher does not give them. `devices` is None for all devices of the node."""
 
     name: str
     coordinator: str | None
@@ -154,7 +154,7 @@ class _Reader:
     def slurm(self) -> _Launcher | None:
         env = self.environ
         if not all(env.get(k) for k in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")):
-            return None  # not under srun: a batch script runs its commands once, however many tasks it has
+            return None  # not under srun: a batch script runs its commands once, for any number of tasks
         count = self.number("SLURM_NTASKS", env["SLURM_NTASKS"], 1)
         if count == 1:
             return _Launcher("Slurm", None, 1, 0, None)
@@ -166,7 +166,7 @@ class _Reader:
             remedy = "Set JAXTRAIN_COORDINATOR, and JAXTRAIN_LOCAL_DEVICES where a node has several tasks."
             self.wrong("SLURM_STEP_NODELIST", env["SLURM_STEP_NODELIST"], "is no list of nodes that jaxtrain can read", remedy)
         job = self.number("SLURM_JOB_ID", env["SLURM_JOB_ID"], 0)
-        # The port that jax would use: another for each job on the same nodes.
+        # The port that jax would use. It differs between jobs on the same nodes.
         coordinator = f"{nodes[0]}:{(job or 0) % 2**12 + 65536 - 2**12}" if nodes else None
         several = max(tasks) > 1 if tasks else (count or 0) > len(nodes)
         devices = None
@@ -258,7 +258,7 @@ class _Reader:
 
 
 def node_names(text: str) -> list[str]:
-    """Return the machines of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1; else []."""
+    """Return the nodes of a Slurm node list: gpu[01-03,07],login1 -> gpu01, gpu02, gpu03, gpu07, login1; [] for other text."""
     names = []
     # Commas inside brackets separate ranges.
     for entry in re.split(r",(?![^\[\]]*\])", text.strip()):

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from jaxtrain.distributed.service import HEARTBEAT_S, is_aborting
 from jaxtrain.distributed.words import first_line, listed
 
-AGREE_S = 60.0  # for all processes to publish the step they have reached, after one has asked to stop
-EXIT_S = 300.0  # for all processes to come to the end of the run
+AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
+EXIT_S = 300.0  # for all processes to reach the end of the run
 POLL_S = 1.0
 ANSWER_S = 2.0  # for an answer of the service, which takes milliseconds. JAX aborts 6 s after the end of process 0.
-SILENT = 5  # unanswered requests in a row: process 0 is stopped, or its machine or the network is down
+SILENT = 5  # unanswered requests in a row: process 0 is stopped, or its node or the network is down
 COLLECTIVE = re.compile(r"gloo|nccl|collective|(closed|reset) by peer", re.IGNORECASE)
 
 
@@ -30,7 +30,7 @@ class PeerLost(RuntimeError):
 class Peers:
     """The processes of a run and their key-value store in process 0.
 
-    Every method may be called from any thread. In a run of one process none of them waits.
+    Every method may be called from any thread. In a run of one process, no method waits.
 
     Two threads serve a run of several processes. One reads the news, a list to which any process appends requests to stop and
     failures. The other asks the service which processes are alive.
@@ -233,7 +233,7 @@ class Peers:
     # it, because the loop may be blocked in a step that another process has not begun.
 
     def ask_to_stop(self, why: str) -> None:
-        """Make all processes, this one included, stop after the same step. Of several requests the first counts."""
+        """Make all processes, this one included, stop after the same step. If there are several requests, the first counts."""
         if self.count > 1:
             with contextlib.suppress(PeerLost):  # reading the news reports it
                 if not self._closed and self._reason is None:
@@ -252,7 +252,7 @@ class Peers:
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the step this process has reached. From then on it waits for the others before it starts a later one."""
+        """Publish the step this process has reached. From then on, it starts a later step only after all have published."""
         with self._agreement:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
@@ -272,7 +272,7 @@ class Peers:
     def may_start(self, step: int) -> bool:
         """Return whether the step with this number, counted from 1, may be dispatched; call it before each.
 
-        False: every process has dispatched all steps before this one, and none dispatches this one or a later one.
+        If the result is False, every process has dispatched all steps before `step`, and none dispatches `step` or a later one.
 
         Raises:
           PeerLost: naming the processes that did not publish the step they have reached.
@@ -290,8 +290,9 @@ class Peers:
             return True
 
     def stop_here(self, why: str) -> None:
-        """Start no further step, even if the processes agreed on one. All processes call it between the same two steps, for the
-        same reason.
+        """Start no further step, even if the agreed last step is later.
+
+        All processes call it between the same two steps, for the same reason.
         """
         with self._agreement:
             self._reason = self._reason or why

@@ -24,8 +24,8 @@ class ClusterError(RuntimeError):
 def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
     """Connect this process to the others; call it before JAX's devices are used.
 
-    The tasks of the service are "recoverable": JAX does not abort the others when one is lost, and `Peers` ends the run with
-    the name of the lost process.
+    The tasks of the service are "recoverable": if a process is lost, JAX does not abort the other processes. `Peers` ends the
+    run and reports the name of the lost process.
 
     Args:
       init_timeout_s: seconds until all processes must be connected.

@@ -19,7 +19,7 @@ PORT = 12321
 PATIENCE_S = 60.0
 UNREACHED = 255  # ssh's own exit code
 REFUSED = 2
-# No other variable is passed: a node has its own environment.
+# The variables that are sent to other nodes. For all other variables, a node has its own environment.
 SENT = (RESTART, LAUNCHED, "JAXTRAIN_CUDA", "JAXTRAIN_PREFLIGHT_ALLOW")
 IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -112,14 +112,14 @@ class RemoteProcess:
         self.host = host
         self._patience_s = patience_s
         self._failed_at: float | None = None
-        # A signal to the process group reaches ssh too. The remote process ends with the others of the run, and ssh with it.
+        # ssh ignores signals to the process group. The remote process ends with the other processes of the run, then ssh ends.
         self._ssh = subprocess.Popen([*ssh_command(environ), host, line], stdin=subprocess.DEVNULL, preexec_fn=_ignore_signals)
 
     def failed(self) -> bool:
         """Return whether the process of this node should be ended.
 
-        A trainer notices the loss of another process by itself, and saves if it can. It gets the time for that. It would wait
-        in vain for a refused command or an unreachable node.
+        A trainer detects the loss of another process by itself, and saves if it can, so it gets time for that. But if the other
+        node refused the command or is unreachable, the trainer would wait in vain.
         """
         code = self._ssh.poll()
         if not code:
@@ -158,7 +158,7 @@ def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
             say(f"{host}: ssh could not reach it, or lost it")
         elif end not in (0, code):
             say(f"{host} ended with {end}")
-        if end in (REFUSED, 3, 124):  # Nothing was started there; or its hang ended this process as a lost peer.
+        if end in (REFUSED, 3, 124):  # Nothing was started there; or a hang there ended this process, which lost a process.
             code = end
         elif end == UNREACHED and code in (0, 143):
             code = 75

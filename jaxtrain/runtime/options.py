@@ -7,7 +7,7 @@ from jaxtrain.runtime.messages import Refusal
 from jaxtrain.runtime.nodes import Nodes
 
 PLACES = ("--coordinator", "--num-processes", "--process-id")
-# With these the trainer prints an answer and trains nothing.
+# With these options, main prints an answer and does not train.
 ANSWERS = ("--help", "--explain", "--replay")
 
 
@@ -37,7 +37,7 @@ class Options:
 
     @property
     def answers(self) -> bool:
-        """Return whether the trainer only prints an answer and does not train."""
+        """Return whether the command only prints an answer and does not train."""
         return any(word == "-h" or word.startswith(ANSWERS) for word in self.arguments)
 
 

@@ -1,4 +1,4 @@
-"""The state that a run starts from: commit, changes since, class of the host. Files may change while it runs."""
+"""The provenance of a run: commit, changes since the commit, class of the host. Files may change while it runs."""
 
 import collections
 import glob

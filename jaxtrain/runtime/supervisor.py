@@ -27,8 +27,8 @@ LONGEST_PAUSE_S = 60
 LAST_OF_A_JOB_S = 600
 POLL_S = 0.1
 MEANINGS = {AGAIN: "restart requested: a process was lost, the time limit, or a signal", HANG: "the watchdog ended a hang"}
-# After running out of memory, a run would do so again. A fault in native code needs a look, and may have damaged files that a
-# restart reads. Neither is restarted.
+# A run that is out of memory would fail again after a restart. A fault in native code must be examined, and may have damaged
+# files that a restart reads. So neither is restarted.
 DEATHS = {
     signal.SIGABRT: ", as jax ends a run with a lost process",
     signal.SIGTERM: ", before or after the run",
@@ -43,8 +43,9 @@ RESTARTED = (signal.SIGABRT, signal.SIGTERM, signal.SIGUSR1)
 class Signals:
     """Signals to the supervisor: each is passed on to the running process, once.
 
-    The sender may have signalled that process too: a terminal signals the process group, a scheduler all processes of a job or
-    only this one. The supervisor cannot distinguish them, so the trainer counts two within 0.2 s as one request.
+    The sender may have signalled that process too: a terminal signals the process group, and a scheduler signals all processes
+    of a job or only the supervisor. The supervisor cannot distinguish these cases. So the trainer counts two signals within
+    0.2 s as one request.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Signals:
 
     def release(self) -> None:
         """Restore the default actions of the signals, for a program that replaces this one."""
-        # Python ignores the last two, and a program would inherit that.
+        # Python ignores SIGPIPE and SIGXFSZ, and a program would inherit that.
         for number in (*self._heard, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
 
@@ -95,7 +96,7 @@ class Signals:
         """
         self._early.clear()
         self.check(again)
-        # The process inherits this: until the trainer handles it, a request for a trace would end it.
+        # The process inherits SIG_IGN. Without it, a request for a trace would end the process until the trainer handles it.
         before = signal.signal(TRACE, signal.SIG_IGN)
         try:
             child = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL if quiet else None)
@@ -210,7 +211,7 @@ class Supervisor:
             whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1),
             whole_number(environ, "JAXTRAIN_RESTART_RESET", 600),
         )
-        # Restarts of another run.sh. A node that was reached by ssh has some from the first node.
+        # Another run.sh may have set these variables. A node that was reached by ssh gets some of them from the first node.
         for name in (NOTE, PREFLIGHT) if EXPECTED in environ else OF_AN_ATTEMPT:
             self.environ.pop(name, None)
 
@@ -337,7 +338,7 @@ class Supervisor:
         return code
 
     def _attempt(self, command: str, arguments: list[str], here: list[str] | None = None) -> int:
-        """Run a command on all nodes. `here` are further arguments on this one. Returns: the exit code of all."""
+        """Run a command on all nodes. here: further arguments on this node. Returns: the exit code of all nodes."""
         local, lines = [*arguments, *(here or ())], {}
         if nodes := self.options.nodes:
             local = [*arguments, *nodes.arguments(0), *(here or ())]

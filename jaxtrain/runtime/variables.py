@@ -7,6 +7,6 @@ PREFLIGHT = "JAXTRAIN_PREFLIGHT"  # the file with the findings of this start's p
 LAUNCHED = "JAXTRAIN_LAUNCHED"  # seconds since 1970 at the start of the first attempt
 NOTE = "JAXTRAIN_NOTE"  # a file in which an attempt writes why no other should follow
 RESTART = "JAXTRAIN_RESTART"  # the number of restarts so far; not set in the first attempt
-EXPECTED = "JAXTRAIN_EXPECTED"  # commit and changes on the node that started the run, for the others
+EXPECTED = "JAXTRAIN_EXPECTED"  # commit and changes on the node that started the run, for the other nodes
 
 OF_AN_ATTEMPT = (RESTART, LAUNCHED, NOTE, PREFLIGHT)

@@ -1,4 +1,4 @@
-"""Copies of a run's metrics in other tools. Each file has a `metrics.Tracker`, and only it imports the tool's package."""
+"""Copies of a run's metrics in other tools. Each file has a `metrics.Tracker`, and is the only one to import its package."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
 """TensorBoard: `tb/` in the run's folder, the same numbers and texts as in metrics.jsonl and samples.txt.
 
-It is derived from them, so a resumed run writes it again. TensorFlow is not needed.
+A resumed run writes the event files again from metrics.jsonl and samples.txt. TensorFlow is not needed.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.metrics import tagged
 from jaxtrain.samples import Sample
 
-SUFFIX = ".jaxtrain."  # in the name of every event file written here; only these are ever removed
+SUFFIX = ".jaxtrain."  # in the name of every event file written here; no other event file is removed
 FLUSH_S = 5.0  # a flush waits for the disk; lines lost in a kill are restored from metrics.jsonl
 
 
@@ -27,16 +27,17 @@ class TensorBoard:
         self._step = 0  # of the newest line, for facts
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Write the event files again from the lines, including events that a kill lost before they were flushed. The old files
-        are left empty until the next rewind. Event files of other programs are unchanged.
+        """Write the event files again from the lines, including events that a kill lost before they were flushed.
+
+        The old files are left empty until the next rewind. Event files of other programs are unchanged.
         """
         stale = sorted(self.folder.glob(f"*{SUFFIX}*"))
         wall = 0.0
         for line in lines:
             if self._events is None:
-                # Step 0 as the restart makes an open TensorBoard drop the data of the stale files.
+                # A restart event at step 0 makes an open TensorBoard drop the data of the stale files.
                 self._events = _EventFile(self.folder, restart_at=0 if stale else None)
-            wall = line.get("time_unix") or wall  # eval lines carry no time: that of the line before
+            wall = line.get("time_unix") or wall  # eval lines have no time, so the previous line's time is used
             self._add(line, wall)
         if self._events is not None:
             self.samples(list(samples))
@@ -77,7 +78,7 @@ class TensorBoard:
 
 
 class _EventFile:
-    """One TensorBoard event file, written in the caller's thread: one record a line, all its numbers in it."""
+    """One TensorBoard event file, written in the caller's thread. Each line of metrics.jsonl is one record."""
 
     def __init__(self, folder: Path, restart_at: int | None = None):
         from tensorboardX.event_file_writer import EventsWriter
@@ -99,7 +100,7 @@ class _EventFile:
         self._writer.write_event(self._event(step=step, wall_time=wall_time, summary=summary))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Write a text, indented by four spaces: TensorBoard reads Markdown, in which that is a code block."""
+        """Write a text, indented by four spaces: TensorBoard shows Markdown, in which indented text is a code block."""
         from tensorboardX import summary
 
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))

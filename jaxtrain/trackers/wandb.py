@@ -3,7 +3,7 @@
 wandb's own variables configure it (online or offline, server, key): WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
 trainer is one W&B run across resumes; its id is in `wandb.json`. W&B cannot delete logged data. So the x axis of its charts is
 the trainer's step, not W&B's count of calls, and repeated steps appear twice, distinguished by `attempt`. metrics.jsonl has
-them once, and fills a new W&B run.
+each step once. A new W&B run gets all its lines.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxtrain.metrics import tagged, write_atomic
 from jaxtrain.samples import Sample
 
 FORMAT = 1
-FINISH_S = 300.0  # limit, for data not sent yet when the run ends; it stays on disk for `wandb sync`
+FINISH_S = 300.0  # longest wait for data that is not sent when the run ends. The data stays on disk for `wandb sync`.
 LOGGER = logging.getLogger("jaxtrain")
 
 
@@ -37,7 +37,7 @@ def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
             return
         try:
             method(self, *args)
-        except Exception as error:  # the package documents no classes: service, socket, file and value errors all come through
+        except Exception as error:  # wandb documents no exceptions: it raises service, socket, file and value errors
             self.broken = True
             said = next(iter(str(error).splitlines()), "") or type(error).__name__
             LOGGER.warning("%s", f"W&B failed ({said}): logging to it ends. The run continues; metrics.jsonl is complete.")
@@ -141,7 +141,7 @@ class WandB:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return a wandb.json. Raises TrackerError naming the file if it is none, or of a later format."""
+    """Return the contents of a wandb.json. Raises TrackerError if the file is not valid, or of a later format."""
     try:
         known = json.loads(path.read_text())
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))

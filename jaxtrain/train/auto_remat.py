@@ -16,7 +16,7 @@ from jaxtrain.config import Model, Remat, RunConfig
 from jaxtrain.shapes import FURTHER_ROUND
 from jaxtrain.train.stages import Arrangement, Schedule
 
-# Fraction of the usable memory that `auto` leaves free: a plan's peak and an allocator's need not agree exactly.
+# Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
 MARGIN = 0.03
 
 # Activations that are saved or not saved together. Latents are of multi-head latent attention only.
@@ -34,14 +34,14 @@ def layers_kept(run: RunConfig, stages: int) -> int:
 def expert_room(run: RunConfig, ranks: int) -> float:
     """Return the capacity of a device's expert buffers, in rows per token of the device.
 
-    It is the number of experts per token, times the capacity factor, or times the size of a first round if experts are on
-    `ranks` devices.
+    It is the number of experts per token, times the capacity factor. Without a capacity factor, and with experts on several
+    devices (`ranks`), it is the number of experts per token times the size of the first round.
     """
     m, x = run.model, run.moe
     shares = (
         min(x.capacity_factor, m.num_experts / m.experts_per_token)
         if x.capacity_factor
-        else _rooms(run, ranks)[0]
+        else _round_sizes(run, ranks)[0]
         if ranks > 1
         else 1.0
     )
@@ -55,41 +55,41 @@ def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
     """
     if run.moe.capacity_factor or ranks == 1:
         return 1
-    first, further = _rooms(run, ranks)
+    first, further = _round_sizes(run, ranks)
     return 1 + max(0, math.ceil((_busiest(run, ranks, load) - first) / further - 1e-9))
 
 
-def _rooms(run: RunConfig, ranks: int) -> tuple[float, float]:
-    """Return the size of the first round of a dispatch, and of each further one, over a device's even load."""
+def _round_sizes(run: RunConfig, ranks: int) -> tuple[float, float]:
+    """Return the size of the first round of a dispatch, and of each further round, over a device's even load."""
     first = min(run.moe.buffer, ranks)
     return first, min(first, FURTHER_ROUND)
 
 
 def _busiest(run: RunConfig, ranks: int, load: float) -> float:
-    """Return the load of the device with the busiest expert, over an even load."""
+    """Return the load of the device that has the busiest expert, over an even load. load: of that expert."""
     m = run.model
     others = m.num_experts // ranks - 1
     return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
 
 
 def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
-    """Return the fraction of that capacity that `load` fills, over all rounds.
+    """Return the fraction of the expert buffers that tokens fill, over all rounds of a layer's dispatch.
 
-    With a capacity factor, the whole buffer is computed.
+    load: of the busiest expert, over an even load. With a capacity factor the whole buffer is computed, so the result is 1.
     """
     if run.moe.capacity_factor or not run.model.num_experts:
         return 1.0
     if ranks == 1:
         return 1.0
-    first, further = _rooms(run, ranks)
+    first, further = _round_sizes(run, ranks)
     return _busiest(run, ranks, load) / (first + further * (expert_rounds(run, ranks, load) - 1))
 
 
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
-    """Return the bytes on a device of each activation of a layer that may be saved, per token of the device's batch share.
+    """Return activation of a layer -> its bytes on a device, per token of the device's shard of the batch.
 
-    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed rows, whose log-sum-exp has an entry for
-    every document that a row may have.
+    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed sequences, whose log-sum-exp has an
+    entry for every document that a sequence may have.
     """
     m = run.model
     q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
@@ -112,7 +112,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
 
 
 def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Return the bytes of saved activations on a device: of one microbatch, or in a pipeline of all microbatches in flight."""
+    """Return the bytes of saved activations on a device: of one microbatch; in a pipeline, of all microbatches in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
@@ -145,6 +145,6 @@ def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_s
 
 
 def words(run: RunConfig) -> str:
-    """Return a line for the log: the activations that a choice saves."""
+    """Return a line for the log: the activations that the chosen remat policy saves."""
     names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
     return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto saves only each layer's input"

@@ -1,7 +1,8 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
-Statistics are those of kernels/experts/routing.py, one row for each layer that a microbatch passed through, means over its real
-tokens. A step sums them over its microbatches, weighted by each one's share of the batch's loss weight, as it does with losses.
+The statistics are those of kernels/experts/routing.py: one row for each slot that a microbatch passed through, with means over
+the microbatch's tokens without padding. A step sums the statistics of its microbatches. Like a loss, each is weighted by the
+microbatch's fraction of the batch's loss weight.
 """
 
 import dataclasses
@@ -29,19 +30,19 @@ class Balance:
 
     moe: Moe
     count: int  # of experts
-    rows: tuple[int, ...]  # of the statistics: for each layer, its number
-    places: tuple[int | None, ...]  # of the stack of layers: for each slot, its layer
-    moves: Params  # the parameters that are such biases
+    rows: tuple[int, ...]  # for each layer, its row in the statistics
+    places: tuple[int | None, ...]  # for each slot of the stack of layers, its layer; None for an empty slot
+    moves: Params  # for each parameter, whether it is a router's bias that is updated
     mtp_layers: int = 0  # modules of multi-token prediction, whose rows follow those of the stack
 
     @property
     def zeros(self) -> jax.Array:
-        """Return the statistics of no microbatch."""
+        """Return zeros in the shape of the statistics, f32."""
         return jnp.zeros((len(self.places) + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
 
     @property
     def _all_rows(self) -> jax.Array:
-        """The rows of all layers, those of multi-token prediction last."""
+        """Return the row in the statistics of each layer. Layers of multi-token prediction are last."""
         return jnp.asarray((*self.rows, *(len(self.places) + i for i in range(self.mtp_layers))))
 
     def penalty(self, statistics: jax.Array) -> jax.Array:

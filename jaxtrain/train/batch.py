@@ -18,9 +18,9 @@ HostBatch = dict[str, np.ndarray]  # (A x B, T) each, or the rows of this proces
 
 
 def abstract_batch(placement: Placement, shape: tuple[int, int, int], pairs: bool = False, mtp: int = 0) -> Batch:
-    """Return a batch of this shape, (A, B, T), without its numbers.
+    """Return the shapes, dtypes and shardings of a batch with arrays of this shape, (A, B, T).
 
-    pairs: with the keys of pairs. mtp: with those of so many modules of multi-token prediction.
+    pairs: include the arrays of preference pairs. mtp: number of modules of multi-token prediction, whose arrays are included.
     """
     sharding = placement.sharding(MICROBATCHES, "batch", shape)
     keys = BATCH_KEYS | (PAIR_KEYS if pairs else {}) | mtp_keys(mtp)
@@ -39,9 +39,9 @@ def rows_here(abstract: Batch) -> list[int] | None:
 
 
 def further(host: HostBatch, k: int) -> HostBatch:
-    """Return the targets and weights of module k of multi-token prediction, (R, T): those of the token k positions later.
+    """Return the targets and weights of module k of multi-token prediction, (R, T).
 
-    A target in another document than its input token has weight 0: so all tokens between them are of one document.
+    They are the targets and weights k positions later. If that position is in another document, the weight is 0.
     """
 
     def later(x: np.ndarray) -> np.ndarray:
@@ -55,12 +55,11 @@ def further(host: HostBatch, k: int) -> HostBatch:
 def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
     """Put rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
-    With context parallelism the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model
-    depends on segments and positions, not on the order. Targets of
-    multi-token prediction are taken from the rows before that.
+    With context parallelism, the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model
+    depends on segments and positions, not on the order. Targets of multi-token prediction are computed before the reordering.
 
     Args:
-      rows: the numbers of the rows in `host`, if it does not have all (`rows_here`).
+      rows: the numbers of the rows in `host` (`rows_here`); None: all rows.
     """
     order = list(context.chunks)
     for k in range(1, 1 + sum(key.startswith("targets_") for key in abstract)):

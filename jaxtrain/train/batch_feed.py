@@ -26,9 +26,9 @@ class BatchFeed:
         """Start to read.
 
         Args:
-          source: `.batch(i)` is batch `i`, and `.batch(i, rows)` these rows of it.
-          first: the `i` of the first batch.
-          abstract: the batch on the devices, without its numbers.
+          source: `.batch(i)` returns batch `i`, and `.batch(i, rows)` returns these rows of it.
+          first: the index `i` of the first batch.
+          abstract: shapes, dtypes and shardings of a batch on the devices.
           prefetch: batches that are read ahead.
           count: batches to read; None: no end.
         """

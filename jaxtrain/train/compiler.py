@@ -62,27 +62,28 @@ def on_device(program: Program) -> Any:
     return (state.step, state.params, state.guard, program.batch) if program.offload else (state, program.batch)
 
 
-# Attention kernels that are loops themselves.
+# Attention kernels that XLA compiles to a loop.
 LOOPS = ("chunked",)
 # Passes that are switched off.
 WITHOUT = (
-    # Recomputation is decided by remat.policy. XLA's own pass uses an estimate without memory shared in loops, and if that
-    # seems too large it gathers weights a second time.
+    # remat.policy decides on recomputation. The estimate of XLA's own pass ignores memory that loops share. If the estimate is
+    # too large, the pass gathers weights a second time.
     "rematerialization",
-    # It merges the query, key and value projections into one matmul, and for that copies three weights next to each other at
+    # This pass merges the query, key and value projections into one matmul. For that, it copies three weights into one array at
     # every use.
     "dot-merger",
-    # Copies between a stack and a layer would run on their own stream, for which the scheduler assumes 5 ms each: it then
+    # With this pass, copies between a stack and a layer run on their own stream. The scheduler assumes 5 ms for each copy, and
     # starts later gathers too late.
     "dynamic-slice-copy-fusion-async-wrapper",
-    # If layers are unrolled and their weights are not gathered, it converts a whole stack of 8-bit weights to bfloat16 at once:
-    # matmuls of its slices are then no FP8 calls.
+    # If layers are unrolled and their weights are not gathered, this pass converts a whole stack of 8-bit weights to bfloat16
+    # at once. The matmuls of its slices are then no FP8 calls.
     "slice-sinker",
 )
 
 
-# XLA starts a microbatch's first collective during the previous one, and recomputes its inputs. A gather of weights has no such
-# inputs. If the first collective is of activations, over the tensor axis, its input is the forward pass.
+# This pass starts a microbatch's first collective during the previous microbatch, and recomputes the inputs of the collective.
+# A gather of weights has no inputs to recompute. If the first collective is of activations, over the tensor axis, XLA
+# recomputes the forward pass.
 EARLY = "collective-pipeliner-backward"
 
 
@@ -95,7 +96,7 @@ class Chosen:
     """XLA's options for a program, and the reasons for them."""
 
     options: dict[str, str | bool]
-    why: str  # their name, for the log; "" without a choice
+    why: str  # origin of the options, for the log; "" without a choice
     dropped: tuple[str, ...]  # names that this version of XLA does not have
 
     def warnings(self) -> list[str]:
@@ -105,7 +106,7 @@ class Chosen:
 
 
 def choose(program: Program, card: Card | None) -> Chosen:
-    """Return XLA's options for a program on GPUs with this much memory; on CPU (`card` None), only those of the config.
+    """Return XLA's options for a program. card: the memory of each GPU; None on CPUs, where only the config's options apply.
 
     An option that this XLA does not have is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
     does not accept.
@@ -126,7 +127,7 @@ def choose(program: Program, card: Card | None) -> Chosen:
     return Chosen({name: value for name, value in wanted.items() if name not in dropped}, why, dropped)
 
 
-TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after which XLA itself ends the process: a backstop behind the watchdog
+TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after this time XLA ends the process, in case the watchdog does not
 # The kinds of kernels in CUDA graphs; "" for none. A trace does not distinguish the kernels of a graph, and XLA's own
 # workaround (no graphs while a profiler runs) leaves xprof's table of operations empty (xprof #2544, #3070).
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -135,7 +136,7 @@ LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_result
 
 
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
-    """Return the options of a run in addition to those of its program. step_s: the watchdog's budget of a step, 0 for none.
+    """Return the options of a program and of its run. step_s: seconds of the watchdog's budget of a step, 0 for none.
 
     repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so CUDA graphs are off unless
     compiler.options sets them.
@@ -181,7 +182,7 @@ def _known(name: str, value: str | bool) -> bool:
 
 
 def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]:
-    """Return jaxtrain's own options for this program, and their name."""
+    """Return jaxtrain's own options for this program, and their origin for the log."""
     kind = program.placement.mesh.devices.flat[0].device_kind
     gpu = hardware.lookup(kind)
     if gpu is None:
@@ -196,7 +197,7 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
         "xla_gpu_enable_dynamic_slice_fusion": False,
         "xla_disable_hlo_passes": ",".join(_without(program)),
     }
-    # XLA's limit is held + slop% of (its share - held). If its share is less than the held memory, no slop helps.
+    # XLA's limit is held + slop% of (XLA_SHARE of the memory - held). If that share is less than `held`, no slop helps.
     spare = XLA_SHARE * card.memory_gib - held
     if spare > 0:
         chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
@@ -208,14 +209,15 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
         chosen["optimization_level"] = "O1"
     if program.run.model.num_experts and program.placement.gather_axes("experts", "expert_embed"):
         # A layer of experts has six large gathers and reductions. The kernels that could overlap them are Pallas' and cuDNN's,
-        # for which XLA's scheduler assumes 10 us each. One at a time, half of the collectives would be exposed.
+        # for which XLA's scheduler assumes 10 us each. If one collective ran at a time, half of them would be exposed.
         chosen[IN_FLIGHT] = "8"
     elif program.context.ring > 1:
-        # In the backward pass, a ring sends gradients and keys; one at a time, only one of the two would be overlapped.
+        # In the backward pass, a ring sends gradients and keys. If one collective ran at a time, one of the two would be
+        # exposed.
         chosen[IN_FLIGHT] = "2"
     elif program.gathers_where_used and program.placement.crosses_nodes(program.placement.gather_axes("embed")):
-        # A layer's gradients are reduced while the previous layer gathers its weights. One at a time, the reduction is exposed
-        # if gathers take long, as over a network: 2.1 of 2.2 s exposed in a planned step of Llama 3 70B on 64 GPUs.
+        # A layer's gradients are reduced while the previous layer gathers its weights. If one collective runs at a time, the
+        # reduction is exposed if gathers take long, as over a network: 2.1 of 2.2 s in the plan of Llama 3 70B on 64 GPUs.
         chosen[IN_FLIGHT] = "2"
     return chosen, "jaxtrain's (jaxtrain/train/compiler.py)"
 

@@ -64,7 +64,7 @@ def for_inference(run: RunConfig) -> RunConfig:
     """Return the run for programs without a train step.
 
     Experts process all tokens: with a capacity, the dropped tokens would depend on the other tokens of the batch. Weights are
-    gathered where they are used, since there is no step that could keep them.
+    gathered where they are used, since there is no train step that could gather them once.
     """
     sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
     return dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.0), sharding=sharding)
@@ -114,5 +114,5 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a parameter's name matches one of these patterns, as `train.freeze` has them."""
+    """Return whether a parameter's name matches one of these patterns. Patterns are as in `train.freeze`."""
     return any(fnmatch.fnmatchcase(name, p) for p in patterns)

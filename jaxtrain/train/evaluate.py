@@ -36,7 +36,7 @@ def evaluate(
 
     Args:
       eval_step: compiled, see gradients.make_loss.
-      batches: a data source, with `.batch(i)` of the same number of rows as `abstract`.
+      batches: a data source whose `.batch(i)` has as many rows as `abstract`.
       unwanted: called for each batch; once it is true, the result is None.
     """
     size = abstract["tokens"].shape[1]
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def mask_rows(host: HostBatch, mask_R: np.ndarray) -> HostBatch:
-    """Return a batch with these rows, bool (R,), as padding: of weight 0, and of no document."""
+    """Return a batch in which the rows of a mask, bool (R,), are padding: weight 0, segment 0."""
     if not mask_R.any():
         return host
     masked = [name for name in ("weights", "segments", "positions", "reference") if name in host]
@@ -72,7 +72,10 @@ def mask_rows(host: HostBatch, mask_R: np.ndarray) -> HostBatch:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
-    """Return a loss that does not depend on the tokenizer; None if the bytes of a token are unknown."""
+    """Return the loss in bits per byte, which tokenizers do not change; None if the bytes per token are unknown.
+
+    loss: nats per token.
+    """
     return loss / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
@@ -97,8 +100,8 @@ class HeldOut:
     def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
         """Write the losses of all sets to metrics, log and receipt.
 
-        If the run is asked to stop meanwhile, nothing is written, unless `finish`: the next attempt evaluates again. Several
-        processes always finish, since each has a share of every batch.
+        If a stop is requested during the evaluation, nothing is written, and the next attempt evaluates again. With `finish`,
+        or with several processes, the evaluation is completed. Each process has rows of every batch, so none may stop alone.
         """
         services, program = self._services, self._program
         alone = services.peers.count == 1 and not finish

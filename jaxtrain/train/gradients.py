@@ -1,4 +1,4 @@
-"""The gradients of a step: the losses of its microbatches, differentiated one after another, or on pipeline stages, and summed.
+"""The gradients of a step: the sum over its microbatches, which run one after another or on pipeline stages.
 
 Everything here computes with local shards, inside the step's one shard_map.
 """
@@ -20,8 +20,8 @@ from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.zero import Zero
 
 EXPERTS = "experts"
-# The loss of a batch, and the other metrics of its loss (Objective.reports); under EXPERTS the statistics of its experts. Those
-# of a microbatch are weighted by its fraction of the loss's denominator.
+# The loss of a batch, and the other metrics of its loss (Objective.reports), with the statistics of its experts under EXPERTS.
+# Each microbatch is weighted by its fraction of the loss's denominator.
 Report = tuple[jax.Array, Sums]
 
 
@@ -32,18 +32,18 @@ class Objective:
     placement: Placement
     loss: Loss
     spec: LossSpec
-    balance: Balance | None = None  # the auxiliary losses of experts, in addition to the first
+    balance: Balance | None = None  # the auxiliary losses of experts, which are added to `loss`
     mtp_layers: int = 0  # modules of multi-token prediction
-    mtp_weight: float = 0.0  # of the mean of their losses
+    mtp_weight: float = 0.0  # factor of the mean of the modules' losses
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Names of the sums that a step reports in addition to the loss."""
+        """Return the names of the sums that a step reports in addition to the loss."""
         return (*self.loss.reports, *(MTP_METRICS if self.mtp_layers else ()))
 
     @property
     def nothing(self) -> Report:
-        """Return the report of no microbatch."""
+        """Return a report of zeros."""
         zero = jnp.zeros((), jnp.float32)
         return zero, dict.fromkeys(self.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
 
@@ -51,7 +51,7 @@ class Objective:
         """Return the objective of a microbatch and the report, as `__call__` does, from the model with its weights.
 
         Args:
-          total, mtp_totals: of `total_count` and `mtp_counts`.
+          total, mtp_totals: the results of `total_count` and `mtp_counts`.
         """
         rows = micro["tokens"], micro["segments"], micro["positions"]
         hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
@@ -68,7 +68,7 @@ class Objective:
         return value + self.mtp_weight * of_mtp, (loss, sums | dict.fromkeys(MTP_METRICS, of_mtp))
 
     def _mtp(self, further: Sequence[jax.Array], head_VD: Any, micro: Batch, totals: Sequence[jax.Array]) -> jax.Array:
-        """Return this device's share of the mean of the modules' losses, each a mean over the tokens that have its target."""
+        """Return this device's share of the mean loss of the modules. A module's loss is the mean over tokens with a target."""
         p, spec = self.placement, dataclasses.replace(self.spec, z_loss=0.0)
         alike = p.size(p.replica_axes(("batch", "residual")))
         value = jnp.zeros((), jnp.float32)
@@ -88,7 +88,7 @@ class Objective:
         their number.
 
         Args:
-          total: the loss's count of all microbatches.
+          total: the loss's denominator over all microbatches (`total_count`).
         """
         p = self.placement
         of_residual = {k: to_residual(micro[k], (), p) for k in ("targets", "weights")}
@@ -110,7 +110,7 @@ def total_count(batch: Batch, objective: Objective) -> jax.Array:
 
 
 def mtp_counts(batch: Batch, objective: Objective) -> list[jax.Array]:
-    """Return the weight of the targets of each module of multi-token prediction, f32 (): 1 if it would be 0."""
+    """Return the total weight of the targets of each module of multi-token prediction, f32 (): 1 if it would be 0."""
     return [_divisor(batch[f"weights_{k + 1}"].sum(), objective) for k in range(objective.mtp_layers)]
 
 
@@ -130,13 +130,13 @@ def make_gradients(
     adds: bool,
     pipe: Pipeline | None = None,
 ) -> Callable[[Params, Batch], tuple[Report, Params]]:
-    """Return a function of the master weights and a batch, to the batch's report and the gradient of the objective.
+    """Return a function from (master weights, batch) to (the batch's report, the gradient of the objective).
 
     The batch's arrays are (A, B, T): A microbatches. Frozen parameters (all but `trained`) have no gradient.
 
     Args:
       in_fp8: the weights that are multiplied in FP8.
-      adds: the backward pass of the stack of layers adds its gradients to those of earlier microbatches.
+      adds: the backward pass of the stack of layers adds its gradients to the sum of earlier microbatches.
       pipe: the pipeline, if layers are on stages.
     """
     p = objective.placement
@@ -147,7 +147,7 @@ def make_gradients(
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
         learnt = part(base, trained)
-        # remat.Plan.run computes the gradients of the stack, autodiff the others.
+        # remat.Plan.run computes the gradients of the stack, autodiff computes all others.
         stack = {name: w for name, w in learnt.items() if definition.uses_plan_run and name == STACK}
         rest = {name: w for name, w in learnt.items() if name not in stack}
 
@@ -194,9 +194,9 @@ def _added(sums: Params, grads: Params) -> Params:
 def make_loss(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
-    """Return a function of the master weights and one microbatch, (1, B, T), to the sums of its loss.
+    """Return a function from (master weights, one microbatch, (1, B, T)) to the sums of its loss.
 
-    They are the loss, its denominator, and the other sums that the loss reports.
+    The sums are the loss, its denominator, and the other sums that the loss reports.
     """
     p = objective.placement
 
@@ -212,7 +212,7 @@ def make_loss(
 def make_log_probs(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], jax.Array]:
-    """Return a function of the master weights and one microbatch, (1, B, T), to its documents' log-probabilities, (1, B, M)."""
+    """Return a function from (master weights, one microbatch, (1, B, T)) to the log-probabilities of documents, (1, B, M)."""
 
     def log_probs(params: Params, batch: Batch) -> jax.Array:
         micro, hidden, head_VD = _forward(params, batch, definition, zero, in_fp8, pipe)
@@ -225,7 +225,7 @@ def make_log_probs(
 def _forward(
     params: Params, batch: Batch, definition: Definition, zero: Zero, in_fp8: Params, pipe: Pipeline | None
 ) -> tuple[Batch, jax.Array, Any]:
-    """Return the one microbatch of a batch, its hidden states, and the head."""
+    """Return the only microbatch of a batch, with arrays (B, T), its final hidden states, and the head."""
     micro = jax.tree.map(lambda x: x[0], batch)
     base, copies = zero.step_weights(params, definition, in_fp8)
     model = definition.bind(zero.microbatch_weights(base, copies, {}))

@@ -1,11 +1,12 @@
 """Skipped steps: a loss or gradient norm that is not finite, or far above the recent ones.
 
-The compiled step decides, from numbers that are the same on every device, and the guard is part of the train state. So a
-resumed run decides as an uninterrupted one would. A skipped step leaves parameters and moments unchanged, bit for bit.
+The compiled step decides whether it is skipped, from numbers that are the same on every device. The guard is part of the train
+state, so a resumed run decides as an uninterrupted run would. A skipped step leaves parameters and moments unchanged, bit for
+bit.
 
-The step after a skipped one is HELD: it changes nothing, not even the count of steps. The training loop reads metrics one step
-late, and so still has the state that the bad step started from, for a save or a replay. After `released`, the held step is
-taken again with the same batch.
+The step after a skipped step is HELD: it changes nothing, not even the count of steps. The training loop reads metrics one step
+late. So it still has the state from before the skipped step, for a save or a replay. After `release`, the held step is taken
+again with the same batch.
 """
 
 import jax
@@ -16,9 +17,9 @@ TAKEN, NOT_FINITE, SPIKE, HELD = range(4)
 NAMES = {TAKEN: "taken", NOT_FINITE: "not finite", SPIKE: "spike", HELD: "held"}
 
 WINDOW = 128  # applied steps that a loss is compared with
-LEAST = 32  # applied steps before anything counts as a spike
-SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation (Rousseeuw and Croux 1993)
-FLAT = 0.01  # fraction of the median that is the least deviation: constant losses have none
+LEAST = 32  # applied steps before a step may count as a spike
+SIGMA = 1.4826  # standard deviation over median absolute deviation of a normal distribution (Rousseeuw and Croux 1993)
+FLAT = 0.01  # smallest deviation, as a fraction of the median: constant losses have a deviation of 0
 
 Guard = dict[str, jax.Array]
 
@@ -35,7 +36,7 @@ def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tupl
     """Return (verdict of this step, the next guard). loss, norm: f32 (). sigmas: 0 accepts every finite step.
 
     A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps.
-    Unlike mean and standard deviation, both are robust against accepted spikes.
+    Unlike mean and standard deviation, median and median absolute deviation are robust against accepted spikes.
     """
     with jax.named_scope("guard"):
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)

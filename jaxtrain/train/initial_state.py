@@ -60,7 +60,7 @@ def import_named_parts(run: RunConfig) -> None:
         if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
             continue
         if key.startswith("data.") and not pipeline.is_custom(value):
-            continue  # a path may hold a colon
+            continue  # the value is a path that contains a colon
         name, given, attribute = value.partition(":")
         if not given:
             continue
@@ -97,11 +97,11 @@ def choose_start(
 
     The checkpoint is `checkpoint.step` if given, else the newest one that can be read and is not in `damaged`. Raises
     ConfigError for a forbidden change of a resumed run. Raises CheckpointError if there are checkpoints and none can be read: a
-    run never overwrites existing ones.
+    run never overwrites existing checkpoints.
     """
     reasons = dict(damaged)
     per_step = run.train.global_batch * run.data.seq_len
-    # An explicit step is used for any state of the newest one: it is the way to bypass a damaged one.
+    # If the user names a step, the newest checkpoint is not read: it may be damaged.
     at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
         beginning = position.position(checkpoints.directory, 0, 0, per_step)
@@ -152,7 +152,7 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     """Return notes on settings of init.from's model that differ and that tensors do not show, such as the rotary base.
 
-    Raises ConfigError if its tensors do not fit: one is missing, has another shape, or is a weight that this model lacks.
+    Raises ConfigError if the tensors of init.from do not fit: a tensor is missing, has another shape, or is not in this model.
     """
     source = open_origin(run.init.from_)
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
@@ -175,7 +175,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     wanted = stored_form.stored_tensors(init_tensors(run, program), stored)
     wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
-    if not run.model.mtp_layers:  # what they predict is no part of the model's own result
+    if not run.model.mtp_layers:  # a model may drop its modules of multi-token prediction: its logits do not depend on them
         unused = [name for name in unused if not name.startswith(f"params.{MTP}.")]
     wrong += [f"{name}: in the source, not in this model" for name in unused]
     if wrong:
@@ -191,7 +191,7 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
 
 
 def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
-    """Return the tensors to read from init.from: weights, and the optimizer's state if init.what includes it. No adapters."""
+    """Return the tensors to read from init.from: weights without adapters, and optimizer state if init.what includes it."""
     kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
     abstract = program.base(program.state) if program.adapters else program.state
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
@@ -307,9 +307,9 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
 
 
 def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
-    """Set the mixture from the first step of this attempt on, or after a rollback from the step of the rollback on.
+    """Set the mixture of data sources from `start.step` on, at the start of an attempt or after a rollback.
 
-    Each source of a resumed run continues from its last position. Scheduled changes are placed by `start.position`.
+    Each source of a resumed run continues from its last position. `start.position` gives the batch of each scheduled change.
     """
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
 
@@ -329,7 +329,7 @@ def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str]
         return
     for k, phase in enumerate(data.mixture.phases):
         if k + 1 < len(data.mixture.phases) and data.mixture.phases[k + 1].step <= start.step:
-            continue  # it is in the past
+            continue  # the scheduled change is in the past
         weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
         never = f" (not reached: train.steps={run.train.steps})" if phase.step >= run.train.steps else ""
         say(f"data: mixture from step {phase.step}: {weights}{never}")

@@ -56,7 +56,7 @@ def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel
     def asked(spec: attention.Spec) -> tuple[attention.Spec, int]:
         if context.ring == 1:
             return spec, run.data.seq_len
-        # A rank of the ring computes one chunk against one chunk at a time.
+        # A rank of the ring computes attention between one chunk of queries and one chunk of keys at a time.
         if not window.applies(spec, places, split):
             return spec, places // 2
         return window.inner_spec(spec), places // 2 + window.halo_tokens(spec, places // 2, split)

@@ -29,7 +29,7 @@ from jaxtrain.train.setup import Compiled, Setup
 from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
 from jaxtrain.train.timing import GarbageCollector, SlowSteps, StartTimes
 
-ROLLBACKS = 3  # to one checkpoint: after this many the data is not the cause
+ROLLBACKS = 3  # most rollbacks to one checkpoint. If steps are skipped after them too, the data is not the cause.
 AGREE_S = 5400.0  # timeout of processes that wait for each other: one may compile a step that others found in their caches
 
 
@@ -86,7 +86,7 @@ class Loop:
             self._release_guard()
 
     def train(self) -> None:
-        """Take all steps and save the last one. Raises Diverged, Corrupted, and the exceptions of data and devices."""
+        """Take all steps, and save after the last step. Raises Diverged, Corrupted, and exceptions of data and devices."""
         services, steps = self.services, self.run.train.steps
         try:
             with GarbageCollector() as collector, services.watchdog.phase("step"):
@@ -192,7 +192,7 @@ class Loop:
             self._times.between_s = time.perf_counter() - began
         every = self.run.checkpoint.every_steps
         if done == self.run.train.steps or self._save_due or (every and done % every == 0):
-            rates.exclude(more=1)  # the step after the queued one waits for the copies
+            rates.exclude(more=1)  # one step is queued, and the step after it waits for the copies
             if self._read_metrics():
                 return
             # While steps are skipped, the state is older than its step. It is saved after the next applied step.
@@ -206,7 +206,7 @@ class Loop:
         done = self.done
         missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
         missing.append(self.samples.due(done) and not self.samples.written(done))
-        # Process 0 decides: other nodes need not see its files.
+        # Process 0 decides, because other nodes may not see its files.
         evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(missing), AGREE_S)[0])
         if evaluates:
             self._evaluate(finish=False)
@@ -329,18 +329,18 @@ class Loop:
         known: list[dict[str, Any]] = []
         if services.peers.process_index == 0:
             known = position.skip(directory, tokens, (row[0].step, row[-1].step), said, back)
-        # Process 0 sends the list: a network file system may show the others an older one.
+        # Process 0 sends the list, because other processes may read an older one from a network file system.
         mine = json.dumps([known, services.peers.stop_reason])
         known, asked = json.loads(services.peers.gather("rolled back", mine, AGREE_S)[0])
         tokens_read = checkpoints.meta(back)["data"]["tokens"]
         place = position.position(directory, back, tokens_read, self.run.tokens_per_step, known)
         self.start = dataclasses.replace(self.start, position=place)
-        if asked:  # the last step that all agreed on is ahead again
+        if asked:  # a stop was requested. The agreed last step is later than the step of the rollback.
             services.peers.stop_here(asked)
         services.console.warn(
             f"{said}: rolling back to step {back}, and skipping {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )
-        continue_sources(self.run, self.start, self.data, services.console.say)  # by the position past the skipped data
+        continue_sources(self.run, self.start, self.data, services.console.say)  # its position is after the skipped data
         services.writers.rewind(back)
         self.done = back
         self.metrics.drop()

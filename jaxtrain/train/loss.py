@@ -1,11 +1,12 @@
 """The training loss: a sum over the global batch of a step, normalised once.
 
-A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`: this device's share of the weighted SUM over all tokens,
-given its tokens of the residual stream. A loss from outside the package gets the head by `spec.whole_head(head_VD)`. The step
-divides by the total weight of all microbatches, and by the number of devices with the same tokens (gradients.py).
+A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`. It returns this device's share of the weighted SUM over all
+tokens, from the device's tokens of the residual stream. A loss from outside the package gets the head by
+`spec.whole_head(head_VD)`. The step divides by the total weight of all microbatches, and by the number of devices with the same
+tokens (gradients.py).
 
-LOSSES has the losses of this package. Each may be divided by another number than the weight of the tokens, and return further
-sums by name, which the step reports. A loss from outside the package returns its sum alone.
+LOSSES has the losses of this package. The denominator of such a loss may differ from the weight of the tokens. It may also
+return further sums by name, which the step reports. A loss from outside the package returns only its sum.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-    """The run, as far as a loss needs to know it. Static."""
+    """The settings of a run that a loss uses. Static."""
 
     numerics: Numerics
     placement: Placement
@@ -38,7 +39,7 @@ class LossSpec:
     logit_softcap: float
     z_loss: float = 0.0  # see `cross_entropy`
     head_gradient: bool = True  # False where the head is frozen
-    documents: int = 0  # of pairs: in a row at most
+    documents: int = 0  # for a loss of pairs: most documents in a row
     beta: float = 0.1  # see `dpo`
     label_smoothing: float = 0.0
 
@@ -57,8 +58,8 @@ def cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossS
     The logits of all tokens never exist at once (kernels/cross_entropy.py). Z is the sum of the exponentials of a token's
     logits: the second term keeps them from drifting, and is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 
-    Where devices shard both the tokens of the residual stream and the vocabulary (tensor parallelism), each gathers the tokens
-    of all, and computes their logits for its slice of the vocabulary.
+    With tensor parallelism, devices shard both the tokens of the residual stream and the vocabulary. Then each device gathers
+    the tokens of all, and computes their logits for its shard of the vocabulary.
 
     Args:
       hidden_BTD: compute dtype, residual layout.
@@ -85,7 +86,7 @@ def _gathered(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec)
 def _cross_entropy(
     x_nD: jax.Array, head_DV: jax.Array, targets_n: jax.Array, weights_n: jax.Array, spec: LossSpec
 ) -> jax.Array:
-    """The loss of these tokens. All devices that shard the vocabulary have the same tokens, and return the same loss."""
+    """Return the loss of n tokens, f32 (). Devices that shard the vocabulary have the same tokens and return the same loss."""
     return _chunked(x_nD, head_DV, targets_n, weights_n, spec, gradients=False)[0]
 
 
@@ -107,15 +108,15 @@ def _chunked(x_nD, head_DV, targets_n, weights_n, spec: LossSpec, gradients: boo
 
 def _forward(x_nD, head_DV, targets_n, weights_n, spec: LossSpec):
     loss, d_x, d_head, _ = _chunked(x_nD, head_DV, targets_n, weights_n, spec, gradients=True)
-    # The layers' backward pass begins with d_x. Tied to it, the float32 sums are rounded before that and freed; the compiler
-    # would keep them until the reduction, which it starts as late as it likes.
+    # The barrier ties the float32 sums of d_head to d_x, with which the layers' backward pass begins. So they are rounded and
+    # freed before it. Without the barrier, the compiler would keep them until it starts the reduction.
     d_x, d_head = jax.lax.optimization_barrier((d_x, None if d_head is None else d_head.astype(head_DV.dtype)))
     return loss, (d_x, d_head)
 
 
 def _backward(spec: LossSpec, residuals, g):
-    # All devices of a sharded vocabulary return the same loss, and `g` is divided by their number. Each has the gradients of
-    # its slice alone, so the division is undone.
+    # All devices of a sharded vocabulary return the same loss, and `g` is divided by their number. Each device has the
+    # gradients of its own shard only, so the division is undone.
     d_x, d_head = residuals
     g *= spec.placement.size(spec.placement.mesh_axes("vocab"))
     return (g * d_x).astype(d_x.dtype), None if d_head is None else (g * d_head).astype(d_head.dtype), None, None
@@ -127,8 +128,8 @@ _cross_entropy.defvjp(_forward, _backward)
 def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Sums]:
     """Return the sum over pairs of the DPO loss, f32 (), and the sums of REWARD_METRICS over pairs.
 
-    Of a pair (Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label smoothing eps that of Mitchell 2023, "A note on
-    DPO with noisy preferences"):
+    The loss L of a pair (Rafailov et al. 2023, arXiv:2305.18290, equation 7; its label smoothing eps is from Mitchell 2023, "A
+    note on DPO with noisy preferences") is
 
         L(m) = -(1 - eps) log sigmoid(m) - eps log sigmoid(-m)
         m = beta ((log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)))
@@ -138,14 +139,14 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
     The gradient goes through the fused cross entropy, so that no logits are held and the layouts are those of `cross_entropy`.
     L depends on the weights through the tokens' log-probabilities l_t alone, so dL = sum_t (dL/dl_t) dl_t with
 
-        dL/dl_t = beta L'(m) on chosen tokens, -beta L'(m) on rejected ones
+        dL/dl_t = beta L'(m) on chosen tokens, -beta L'(m) on rejected tokens
         L'(m) = -(1 - eps) sigmoid(-m) + eps sigmoid(m)
 
-    A first pass without gradients gives l_t, and with them L and these numbers. Then sum_t w_t (-l_t), the weighted cross
-    entropy with the constants w_t = -dL/dl_t, has exactly the gradient of L. Its value does not matter and is taken off again.
-    The first pass costs one more forward matmul with the head.
+    A first pass without gradients computes l_t, L and dL/dl_t. Then sum_t w_t (-l_t), the weighted cross entropy with the
+    constants w_t = -dL/dl_t, has exactly the gradient of L. Its value is subtracted again, so only the gradient remains. The
+    first pass costs one more forward matmul with the head.
 
-    Args: as of `cross_entropy`; of the batch also segments, positions, reference.
+    Args: as for `cross_entropy`. The batch also has segments, positions and reference.
     """
     gathered = _gathered(hidden_BTD, head_VD, batch, spec)
     x_nD, head_DV, targets_BT, weights_BT, shared = gathered
@@ -164,25 +165,28 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
     entropy /= spec.placement.size(shared)
 
     reported = (chosen_BP, rejected_BP, margin_BP > 0, margin_BP)
-    alike = spec.placement.size(spec.placement.mesh_axes("residual"))  # devices that have the same pairs
+    alike = spec.placement.size(spec.placement.mesh_axes("residual"))  # number of devices with the same pairs
     value, *sums = (jnp.sum(jnp.where(present_BP, a, 0.0)) / alike for a in (losses_BP, *reported))
     return value + (entropy - jax.lax.stop_gradient(entropy)), dict(zip(REWARD_METRICS, sums, strict=True))
 
 
 def document_log_probs(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
-    """Return the log-probability of each document's tokens that count, f32 (B, M), the same on all devices of a sequence."""
+    """Return the weighted log-probability of each document, f32 (B, M), the same on all devices of a sequence."""
     return _document_log_probs(_gathered(hidden_BTD, head_VD, batch, spec), batch, spec)[0]
 
 
 def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Batch]:
-    """Return (log-probabilities of documents, f32 (B, M); what else is known of the gathered tokens, (B, T) each). It has no
-    gradient."""
+    """Return (log-probabilities of documents, f32 (B, M); other arrays of the gathered tokens, (B, T) each).
+
+    The other arrays are segments, positions, reference if the batch has it, and first (1 at a document's first token). The
+    result has no gradient.
+    """
     x_nD, head_DV, targets_BT, weights_BT, shared = gathered
     x_nD, head_DV = (jax.lax.stop_gradient(a) for a in (x_nD, head_DV))
     operands = x_nD, head_DV, targets_BT.reshape(-1), weights_BT.reshape(-1)
     losses_n: Any = _chunked(*operands, spec, gradients=False)[3]
     log_probs_BT = -losses_n.reshape(targets_BT.shape)
-    # Tokens that were gathered are those that blocks have; others are those of the residual stream.
+    # Gathered tokens are all tokens that a block has, as in `batch`. Without a gather, they are those of the residual stream.
     known = {k: batch[k] if shared else to_residual(batch[k], (), spec.placement) for k in ("segments", "positions")}
     if "reference" in batch:
         known["reference"] = batch["reference"] if shared else to_residual(batch["reference"], (), spec.placement)
@@ -193,7 +197,7 @@ def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[ja
 def _document_sums(values_BT: jax.Array, tokens: Batch, spec: LossSpec, shared: tuple[str, ...]) -> jax.Array:
     """Return the sum of each document's values over all devices of a sequence, f32 (B, M)."""
     number_M = jnp.arange(1, 2 * (spec.documents // 2) + 1)
-    # Compared with every number, and not added up by index: GPUs would add in another order each time.
+    # Segments are compared with every number. On GPUs, a scatter-add would sum in another order each time.
     mine_BTM = tokens["segments"][..., None] == number_M[None, None]
     sums_BM = jnp.sum(jnp.where(mine_BTM, values_BT[..., None], 0.0), axis=1)
     return all_reduce(sums_BM, tuple(a for a in spec.placement.mesh_axes("residual") if a not in shared))
@@ -205,7 +209,7 @@ def token_weight(batch: Batch) -> jax.Array:
 
 
 def pairs(batch: Batch) -> jax.Array:
-    """Return the number of pairs of a batch, f32 (): of chosen documents that begin in it."""
+    """Return the number of pairs of a batch, f32 (): the number of chosen documents that begin in it."""
     return jnp.sum((batch["positions"] == 0) & (batch["segments"] % 2 == 1), dtype=jnp.float32)
 
 
@@ -214,8 +218,8 @@ class Loss:
     """A loss function and how the step treats its sums.
 
     Attributes:
-      function: return this device's share of the sum; if the loss `reports`, also the other sums by name.
-      count: return the number of a batch, f32 (), that the sums are divided by.
+      function: returns this device's share of the sum; if the loss `reports`, also the other sums by name.
+      count: returns the denominator of a batch's sums, f32 ().
       reports: names of the other sums.
     """
 

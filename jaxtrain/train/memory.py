@@ -83,7 +83,7 @@ def compile_to_fit(
 
 
 def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
-    """Return the run with a smaller choice of remat.policy=auto, if the present one needs too much memory; None if it fits.
+    """Return the run with a smaller choice of remat.policy=auto if the present choice needs too much memory; else None.
 
     `run` has remat.policy=auto, or is an earlier result of this function. If no choice is small enough, the result recomputes
     everything, and is refused later like any step that is too big.
@@ -152,7 +152,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
     `bytes_in_use`, which includes memory of other users and ignores fragmentation. CPUs report nothing.
     """
     analysis = compiled.memory_analysis()
-    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without memory that is written in place
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without outputs in donated memory
     need = analysis.temp_size_in_bytes + outputs
     held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
     for device in devices:
@@ -174,7 +174,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
 
 @contextlib.contextmanager
 def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
-    """Replace the allocator's error by one with a remedy. `memory`: by class, {} if unknown."""
+    """Replace the allocator's error by OutOfMemory with a remedy. memory: GiB by class, {} if unknown."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,12 +1,12 @@
 """A step's gradients on pipeline stages: one SPMD program that follows a schedule tick by tick (stages.py).
 
 A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
-runs one group of its layers forward on one microbatch and one backward on another, and sends the results to its neighbours.
+runs one group of layers forward on one microbatch and one group backward on another, and sends the results to its neighbours.
 Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: saved activations are
 in buffers with a slot for each pass in flight, and each gradient is added to the sums of the stack at once.
 
 The embedding and the head are shared by all stages. Their tables are sharded by vocabulary over the stages, as over a tensor
-axis: each stage looks up its rows for the microbatch that enters, and computes its slice of the logits of the one that leaves.
+axis: each stage looks up its rows for the microbatch that enters, and computes its shard of the logits of the one that leaves.
 So all stages have equal work and memory. Dense layers before a stack with experts are replicated: all stages run them for the
 microbatch that enters.
 """
@@ -43,8 +43,8 @@ class StageLayers:
     """The layers of this stage: groups of `per_group` neighbouring layers of one stack.
 
     Args:
-      model: with this stage's shard of the stack. Its weights are `zero.StackWeight` if they are differentiated.
-      kinds: of each slot of the global stack.
+      model: the model with this stage's shard of the stack. Weights that are differentiated are `zero.StackWeight`.
+      kinds: the kind of the layer in each slot of the global stack.
       first: the slot of this stage's first layer.
       per_group: a multiple of the layers under each checkpoint.
     """
@@ -65,7 +65,7 @@ class StageLayers:
         return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, kinds)
 
     def saved(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """Return the structure and shapes of the activations that a checkpoint saves of a microbatch with arrays like these."""
+        """Return (structure, shapes) of the activations that a checkpoint saves for the input `x` and the arrays `shared`."""
         trees = []
 
         def leaves(x: Any, shared: Any) -> list[jax.Array]:
@@ -110,7 +110,7 @@ class StageLayers:
         vjp = jax.tree.unflatten(tree, found)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
         for q, of_layer in enumerate(grads):
-            # The gradient of an invalid pass may be anything, including NaN.
+            # The gradient of an invalid pass may have any value, including NaN.
             added = [jnp.where(this.valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
             sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
         return dx, sums
@@ -134,8 +134,9 @@ class StageLayers:
     def both(
         self, out: Pass, x: Any, back: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]
     ) -> tuple[Any, Buffers, Any, list[jax.Array]]:
-        """Run one pass forward and another pass, in another slot, backward, so that collectives of one overlap with computation
-        of the other. Return (output, buffers, gradient of the other's input, sums).
+        """Run the pass `out` forward and the pass `back` backward, so that collectives of one overlap with the other's compute.
+
+        The two passes are in different slots. Return (output of `out`, buffers, gradient of the input of `back`, sums).
         """
 
         def step(carry: Any, c: jax.Array) -> Any:
@@ -171,13 +172,13 @@ class Pipeline:
         return StageLayers(model, of_place, first, self.arrangement.per_group)
 
     def send(self, tree: Any, by: int) -> Any:
-        """Send to the next stage (by = 1) or the previous one (-1); with several groups per stage, cyclically."""
+        """Send to the next stage (by = 1) or to the previous stage (by = -1); with several groups per stage, cyclically."""
         stages = self.schedule.stages
         links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, links), tree)
 
     def broadcast(self, tree: Any) -> Any:
-        """Send the last stage's arrays to all stages, as a sum to which the others add zeros."""
+        """Send the last stage's arrays to all stages, as a sum to which the other stages add zeros."""
         mine = jax.lax.axis_index(STAGE) == self.last
         return jax.tree.map(lambda x: jax.lax.psum(jnp.where(mine, x, 0), STAGE), tree)
 
@@ -224,10 +225,10 @@ class Pipeline:
     def run_in_order(
         self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
-        """Return the last stage's output for x, on all stages, and each stage's `own`.
+        """Return the last stage's output for the input x, on all stages, and each stage's updated state `own`.
 
-        The groups run one after the other, each on its stage: `run(x, own, group, whether it is this stage's turn)`. The other
-        stages execute the same SPMD program, and their results are discarded.
+        The groups run one after the other, each on its stage, by `run(x, own, group, mine)`. The other stages execute the same
+        SPMD program with `mine` False, and their results are discarded.
         """
         stages, turns = self.schedule.stages, self.schedule.stages * self.schedule.groups
         stage = jax.lax.axis_index(STAGE)
@@ -259,7 +260,7 @@ jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Ca
 
 
 class _Step:
-    """One step of one stage."""
+    """A train step on one stage."""
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class _Step:
         self.model = self.model_of(self.ends)
         self.layers = pipe.layers(self.model)
         schedule = self.schedule
-        # (group, microbatch) of each pass, and its slot. Past its last forward pass a stage repeats it.
+        # (group, microbatch) of each pass, and its slot. After its last forward pass, a stage repeats that pass.
         forward = [schedule.forward_unit(min(u, schedule.units - 1)) for u in range(schedule.forward_ticks)]
         backward = [schedule.backward_unit(w) for w in range(schedule.units)]
         self.forward_table, self.backward_table = (jnp.asarray(t, jnp.int32) for t in (forward, backward))
@@ -299,7 +300,7 @@ class _Step:
         return self.model.share(micro["segments"], micro["positions"])
 
     def entry(self, u: jax.Array) -> Any:
-        """Return the input of the first stage's forward pass u, if it is of its first group."""
+        """Return the embeddings of the microbatch of forward pass u, the first stage's input if the pass is of group 0."""
         _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
         micro = self.micro(m)
         return self.model.enter(micro["tokens"], self.shared(micro))
@@ -340,7 +341,7 @@ class _Step:
         return dataclasses.replace(carry, ready=ready, ends=_added(carry.ends, d_ends), report=report)
 
     def entered(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
-        """Add the embedding's gradient of the microbatch that the first stage has finished at tick t."""
+        """Add the gradient of the embedding for the microbatch whose backward pass the first stage finishes at tick t."""
         w = t - self.schedule.wait - self.pipe.last
         valid = (w >= 0) & (w < self.schedule.units) & (self.stage == 0)
         _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]

@@ -79,14 +79,14 @@ class Program:
 
     @property
     def parameters(self) -> int:
-        """The number of the model's parameters, without adapters."""
+        """Return the number of the model's parameters, without adapters."""
         every = self.definition.abstract
         own = part(every, jax.tree.map(lambda learns: not learns, self.trained)) if self.adapters else every
         return sum(math.prod(a.shape) for a in jax.tree.leaves(own))
 
     @property
     def layer_trips(self) -> int:
-        """Return the iterations of the loop over layers; 0 without one."""
+        """Return the number of iterations of the loop over layers; 0 without a loop."""
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
@@ -102,7 +102,7 @@ class Program:
         return bool(self.run.model.num_experts) and not self.run.moe.capacity_factor and split
 
     def saved(self, state: TrainState) -> TrainState:
-        """Return the arrays of a state, abstract or not, that a checkpoint of this run holds."""
+        """Return the arrays of a state, abstract or not, that a checkpoint of this run has."""
         return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
 
     def base(self, state: TrainState) -> TrainState:
@@ -112,7 +112,7 @@ class Program:
 
 
 def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
-    """Return the load balancing of a step. Biases of frozen layers do not move, nor do any with adapters."""
+    """Return the load balancing of a step. Biases of frozen layers are not updated. With adapters, no bias is updated."""
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
@@ -157,7 +157,7 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:
-    """Raise ConfigError if moments shall be streamed layer by layer and there is no stack of trained layers."""
+    """Raise ConfigError if optimizer.offload is set and there is no stack of trained layers, whose moments it could stream."""
     if run.optimizer.offload == "moments" and STACK not in trained:
         has = "trains" if run.train.freeze else "has"
         rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"

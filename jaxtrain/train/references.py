@@ -7,9 +7,9 @@ log-probability of each document's completion, so no second set of weights is ev
       log_probs    float32 (documents,), NaN for a document that is not computed yet or in no row
       about        JSON: format, version, the hash in full; digest of weights, model and precision of the reference
 
-The file is written during the pass, so a killed run continues from it. If weights, model or precision differ from the file, it
-is computed again, as long as the weights are those of the reference. Once training has changed the weights, `check` refuses a
-run without its files before anything is compiled, and the precision of the files stays.
+The file is written during the pass, so a killed run continues from it. If weights, model or precision differ from the file, the
+file is computed again, as long as training has not changed the weights. Once training has changed all weights, `check` refuses
+a run without its files before anything is compiled. A change of the run's precision then leaves the files as they are.
 """
 
 import collections
@@ -49,7 +49,7 @@ ANEW = "Start a new run in another --workdir (--config.init.from starts it from 
 
 
 class NumberedRows:
-    """Rows of one source by their numbers, as a source of batches: batch i has the next `size` of them."""
+    """The rows of a source with given numbers, as a source of batches: batch i has `size` rows, from row i x size on."""
 
     def __init__(self, batches: Any, source: PairRows, number_R: np.ndarray, size: int):
         # The last batch is filled with its first row, which `References` masks.
@@ -63,7 +63,7 @@ class NumberedRows:
 
 
 class References:
-    """Gives the reference log-probabilities to a run's data: from their files, or by a pass over the pairs."""
+    """Adds the reference log-probabilities to a run's data, from their files or by a pass over the pairs."""
 
     def __init__(self, run: RunConfig, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
         """Args: saved: meta.json of the checkpoint that the run resumes from; {} without."""
@@ -81,7 +81,7 @@ class References:
         self._compiled: Any = None
 
     def learn(self, workdir: Path, data: Iterable[Any]) -> bool:
-        """Give all batches their reference log-probabilities. Return False if the run was asked to stop meanwhile."""
+        """Add the reference log-probabilities to all batches. Return False if the run was asked to stop meanwhile."""
         for batches in data:
             for source in batches.sources:
                 if isinstance(source, PairRows) and source.name not in batches.references:
@@ -201,7 +201,7 @@ def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) ->
     """Return the reference log-probability of each document, NaN for missing ones, and the reason why the file cannot be used.
 
     Args:
-      trained: the weights have been trained since, so the precision of the reference stays as it was.
+      trained: training has changed the weights, so a file in another precision is used too.
     """
     empty = np.full(documents, np.nan, np.float32)
     if not path.exists():
@@ -246,7 +246,7 @@ def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], da
 
 
 def without_adapters(params: Params) -> Params:
-    """Return the parameters with the second half of each adapter at zero: those of the base."""
+    """Return the parameters with zeros in the second matrix of each adapter: the model then computes as its base."""
 
     def member(name: str, x: jax.Array) -> jax.Array:
         return jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x) if is_adapter(name) and name.endswith(B) else x
@@ -255,7 +255,7 @@ def without_adapters(params: Params) -> Params:
 
 
 def encoded(log_probs: np.ndarray, about: Mapping[str, Any]) -> bytes:
-    """Return a file of references."""
+    """Return the contents of a file of reference log-probabilities."""
     file = io.BytesIO()
     np.savez(file, log_probs=log_probs, about=np.asarray(json.dumps(about)))
     return file.getvalue()

@@ -1,8 +1,8 @@
 """A training run, from its config to its exit code. `train_attempt` has the steps from top to bottom.
 
-`run` is for Python programs and notebooks. The command line (main.py) answers before jax is imported, and calls `attempt`.
-Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is allocated after
-them. Files are written only after all checks that may refuse a run.
+`run` is for Python programs and notebooks. The command line (main.py) reports mistakes before jax is imported, then calls
+`attempt`. Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is
+allocated after these checks. Files are written only after all checks that may refuse a run.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ class Result:
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
     """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    Signals (Ctrl-C, an interrupted notebook) end the run with a save if this is the main thread. XLA's compile cache is then
-    at `paths.cache` for the whole process.
+    In the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. The whole process uses XLA's compile
+    cache at `paths.cache` from then on.
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
@@ -106,7 +106,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
 def attempt(
     run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Overlay | None = None, *, own_process: bool = False
 ) -> Result:
-    """Make one attempt at a run that has passed validate.validate, on JAX as it was started.
+    """Make one attempt at a run. validate.validate has passed, and JAX was started.
 
     Args:
       overlay: the environment that was set for the run, for log and receipt.
@@ -116,7 +116,7 @@ def attempt(
     with contextlib.ExitStack() as stack:
         ending = Ending()
         budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
-        facts = lambda: ending.facts()  # noqa: E731 - the loop that has them comes later
+        facts = lambda: ending.facts()  # noqa: E731 - the loop sets `ending.facts` later
         watchdog = Watchdog(budgets, workdir, facts=facts, ended=ending.hung, process_index=jax.process_index())
         stack.enter_context(watchdog)
         stack.enter_context(watchdog.phase("startup"))
@@ -163,7 +163,7 @@ class Ending:
         self._finish(HUNG, cause)
 
     def asked_early(self, name: str, code: int) -> None:
-        """Complete the files of a run that is asked to stop before its first step, in this process or another one."""
+        """Complete the files of a run that is asked to stop before its first step, in this or in another process."""
         self.peers.ask_to_stop(name)
         forbid_restart(name)
         with self._once:
@@ -173,7 +173,7 @@ class Ending:
         self.peers.close()
 
     def lost_process(self, words: str) -> None:
-        """End this process: another process of the run is lost, and this one would wait for it."""
+        """End this process, because another process of the run is lost and this process would wait for it."""
         with self._once:
             if self.over:
                 os._exit(self.code)
@@ -410,7 +410,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
 
 
 def train_steps(setup: Setup, services: Services, saver: Saver, start_times: StartTimes, ending: Ending) -> tuple[int, str]:
-    """Compile, restore, take the steps, and save the last one. Return (exit code, reason)."""
+    """Compile, restore, take the steps, and save after the last step. Return (exit code, reason)."""
     run, console, steps = setup.run, services.console, setup.run.train.steps
     print_summary(run, setup.program, setup.start, setup.data, setup.held_out, setup.checkpoints.directory, console)
     if not setup.asked.data.max_segments and run.data.masks_documents:
@@ -473,11 +473,11 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
                 "the last step could not be saved (see the log). The newest checkpoint is intact: start again."
             )
         loop.samples.write(state.weights(loop.current), loop.done)
-    return DONE, f"{loop.done} steps done"
+    return DONE, f"{loop.done} steps"
 
 
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
-    """Give the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
+    """Add the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
     saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
     references = References(setup.run, setup.program, restored, saved, services)
     saver.remember(**{META: references.digest})

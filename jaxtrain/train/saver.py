@@ -47,7 +47,7 @@ class Saver:
         self._meta |= facts
 
     def prepare(self) -> None:
-        """Begin to compile and import, in other threads, so that the first save is as fast as the others."""
+        """Begin to compile and import, in other threads, so that the first save is as fast as later saves."""
         self.snapshots.prepare()
         self.checkpoints.prepare()
 
@@ -118,7 +118,7 @@ class Saver:
 class HostMemory:
     """Finds host memory that grows with every save: a leak that would end the run hours later."""
 
-    SAVES = 6  # in a row, each above the one before
+    SAVES = 6  # saves in a row, each with more resident memory than the save before
     LEAST_GIB = 1.0
     SHARE = 0.1  # fraction of the memory after the first of them
 

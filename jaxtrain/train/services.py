@@ -15,7 +15,7 @@ from jaxtrain.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """One object of each kind, for loop, saves and evaluation to call. None of them calls back."""
+    """One object of each kind. The loop, saves and evaluation call these objects."""
 
     console: Console
     writers: Writers
@@ -37,5 +37,5 @@ class Services:
         return self.peers.stop_reason is not None
 
     def may_start(self, step: int) -> bool:
-        """Return whether the step of this number may start. Several processes agree on the last one; a single one just ends."""
+        """Return whether the step of this number may start. If a stop is requested, all processes agree on the last step."""
         return not self.stop_requested if self.peers.count == 1 else self.peers.may_start(step)

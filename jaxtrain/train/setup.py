@@ -88,7 +88,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
-        # Samples come late. A missing tokenizer, or one of another model, must not end the run then.
+        # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
         tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
         if tokenizer:
             generation.check_decodes(run, program.definition)
@@ -130,7 +130,7 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
     console.say(f"compiled in {seconds:.1f} s; per device: {by_class}")
-    options = compiler.remove_run_options(setup.options.options)  # options that name a file of this run explain no difference
+    options = compiler.remove_run_options(setup.options.options)  # the receipt has no options that differ in every run
     receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
     if run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, console.say)

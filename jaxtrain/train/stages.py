@@ -2,12 +2,13 @@
 
 A stage holds `groups` groups of consecutive layers. Group q is on stage q % stages, so a microbatch passes through all stages
 once for each group of a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2; one group: a plain pipeline). All groups
-have the same length. If layers do not divide evenly, the last slots of some groups are padding, which acts as the identity.
+have the same length. If groups do not divide the layers evenly, the last slots of some groups are empty. An empty slot is the
+identity.
 
 All stages run in lockstep: in a tick each runs one group forward on one microbatch, and one group backward on another. A unit
 is a pass of one microbatch through one group. Units are ordered in runs of `stages` microbatches: group 0 on the first run,
-group 1 on the same run, ..., then the next run. Stage s does forward unit u at tick u + s. Its output arrives at the next tick
-at stage s + 1, or at the first stage for the next group. The backward order mirrors this, `wait` ticks later:
+group 1 on the same run, ..., then the next run. Stage s runs forward unit u at tick u + s. Its output arrives at the next tick
+at stage s + 1, or at the first stage for the next group. Backward units are in the reverse order, `wait` ticks later:
 
     1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit.
                         So the forward and the backward unit of a tick are independent, and one computes during the
@@ -65,7 +66,7 @@ class Arrangement:
 
     @functools.cached_property
     def turns(self) -> tuple[int, ...]:
-        """Return, for each layer, the number of slots before it on a microbatch's path, empty ones included."""
+        """Return, for each layer, the number of slots before it on a microbatch's path, empty slots included."""
         count = self.stages * self.groups
         short, longer = divmod(self.layers, count)
         return tuple(q * self.per_group + i for q in range(count) for i in range(short + (q < longer)))
@@ -85,7 +86,7 @@ class Phase:
     ticks: range
     forward: bool  # stages run forward units
     backward: bool
-    ends: bool  # microbatches may enter in the next tick, and gradients arrive back at their entry
+    ends: bool  # a microbatch may enter in the next tick, and the gradient of another may arrive at the embedding
     leaves: bool  # a microbatch leaves the last stage
 
     def later(self, ticks: int) -> "Phase":
@@ -104,7 +105,7 @@ class Schedule:
 
     @property
     def units(self) -> int:
-        """Return the number of passes through a stage in each direction."""
+        """Return the number of forward units of a stage, which is also that of its backward units."""
         return self.groups * self.microbatches
 
     @property
@@ -136,8 +137,8 @@ class Schedule:
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the buffer slots of saved activations: slot by forward unit, slot by backward unit, number of slots.
 
-        No slot is used twice at a time, even on the first stage, where units are in flight the longest. Idle stages run forward
-        units past the last one; these use slots that are free then.
+        A slot has one unit at a time, even on the first stage, where units are in flight the longest. After the last forward
+        unit, idle stages run further forward units in free slots.
         """
         done = {self.backward_unit(w): w + self.wait + self.stages - 1 for w in range(self.units)}
         free: list[int] = []

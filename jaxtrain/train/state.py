@@ -1,7 +1,7 @@
 """The train state: its storage on devices, and the names of its tensors in checkpoints.
 
-Only this file depends on the storage of master weights, the stacking of layers, and their order in a stack. Checkpoints use
-`to_tensors`: one named array per layer and tensor, with the same names for every layout in memory.
+Only this file depends on the storage of master weights, the stacking of layers, and the order of layers in a stack. Checkpoints
+use `to_tensors`: one named array per layer and tensor, with the same names for every layout in memory.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 class TrainState:
     """All arrays that a step changes, or their shapes while nothing is allocated."""
 
-    step: Any  # int32 (): steps done, skipped ones too
+    step: Any  # int32 (): steps done, skipped steps included
     params: Params  # master weights
     optimizer: Any  # optax state: moments sharded like their parameters
     guard: Any = ()  # the statistics for skipping steps (jaxtrain/train/guard.py); on every device
@@ -97,7 +97,7 @@ def abstract_state(
 
 
 def _placed(params: Params, layers: Arrangement | None) -> Params:
-    """Return parameters as a model has them, with each layer in its slot."""
+    """Return a model's parameters with each layer in its slot of the stack."""
     if layers is None:
         return params
     return jax.tree_util.tree_map_with_path(
@@ -177,7 +177,7 @@ class NamedLeaf(NamedTuple):
     """An array of a state, or its shape."""
 
     name: str
-    order: tuple[int | None, ...]  # for each slot on its axis 0 the layer, None for an empty one; () without layers
+    order: tuple[int | None, ...]  # the layer in each slot of axis 0, None for an empty slot; () without layers
     array: Any
 
     @property
@@ -279,9 +279,9 @@ def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
 
 
 def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | None = None) -> TrainState:
-    """Return the state of these tensors, in the layout of `abstract`; missing ones are from `fresh`.
+    """Return the state of these tensors, in the layout of `abstract`; missing tensors are from `fresh`.
 
-    Removes tensors from `tensors` as they are used, so each is in memory once.
+    Tensors are removed from `tensors` as they are used, so each tensor is in memory once.
     """
     others = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
 
@@ -297,7 +297,7 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
 
 def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return the sharding, without mesh axes that do not divide a dimension evenly."""
+    """Return the sharding of an array of this shape, without mesh axes that do not divide a dimension evenly."""
     parts = [
         axes
         if axes and size % math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))) == 0

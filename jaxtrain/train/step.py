@@ -36,16 +36,17 @@ def make_train_step(
     step changes neither weights nor optimizer state. It counts as a step. The next step is held: it changes nothing, so that
     the loop can react first.
 
-    Metrics, f32 (): `loss` (nats per token before the update, with z-loss, without the experts' auxiliary losses), `grad_norm`
-    (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts add shapes.EXPERT_METRICS, and a
-    loss adds its own metrics (loss.Loss.reports).
+    Metrics, f32 (): `loss` (nats per token, or the mean over pairs, before the update; with z-loss, without the experts'
+    auxiliary losses), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts
+    add shapes.EXPERT_METRICS, and a loss adds its own metrics (loss.Loss.reports).
 
     Args:
-      gradients: of all trained parameters (`make_gradients`), sharded like them.
-      update: the optimizer's.
+      gradients: returns the report of a batch and the gradients of all trained parameters, sharded like them.
+      update: the update of the optimizer.
       schedule: learning rate by step.
       trained: the parameters that are trained. Others are unchanged, except biases of routers.
-      clip_norm: 0: no clipping. spike: 0: only values that are not finite.
+      clip_norm: largest global norm of the gradients; 0: no clipping.
+      spike: as `sigmas` of guard.judge; 0: only values that are not finite are skipped.
       balance: keeps experts evenly loaded.
     """
 

@@ -23,7 +23,7 @@ from jaxtrain.train.services import Services
 class StepMetrics:
     """The metrics of one step, on the host."""
 
-    step: int  # its number: the steps done after it
+    step: int  # number of the step, from 1
     loss: float
     grad_norm: float
     lr: float
@@ -45,7 +45,7 @@ class PendingMetrics:
 
     @property
     def on_device(self) -> step.Metrics | None:
-        """The metrics that were not read yet; None if there are none."""
+        """Return the metrics that were not read yet; None if there are none."""
         return self._pending[1] if self._pending else None
 
     def put(self, done: int, metrics: step.Metrics, batch: HostBatch) -> None:
@@ -57,7 +57,7 @@ class PendingMetrics:
         self._pending = None
 
     def read(self) -> StepMetrics | None:
-        """Return the metrics that were put last, once; None if there are none. Waits until the devices have them."""
+        """Return the metrics of the last `put`, and drop them; None if there are none. Waits until the devices have them."""
         if self._pending is None:
             return None
         (done, metrics, batch), self._pending = self._pending, None
@@ -83,8 +83,8 @@ class StepLog:
         """Show that a step is done, and write its line if one is due.
 
         Args:
-          batches: read from the data up to this step.
-          skipped: steps skipped so far.
+          batches: number of batches read from the data up to this step.
+          skipped: number of steps skipped so far.
         """
         console, writers = self._services.console, self._services.writers
         console.tick(found.step)

@@ -16,7 +16,7 @@ from jaxtrain.train.initial_state import Start
 from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE, Schedule
 
-LOST = 0.05  # of the tokens of conversations: a larger lost fraction gets a warning
+LOST = 0.05  # fraction of the tokens of conversations: if more are lost, the run warns
 
 
 def print_summary(

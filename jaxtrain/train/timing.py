@@ -48,7 +48,7 @@ class GarbageCollector:
     """Python's garbage collector under the loop's control. A context manager around the loop.
 
     On entry all objects (modules, compiled programs, the model's tree) are frozen, or each collection would traverse them. On
-    exit the collector is as it was before. Objects that others had frozen are unfrozen too: Python cannot distinguish them.
+    exit the collector is as it was before. Objects that other code had frozen are unfrozen too: Python cannot distinguish them.
     """
 
     EVERY = 50  # steps between two collections
@@ -103,10 +103,12 @@ class SlowSteps:
     def note(
         self, step: int, wall_s: float, *, data_s: float, save_s: float, gc_s: float, eval_s: float, saving: int | None = None
     ) -> str | None:
-        """Note that a step took `wall_s` seconds, with these seconds of the loop's own work. Return a line for the log, if any.
+        """Note the times of a step. Return a line for the log if the step was slow or steps have become slower, else None.
 
         Args:
-          eval_s: of evaluation and samples. If above 0, the step takes long on purpose and is not compared.
+          wall_s: seconds from the start of the step to the start of the next step.
+          data_s, save_s, gc_s: seconds of them that the loop waited for data and saves, and collected garbage.
+          eval_s: seconds of evaluation and samples. If above 0, the step takes long on purpose and is not compared.
           saving: the step whose save runs meanwhile: copies occupy the device, and writing takes processors and memory.
         """
         if eval_s > 0:
@@ -134,7 +136,7 @@ class SlowSteps:
         return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{beside}{more}"
 
     def _note_slower(self, step: int, usual: float) -> str | None:
-        """Return a line, once, if steps have become slower than at the start; again after they were as fast as then."""
+        """Return a line if steps have become slower than at the start. The next line needs fast steps in between."""
         start = self._at_start
         if start is None:
             return None

@@ -35,7 +35,7 @@ REFUSED = {
     "mxfp8": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
     "nvfp4": "block-scaled formats need GPUs and kernels that jaxtrain does not have",
 }
-# The reason, from a plan: 4 x 32.9 GiB over PCIe at 53 GB/s take longer than 6.4 s, for configs/llama3_70b.py on h200:8.
+# The figures are from the plan of configs/llama3_70b.py on h200:8: a step moves 4 x 32.9 GiB over PCIe at 53 GB/s.
 NO_PARAMS = (
     "weights are read twice in each microbatch, and read and written by the update: of llama3_70b on h200:8 each GPU would "
     "move 131 GiB a step over PCIe, 2.7 s more than 6.4 s, and 1.3 s more for each further microbatch; moments are read and "
@@ -188,7 +188,7 @@ def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     if "precision" in bad:
         return
     yield from unsupported(run, devices)
-    if run.model.family in FAMILIES:  # names of other models are known after they are built
+    if run.model.family in FAMILIES:  # weights of other families have names only after the model is built
         yield from eight_bit(run, matmuls(run.model))[1]
 
 
@@ -274,9 +274,10 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if Adam's second moment has too few bits for its slow decay.
 
-    A step multiplies it by beta2 when gradients become small. bfloat16 has 8 bits and rounds to nearest, so it loses decreases
-    of less than 2**-9 to 2**-8 of the value. Updates are off by 0.2% (root mean square over parameters) at 0.98, by 1.4% at
-    0.99, by 14% at 0.995, and by half and more from 0.998 on, where the moment never decreases (test_optimizer_steps.py).
+    A step multiplies the moment by beta2 when gradients become small. bfloat16 has 8 bits and rounds to nearest, so it loses
+    decreases of less than 2**-9 to 2**-8 of the value. The error of updates (root mean square over parameters) is 0.2% at beta2
+    = 0.98, 1.4% at 0.99, and 14% at 0.995. From 0.998 on, the moment never decreases, and the error is half or more
+    (test_optimizer_steps.py).
     """
     o = run.optimizer
     if run.dtypes.v == "bf16" and o.name in groups.METHODS and o.beta2 > SLOWEST and not bad & {"dtypes.v", "optimizer.beta2"}:
@@ -329,11 +330,11 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     trained = not (run.lora.rank or run.train.freeze.strip())
     moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ())
     held = ("params", *moments, "grads") if trained else ("params",)
-    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # the base of adapters
+    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # adapters' base weights
     each = sum(WIDTH.get(name, 0.0) for name in types)
     split = {axis for name, onto in config.rules_in_use(run, sizes).items() if name in OF_WEIGHTS for axis in onto}
     copies = math.prod(size for axis, size in sizes.items() if axis not in split)
-    here = (devices.node or devices.count) / devices.count  # this process's part of all devices
+    here = (devices.node or devices.count) / devices.count  # fraction of all devices that are in this process
     need = flops.parameters(run.model)["total"] * each * copies * here / 2**30
     have = devices.memory_gib * (devices.node or devices.count)
     if need > have:
@@ -399,7 +400,7 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Return the settings that multi-token prediction excludes."""
+    """Yield settings that multi-token prediction excludes."""
     m, key = run.model, "model.mtp_layers"
     if bad & {key, "loss.mtp_weight"}:
         return

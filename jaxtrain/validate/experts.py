@@ -9,7 +9,7 @@ from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.precision import EXPERTS, eight_bit, matmuls
 
-# Keys that are read only with experts, with their values otherwise.
+# Keys that are read only in a model with experts. Without experts, they must have their defaults.
 OF_MODEL = (
     *("experts_per_token", "router", "renormalize", "router_bias", "router_logit_bias", "expert_bias", "shared_d_ff"),
     *("routed_scaling", "router_groups", "groups_per_token"),
@@ -102,9 +102,9 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
-    """Yield a problem if 8-bit matmuls of uneven numbers of rows are not supported (kernels/experts/eight.py)."""
+    """Yield a problem if experts need 8-bit matmuls of uneven numbers of rows, and moe.impl or the devices lack them."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
-    # The names of another family's weights are known after it is built.
+    # Weights of a family from outside the package have names only after the model is built.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:
         return
     names = ",".join(sorted(name.removeprefix("layers.") for name in wanted))

@@ -4,15 +4,15 @@ from collections.abc import Iterable
 
 from jaxtrain.config import Model, Problem, RunConfig
 
-# Keys that are read only with another one.
+# Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Keys of other attention, which latent attention does not support.
+# Keys of attention without latents. Latent attention does not support them.
 WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
 
 
 def check_latent(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of the keys of both. bad: invalid keys."""
+    """Yield the problems of the keys of latent attention and of dense layers. bad: invalid keys."""
     m = run.model
     if not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
         yield from _latent(m) if m.kv_lora_rank else _unread(m, OF_LATENT, "kv_lora_rank")

@@ -1,5 +1,6 @@
 """Checks of the mesh and sharding.rules: sizes that divide, and mesh axes that do not clash."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -13,10 +14,10 @@ from jaxtrain.optim.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axi
 from jaxtrain.validate.experts import check_experts
 from jaxtrain.validate.pipeline import check_kinds, check_pipeline
 
-SHARED = "mlp.gate"  # in a model with experts, that of the shared expert
-# Arrays of the model by their logical axes: no mesh axis may shard two of one array.
+SHARED = "mlp.gate"  # in a model with experts, the gate of the shared expert
+# Array of the model -> its logical axes. No mesh axis may shard two axes of one array.
 ARRAYS = {
-    "embed.embedding": ("vocab", "embed"),  # and the head
+    "embed.embedding": ("vocab", "embed"),  # the head has the same axes
     "attention.wq": ("layers", "embed", "heads", "head_dim"),
     "attention.wk": ("layers", "embed", "kv_heads", "head_dim"),
     "attention.wo": ("layers", "embed", "heads", "head_dim"),
@@ -27,14 +28,14 @@ ARRAYS = {
     "feed-forward activations": ("batch", "sequence", "mlp"),
     "logits": ("batch", "sequence", "vocab"),
 }
-# Arrays of a model with experts, instead of SHARED or in addition to it.
+# Arrays of a model with experts. They replace SHARED, or are in addition to it if there is a shared expert.
 EXPERTS = {
     "mlp.router": ("layers", "embed"),
     "an expert's mlp.gate": ("layers", "experts", "expert_embed", "mlp"),
 }
 
 
-# Arrays of latent attention, instead of ATTENTION. Their latents are sharded like the model dimension.
+# Arrays of latent attention (LATENT) replace those of ATTENTION. Their latent dimension is sharded like the model dimension.
 ATTENTION = ("attention.wq", "attention.wk")
 LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layers", "embed", "heads", "head_dim")}
 
@@ -55,9 +56,9 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from wrong
     yield from _rules(run)
     yield from _stages(run, bad)
-    if sizes is None:  # dimensions that do not divide over a wrong mesh are its consequences
+    if sizes is None:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
         return
-    # Mesh axes of size above 1 that shard each logical axis; unknown ones are reported by _rules.
+    # Logical axis -> the mesh axes of size above 1 that shard it. _rules reports unknown mesh axes.
     table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}
     split = list(_context(run, devices, sizes, table, bad))
     for problem in _divisions(run, sizes, table, bad):
@@ -81,6 +82,10 @@ def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None,
     try:
         return config.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []
     except ConfigError as error:
+        need = math.prod(size for axis in MESH_AXES if (size := getattr(run.mesh, axis)) > 0)
+        if (devices.kind, devices.count) == ("cpu", 1) and need > 1:  # the default of a machine without GPUs
+            remedy = f"Set the variable JAX_NUM_CPU_DEVICES={need} to start {need} CPU devices."
+            return None, [dataclasses.replace(p, remedy=remedy) if p.key == "mesh" else p for p in error.problems]
         return None, error.problems
 
 
@@ -160,7 +165,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         section, _, name = key.partition(".")
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
         if axis == "kv_heads" and parts % value == 0:
-            continue  # each is replicated over several ranks
+            continue  # each key/value head is replicated over several ranks
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
@@ -187,7 +192,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 
 
 def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of 8-bit blocks that cannot be cut or would be on two devices, and of streaming of moments."""
+    """Yield the problems of 8-bit moments whose blocks do not divide a shard, and of moments streamed from host memory."""
     m, name = run.model, run.optimizer.name
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
         rule = f"updates layer by layer, and {name} may need all of them at once"
@@ -210,7 +215,7 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
         return
     length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
     length |= {"head_dim": m.head_dim, "mlp": m.d_ff, "experts": m.num_experts, "expert_embed": m.d_model}
-    cut: dict[tuple[str, int], int] = {}  # axes that have blocks, with their lengths
+    cut: dict[tuple[str, int], int] = {}  # (logical axis, its length) -> block size
     for array, axes in arrays_of(run).items():
         if axes[0] != "layers" or len(axes) < 3:
             continue
@@ -238,7 +243,7 @@ def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
     """Yield the problems of a mesh axis (of size above 1) that shards two dimensions of one array, and of unsupported rules."""
     wrong: dict[str, tuple[str, str]] = {}
     for axis, rule, remedy in wrong_rules(table):
-        wrong.setdefault(axis, (rule, remedy))  # each wrong rule is one problem
+        wrong.setdefault(axis, (rule, remedy))  # a rule is reported once
     for axis, (rule, remedy) in wrong.items():
         yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
     seen = set()

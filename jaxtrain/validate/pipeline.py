@@ -46,7 +46,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
 
     All stages run one program, in which a layer's kind chooses one of several branches. The branches have different collectives
     along the seq axis, and a collective waits for all devices: stages in different branches would deadlock. An all-to-all waits
-    only for its own group, which is within one stage: Ulysses without a ring may differ.
+    only for its own group, which is within one stage. So stages may run different kinds with Ulysses without a ring.
 
     stages: mesh.stage. context: sharding over the seq axis. whole: Ulysses groups could be as large as the seq axis. bad:
     invalid keys.
@@ -100,7 +100,7 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
         and EXPERT_AXIS in table["experts"]
         and not run.moe.capacity_factor
     ):
-        # Its router's logits are all equal.
+        # The router's logits of an empty slot are all equal.
         over = f"mesh.{EXPERT_AXIS}"
         more = f" after {run.model.dense_layers} dense ones" * bool(run.model.dense_layers)
         rule = f"does not divide into {count} groups ({of}){more}; "

@@ -1,4 +1,4 @@
-"""Folders that a run reads and writes."""
+"""Checks of the folders that a run reads and writes."""
 
 import fcntl
 import json
@@ -41,9 +41,9 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     """Return the problems of a resume that files alone show, before JAX starts.
 
-    They are a missing step, a newest checkpoint past train.steps, and forbidden changes by its meta.json. The start of the run
-    compares again, with the mesh and the state of the checkpoints. A bucket, a meta.json that cannot be read, and rules that
-    need the mesh (experts with a capacity) are left to it.
+    They are a missing step, a newest checkpoint past train.steps, and forbidden changes since that checkpoint's meta.json. The
+    start of the run compares again, with the mesh and the state of the checkpoints. Only then are checkpoints in a bucket
+    checked, a meta.json that cannot be read, and rules that need the mesh (experts with a capacity).
     """
     folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
     if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
@@ -70,7 +70,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
 
 
 def check_lock(workdir: Path) -> list[Problem]:
-    """Return a problem if another run uses a folder. The lock is released at once; the run takes its own."""
+    """Return a problem if another run uses a folder. The lock is released at once, and the run locks the folder later."""
     if is_bucket(str(workdir)) or not workdir.is_dir():
         return []
     handle = os.open(workdir, os.O_RDONLY)

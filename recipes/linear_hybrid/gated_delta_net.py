@@ -5,8 +5,8 @@ the value v at the key k, and reads it with the query q:
 
     S = decay S;    S = S + k (beta (v - S^T k))^T;    o = S^T q
 
-with 0 < decay < 1 and 0 < beta < 1. `delta_rule` computes the tokens of a chunk together, and scans over chunks. S is zero at
-the first token of each document.
+with 0 < decay < 1 and 0 < beta < 1. `delta_rule` computes the tokens of a chunk together, and scans over chunks. S is zero
+before the first token of each document.
 
 Three things differ from Qwen3-Next. Feed-forward blocks have no experts, softmax attention has no output gate, and all of its
 head is rotated. The model trains and evaluates. It has no `decode`, so it writes no samples.
@@ -35,7 +35,7 @@ from jaxtrain.models.remat import Kind, Plan
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import Block, Carry
 
-EXACT = jax.lax.Precision.HIGHEST  # float32: TF32 would round each block of an inverse again
+EXACT = jax.lax.Precision.HIGHEST  # float32 matmuls: TF32 would add rounding errors in each block of an inverse
 
 # ---- The recurrence
 
@@ -68,7 +68,7 @@ def delta_rule(
     padding = -T % chunk
 
     def chunks(x: jax.Array) -> jax.Array:
-        """(B, T, N, ...) to (chunks, B, N, C, ...)."""
+        """Reshape (B, T, N, ...) to (chunks, B, N, C, ...)."""
         x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
         x = x.reshape(B, -1, chunk, *x.shape[2:])
         return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 3) if x.ndim > 3 else jnp.moveaxis(x, 1, 0)
@@ -84,7 +84,8 @@ def delta_rule(
     def decay(log: jax.Array, where: jax.Array) -> jax.Array:
         return jnp.exp(jnp.where(where, log, -jnp.inf))
 
-    # Sums of g from token j to token i. As differences of sums from the first token, they and their gradient would cancel.
+    # Sums of log decays from token j to token i. Differences of sums from the first token would lose digits, and so would their
+    # gradients.
     later = jnp.tril(jnp.ones((chunk, chunk), bool), -1)[None, None, None]
     sums = jnp.cumsum(jnp.where(later, g[..., :, None], 0.0), -2)
     alike = (later | jnp.eye(chunk, dtype=bool)[None, None, None]) & (segments[..., :, None] == segments[..., None, :])
@@ -110,10 +111,11 @@ def delta_rule(
 
 @jax.custom_vjp
 def inverse(below: jax.Array) -> jax.Array:
-    """Return the inverse of 1 + `below`, (..., C, C), which has no elements but those below the diagonal.
+    """Return the inverse of 1 + `below`, (..., C, C). `below` is strictly lower triangular.
 
-    It grows from blocks of one row to two, four and more. The inverse of [[a, 0], [c, b]] has -b^-1 c a^-1 below its blocks. So
-    only matmuls are needed, which GPUs do faster than cuBLAS solves many small triangular systems.
+    Diagonal blocks of one row are inverted first, then blocks of two, four and more rows. The inverse of [[a, 0], [c, b]] is
+    [[a^-1, 0], [-b^-1 c a^-1, b^-1]], so only matmuls are needed. They are faster than cuBLAS's solver for many small
+    triangular systems.
     """
     size, block = below.shape[-1], 1
     row, column = jnp.arange(size)[:, None], jnp.arange(size)[None]
@@ -140,7 +142,7 @@ inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def short_convolution(x_BTNH: jax.Array, taps_NHW: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """Return silu of a causal convolution of each channel, in float32. It sees the tokens of its own document only."""
+    """Return silu of a causal convolution of each channel, in float32, over the tokens of the same document only."""
     x_BTNH, width, y_BTNH = x_BTNH.astype(jnp.float32), taps_NHW.shape[-1], 0.0
     for back in range(width):
         shifted = jnp.pad(x_BTNH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, : x_BTNH.shape[1]]
@@ -157,11 +159,11 @@ class Tokens(NamedTuple):
     """The arrays of a batch that all layers share."""
 
     attention: Shared
-    segments_BT: jax.Array  # of all tokens of a sequence, on whatever device they are
+    segments_BT: jax.Array  # of all tokens of a sequence, also those on other devices
 
 
 def log_uniform(low: float, high: float) -> Any:
-    """Return an initializer: the logarithm is uniform between those of `low` and `high`."""
+    """Return an initializer whose values have a uniform logarithm between those of `low` and `high`."""
     return lambda key, shape, dtype: jnp.exp(jax.random.uniform(key, shape, jnp.float32, math.log(low), math.log(high))).astype(
         dtype
     )
@@ -225,7 +227,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """Return vectors of length 1."""
+    """Return vectors, on the last axis, scaled to length 1."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
@@ -238,7 +240,7 @@ class DeltaBlock(Block):
 
 
 class Period(nnx.Module):
-    """The layers that repeat: several delta blocks, and a block of softmax attention. The stack is made of these."""
+    """One element of the layer stack: several delta blocks, then a block of softmax attention."""
 
     def __init__(self, family: "Family", model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         self.count = family.linear_layers
@@ -248,7 +250,7 @@ class Period(nnx.Module):
 
 
 class Hybrid(nnx.Module):
-    """Tokens to final hidden states. `head_VD` turns those into logits."""
+    """The model from tokens to final hidden states. `head_VD` maps hidden states to logits."""
 
     uses_plan_run = True
 
@@ -264,7 +266,7 @@ class Hybrid(nnx.Module):
 
     @property
     def head_VD(self) -> Any:
-        """The output head as the step holds it."""
+        """Return the output head before its gather: this device's shard, or a `zero.ComputeCopy`."""
         return (self.embed.embedding if self.model.tied_head else self.head).get_value()
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -296,19 +298,22 @@ class Family:
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int = 4  # tokens that a convolution sees
+    taps: int = 4  # tokens in a convolution's window
     linear_layers: int = 3  # before each layer of softmax attention
     chunk: int = 64
 
     def build(self, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs) -> Hybrid:
-        """Return the model of a config. Raise ConfigError for a config that it cannot follow."""
+        """Return the model of a config. Raise ConfigError for settings that the model does not support."""
         if problems := list(self._problems(model, kernel, ctx)):
             raise ConfigError(problems)
         return Hybrid(self, model, kernel, remat, ctx, rngs)
 
     def flops(self, model: Model, seq_len: int) -> Flops:
-        """Return the FLOPs per token of a forward pass. Of the delta rule they are those of its definition: 6 for each element
-        of S. The chunks compute more, and a plan counts what they compute."""
+        """Return the FLOPs per token of a forward pass.
+
+        The delta rule counts by its definition: 6 FLOPs for each element of S. Its chunks compute more. A plan counts the FLOPs
+        of the chunks.
+        """
         D, N, V = model.d_model, self.value_heads, self.value_dim
         weights = D * (2 * self.key_heads * self.key_dim + 3 * N * V + 2 * N)
         delta = 2 * weights + 6 * N * self.key_dim * V

@@ -1,10 +1,11 @@
-"""Bugs of one line, planted one at a time: do the tests notice?
+"""Plant one-line bugs, one at a time, and check that the tests find each.
 
-    python tests/campaign/planted_bugs.py              try all; print a line each, and the share that was noticed
+    python tests/campaign/planted_bugs.py              try all; print a line each, and the share that tests found
     python tests/campaign/planted_bugs.py clip digest  those whose names contain one of these words
 
-Each bug is tried in a copy of the repository, by the tests that its entry names. A bug that no test notices is a hole: write
-the test. To add a bug, append it to the file of its part in bugs/. The campaign tries every bug (test_planted_bugs.py).
+Each bug is planted in a copy of the repository, and the tests that its entry names run there. If no test finds a bug, a test is
+missing: write it. To add a bug, append it to the file of its part in bugs/. The campaign tries every bug
+(test_planted_bugs.py).
 """
 
 import os
@@ -25,7 +26,7 @@ LIMIT_S = 600
 
 
 def copy_repository(root: Path) -> None:
-    """Copy all that the tests of a bug read into the folder `root`."""
+    """Copy all files that the tests of a bug read into the folder `root`."""
     for name in (*FOLDERS, *FILES):
         source = REPO / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, root / name)
@@ -34,7 +35,7 @@ def copy_repository(root: Path) -> None:
 def plant(bug: Bug, root: Path) -> str:
     """Write a bug into a copy of the repository and return the file's text before.
 
-    Raises ValueError where the text does not occur just once.
+    Raises ValueError if the text does not occur exactly once.
     """
     file = root / bug.file
     before = file.read_text()
@@ -47,7 +48,7 @@ def plant(bug: Bug, root: Path) -> str:
 def is_noticed(bug: Bug, root: Path) -> bool:
     """Return whether the tests of a bug fail while it is planted in the copy `root`.
 
-    Raises RuntimeError where no test was run, or where they do not end.
+    Raises RuntimeError if no test ran, or if the tests do not end.
     """
     before = plant(bug, root)
     try:
@@ -59,14 +60,14 @@ def is_noticed(bug: Bug, root: Path) -> bool:
         raise RuntimeError(f"{bug.name}: its tests did not end in {LIMIT_S} s") from None
     finally:
         (root / bug.file).write_text(before)
-    # A Python without pytest ends with 1 too, and has noticed nothing.
+    # A Python without pytest exits with 1 too, although no test ran.
     if done.returncode not in (0, 1) or (done.returncode == 1 and "FAILED" not in done.stdout):
         raise RuntimeError(f"{bug.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 1
 
 
 def main(words: list[str]) -> int:
-    """Try bugs and return the exit code: 0 where all were noticed."""
+    """Try bugs and return the exit code: 0 if tests find all of them."""
     chosen = [bug for bug in all_bugs() if not words or any(word in bug.name for word in words)]
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout is every other layout's: parameters and moments, bit for bit, whatever order tokens were in."""
+"""A checkpoint of any layout restores on every other layout: parameters and moments are equal, bit for bit."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.train.batch import place_batch
 from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors, to_tensors
 
-# Between them: every stage, every axis, every context method and order, key/value heads split and held by several.
+# Together they have every ZeRO stage, mesh axis, context method and token order, and both sharded and copied key/value heads.
 LAYOUTS = {
     "ring": {"mesh.fsdp": 2, "mesh.seq": 4},
     "Ulysses and ring, stage 1": {
@@ -39,7 +39,7 @@ def run_of(name: str):
 
 
 def stepped(run) -> TrainState:
-    """Two steps from the initial state, so that moments are not zero."""
+    """Take two steps from the initial state, so that moments are not zero."""
     made, state = helpers.program(run), helpers.fresh_state(run)
     for i in range(2):
         batch = place_batch(helpers.host_batch(run, i), made.batch, made.context)
@@ -66,7 +66,7 @@ def test_restores_on_every_other_layout(written: str, tmp_path: Path):
 
 
 def test_a_run_goes_on_from_another_order():
-    """The third step after two on a ring, taken on a ring and on one device."""
+    """Two steps run on a ring. The third step gives the same loss on a ring and on one device, whose token orders differ."""
     state = stepped(run_of("ring"))
     losses = {}
     for name in ("ring", "one device", "Ulysses and ring, stage 1"):

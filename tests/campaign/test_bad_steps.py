@@ -1,4 +1,4 @@
-"""A NaN in a gradient and a parameter, and a loss that jumps: the step is skipped, and a replay finds where it comes from."""
+"""A NaN in a gradient and in a parameter, and a jump of the loss: the step is skipped, and a replay finds the cause."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "train__steps": 44,
     },
 }
-# Where the replay is to find it.
+# Causes that the replay must report.
 FIRST = {
     "batch": "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]",
     "gradient": "in the backward pass, after a loss that is finite",
@@ -53,7 +53,7 @@ def test_a_bad_step_is_skipped_and_kept_for_a_replay(
     workdir, step = tmp_path / "run", 42 if kind == "spike" else 7
     code = faults.in_process(workdir, **KINDS[kind])
     said = capsys.readouterr().out
-    if kind == "parameter":  # every step after it is bad: skipping does not help
+    if kind == "parameter":  # every later step is bad too, so skipping does not help
         assert code == 76 and "3 steps in a row were skipped" in said
         assert runs.steps(workdir) == [5], "nothing is saved from the bad step on"
     else:

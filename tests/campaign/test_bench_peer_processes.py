@@ -1,4 +1,4 @@
-"""Benchmarks against PyTorch, in processes: by a stand-in, and by PyTorch itself where there is one."""
+"""Benchmarks against PyTorch, in processes: with a fake of PyTorch, and with PyTorch itself if it is installed."""
 
 import json
 import os
@@ -35,7 +35,7 @@ json.dump(answer | {"allocated_gib": None, "reserved_gib": None}, open(sys.argv[
 
 
 def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
-    """Ours in this process, theirs by a stand-in that answers as the script does and takes half a second a step."""
+    """jaxtrain runs in this process. A fake returns the script's results for PyTorch, with half a second a step."""
     script, file, right = tmp_path / "stand_in.py", tmp_path / "peer.json", peer_torch.run_case
 
     def run_case(function, request, **how):
@@ -67,9 +67,10 @@ def test_a_peer_that_takes_too_long_is_ended(tmp_path, monkeypatch):
 
 
 def test_torch_does_the_same_work(tmp_path, capsys):
-    """Four losses of a small model with grouped queries, tied head and scaled rotary frequencies, from the same weights.
+    """A small model has the same four losses from the same weights, with grouped queries, tied head and scaled rotary
+    frequencies.
 
-    Where there is no torch, that is what the command must say. JAXTRAIN_PEER_PYTHON names an interpreter that has it.
+    Without torch the command must report that. JAXTRAIN_PEER_PYTHON names a Python that has torch.
     """
     probe = subprocess.run([TORCH, "-c", "import torch, transformers"], capture_output=True, check=False)
     if probe.returncode:

@@ -1,4 +1,4 @@
-"""The suite of a node in tiny form, and benchmarks as a user runs them, in processes."""
+"""The node suite in tiny form, and benchmarks as a user runs them, in processes."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from jaxtrain.parity.__main__ import main as parity_main
 
 
 def program_here(command, log, *, environ=None, limit_s=None):
-    """Run parity in this process. Preflight, the kernel tests and training are others' tests: only their files are made."""
+    """Run parity in this process. For preflight, kernel tests and training, which other tests cover, only write their files."""
     if command[2] == "jaxtrain.preflight":
         return 0, "a warning\n12 checks"
     if command[2] == "pytest":
@@ -47,7 +47,7 @@ def program_here(command, log, *, environ=None, limit_s=None):
 
 @pytest.fixture(scope="module")
 def kept_programs(tmp_path_factory):
-    """Programs that several cases of this file compile are compiled once."""
+    """Keep a compile cache, so that programs shared by several cases of this file compile once."""
     limits = ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
     names = ("jax_compilation_cache_dir", *limits)
     before = {name: getattr(jax.config, name) for name in names}
@@ -58,11 +58,11 @@ def kept_programs(tmp_path_factory):
     yield folder
     for name, value in before.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # other tests of this process keep nothing on disk
+    compilation_cache.reset_cache()  # other tests of this process use no cache
 
 
 def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
-    """All parts on 8 CPU devices, in this process."""
+    """All parts run on 8 CPU devices, in this process."""
     monkeypatch.setattr(node_suite, "run_case", run_here)
     monkeypatch.setattr(parts, "run_program", program_here)
     monkeypatch.setattr(node_suite, "SMOKE_LAYOUTS", "one,fsdp2xtensor2")
@@ -89,11 +89,11 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
 
 def test_a_suite_names_what_failed(tmp_path, monkeypatch, capsys):
     def fail(node, limit_s):
-        """Fails."""
+        """Fail."""
         return parts.Outcome("FAILED", "one layout DIFFERS")
 
     def succeed(node, limit_s):
-        """Succeeds."""
+        """Succeed."""
         return parts.Outcome("ok", "12 checks")
 
     monkeypatch.setattr(node_suite, "PARTS", {"preflight": (succeed, 60.0), "parity": (fail, 60.0)})
@@ -105,7 +105,7 @@ def test_a_suite_names_what_failed(tmp_path, monkeypatch, capsys):
 
 def test_a_part_that_breaks_is_one_that_failed(tmp_path, monkeypatch, capsys):
     def broken(node, limit_s):
-        """Breaks."""
+        """Raise an error."""
         raise OSError("no such luck")
 
     after = (lambda node, limit_s: parts.Outcome("ok", "12 checks"), 60.0)
@@ -118,7 +118,7 @@ def test_a_part_that_breaks_is_one_that_failed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs):
-    """One bit of one tensor."""
+    """A restore changes one bit of one tensor."""
     from jaxtrain.checkpoint import Checkpoints
 
     right = Checkpoints.restore
@@ -150,7 +150,7 @@ def test_as_a_user_runs_it(tmp_path):
     assert tree == json.loads((out / "results.json").read_text())
     assert tree["format"] == 1 and tree["kind"] == "steps" and tree["best"] == "tiny"
     assert {"date", "device", "count", "python", "packages", "git", "command"} <= tree["about"].keys()
-    # The contract that other programs read.
+    # Other programs depend on this form.
     wanted = {"name", "argv", "verdict", "mesh", "attention", "precision", "seq_len", "global_batch", "grad_accum", "remat"}
     wanted |= {"parameters", "compile_s", "compiler_options", "step_s", "steps", "warmup", "data_wait_s", "tokens_per_s"}
     wanted |= {"tokens_per_s_per_device", "tflops_per_device", "peak_tflops", "mfu_causal", "mfu_full", "hfu", "memory"}
@@ -178,7 +178,7 @@ time.sleep(60)
 """
 
 
-# As benchmarks/first_hour.py, which runs a command that runs its own cases.
+# Like benchmarks/first_hour.py: a command that starts child processes itself.
 NESTED = """
 import sys, pathlib
 from jaxtrain.bench.child import run_program
@@ -187,7 +187,7 @@ run_program([sys.executable, "-c", sys.argv[1], sys.argv[2]], pathlib.Path(sys.a
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no mere zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def test_what_a_child_started_ends_with_it(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's end")
 def test_children_end_with_a_parent_that_is_ended(tmp_path):
-    """However it ends: SIGTERM gives it no time to see to them."""
+    """SIGTERM gives the parent no time to end its children."""
     file = tmp_path / "pid"
     environ = {**os.environ, "PYTHONPATH": str(launch.REPO)}
     parent = subprocess.Popen([sys.executable, "-c", NESTED, LEAF, str(file)], env=environ)

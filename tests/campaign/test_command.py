@@ -1,4 +1,4 @@
-"""The command in processes of its own: it refuses with exit code 2, answers without JAX, and lists its siblings."""
+"""The command in its own process: it refuses with exit code 2, answers without JAX, and lists the other commands."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Python with a home and a working folder of its own, on 8 fake CPU devices."""
+    """Run Python with a new home and working folder, on 8 fake CPU devices."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     env |= {"PYTHONPATH": str(REPO), "HOME": str(cwd), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -24,7 +24,7 @@ def test_mistakes_end_the_real_command_with_2_and_leave_no_file(tmp_path):
 
 
 def test_help_and_validation_import_no_jax(tmp_path):
-    """The memory budget is set after validation and must come before jax."""
+    """The memory budget is set after validation, and before jax is imported."""
     done = python("-m", "jaxtrain.main", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--config.KEY=VALUE" in done.stdout and "llama3_70b" in done.stdout
     for code in (
@@ -39,4 +39,4 @@ def test_the_package_lists_its_commands(tmp_path):
     listed = python("-m", "jaxtrain", "--help", cwd=tmp_path)
     assert listed.returncode == 0 and "python -m jaxtrain.main " in listed.stdout
     wrong = python("-m", "jaxtrain", "main", cwd=tmp_path)
-    assert wrong.returncode == 2 and "Fix: python -m jaxtrain.main." in wrong.stderr
+    assert wrong.returncode == 2 and "Fix: python -m jaxtrain.main --config=FILE." in wrong.stderr

@@ -1,4 +1,4 @@
-"""Hardware that computes wrong: a step that gives other bits the second time ends the run."""
+"""Hardware that computes wrong results: a step that gives other bits when it is repeated ends the run."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import runs
 from faults import Faults, same
 
-# A step whose loss has noise from outside, as a faulty unit would give it.
+# A loss with noise from outside the program, as a faulty unit would add it.
 OWN = """
 import jax
 import jax.numpy as jnp

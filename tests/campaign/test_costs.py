@@ -1,4 +1,4 @@
-"""What safety costs: whether steps go on during a save, what a restart consists of, and whether anything grows."""
+"""The cost of safety: whether steps continue during a save, the parts of a restart, and whether memory or files grow."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import runs
 from faults import Faults, Figures, same, steps_written
 
-# 85 M parameters, 1.02 GB of weights and moments; batches so small that a step takes half a second on two cores.
+# 85 M parameters, 1.02 GB of weights and moments. The batch is so small that a step takes half a second on two cores.
 LARGE: dict[str, Any] = {
     "model__num_layers": 6,
     "model__d_model": 1024,
@@ -36,7 +36,7 @@ def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
     assert same(runs.tensors(with_saves, 24), runs.tensors(without, 24)), "training during a save is training"
     assert runs.steps(with_saves) == [8, 16, 24]
     log = (with_saves / "log.txt").read_text()
-    for step in (8, 16):  # the last save has no step beside it
+    for step in (8, 16):  # no step runs beside the last save
         began, ended = log.index(f" step {step}/"), log.index(f"checkpoint {step}: ")
         assert re.search(rf" step {step + 1}/", log[began:ended]), "the loop waited for the whole save"
     first, save, _ = saves_in(with_saves)
@@ -45,7 +45,7 @@ def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
 
 
 def saves_in(workdir: Path) -> list[dict[str, float]]:
-    """What log.txt says of every save."""
+    """Return the figures of every save in log.txt."""
     found = []
     pattern = (
         r"checkpoint (\d+): ([\d,.]+) MiB in ([\d.]+) s \(([\d.]+) GB/s\); "
@@ -79,7 +79,7 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
 
 
 def test_nothing_grows(tmp_path: Path, figures: Figures) -> None:
-    """Memory and open files, after a first part that fills caches. Step times are figures: the machine may do other work."""
+    """Memory and open files do not grow after a first part that fills caches. Step times are recorded, but not judged."""
     steps, settled = 5000, 1500
     often: dict[str, Any] = {"eval__every_steps": 50, "eval__sequences": 1}
     often |= {"checkpoint__every_steps": 50, "checkpoint__keep": 2}

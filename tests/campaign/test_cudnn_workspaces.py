@@ -1,4 +1,4 @@
-"""cuDNN itself is asked its workspaces, where the extra `plan-cudnn` is installed: for a described H200, without a GPU."""
+"""cuDNN's own workspace sizes for a described H200, without a GPU, if the extra `plan-cudnn` is installed."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ from cudnn_answers import ANSWERS, near
 
 
 def test_the_formula_gives_what_cudnn_answers():
-    """All in one child process: cuDNN is loaded before JAX, and this process has JAX."""
+    """One child process tests all cases: cuDNN must load before JAX, which this process has loaded."""
     cases = [case for case, _ in ANSWERS.values()]
     child = [sys.executable, str(pathlib.Path(__file__).parents[1] / "cudnn_workspaces.py")]
     asked = subprocess.run(child, input=json.dumps(cases), text=True, capture_output=True, timeout=400)

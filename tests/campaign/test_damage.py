@@ -1,4 +1,4 @@
-"""Bits flipped in, and parts taken away from, every kind of file of a checkpoint: nothing loads that is not what was saved."""
+"""Flipped bits and missing parts in every kind of checkpoint file: a restore returns the saved tensors or refuses."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 
 def restored(folder: Path) -> dict | None:
-    """The tensors of step 10 as a run reads them; None where it refuses them."""
+    """Return the tensors of step 10 as a run restores them; None if it refuses."""
     found = Checkpoints(folder)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
@@ -33,7 +33,7 @@ def restored(folder: Path) -> dict | None:
 
 
 def flip(path: Path, rng) -> str:  # noqa: ANN001
-    data = bytearray(path.read_bytes()) or bytearray(1)  # of an empty file: a byte appears
+    data = bytearray(path.read_bytes()) or bytearray(1)  # an empty file gets a byte
     at, bit = rng.randrange(len(data)), rng.randrange(8)
     data[at] ^= 1 << bit
     path.write_bytes(data)
@@ -59,7 +59,7 @@ def test_nothing_damaged_loads_as_if_it_were_good(faults: Faults, whole: bool, f
     for i in range(flips + cuts):
         folder = tmp_path / f"{i}" / "checkpoints"
         shutil.copytree(good, folder)
-        # Every file has its turn, and those that hold the arrays half of all turns.
+        # Every file is damaged in turn. Files of arrays are damaged half of the time.
         name = rng.choice(data) if i % 2 else there[(i // 2) % len(there)]
         what = (flip if i < flips else cut)(folder / "10" / name, rng)
         got = restored(folder)
@@ -71,7 +71,7 @@ def test_nothing_damaged_loads_as_if_it_were_good(faults: Faults, whole: bool, f
         counts["in_files_of_arrays"] += name in data
         found = command(["verify", str(folder), "--step=10"]) == 1
         counts["found_by_verify"] += found
-        # A checkpoint whose list of digests is gone says so, and is proved by a restore alone.
+        # If the list of digests is gone, verify reports that, and only a restore proves the arrays.
         assert found or name == files.NAME, f"verify found nothing: {what} in {name}"
         shutil.rmtree(folder.parent)
     figures.add("damage", flips=flips, truncations_and_deletions=cuts, **counts)
@@ -84,7 +84,7 @@ def test_training_falls_back_and_finishes(faults: Faults, how: str, tmp_path: Pa
     step = workdir / "checkpoints/10"
     rng = dice(how)
     if how in ("flip", "cut"):
-        # The files of arrays hold data, too, that later writes of the same save replaced.
+        # Files of arrays also hold data that later writes of the same save replaced.
         while restored(workdir / "checkpoints") is not None:
             (flip if how == "flip" else cut)(rng.choice(sorted(step.rglob("d/*"))), rng)
     else:

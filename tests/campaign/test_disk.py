@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a save, on a small file system in memory: training goes on, nothing older is lost."""
+"""A disk that fills up during a save (a small file system in memory): training continues, and older steps are kept."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ SIZE = 3 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB."""
+    """Mount a file system of 3 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", place], capture_output=True, text=True)
@@ -33,7 +33,9 @@ def free(place: Path) -> int:
 
 
 def test_a_disk_that_fills_up_in_a_save(disk: Path, tmp_path: Path, figures: Figures) -> None:
-    """Room for what a checkpoint holds, and none for what the files add to it: the check before a save cannot see that."""
+    """There is space for the checkpoint's tensors, but not for the overhead of its files, which the check before a save
+    ignores.
+    """
     faults = Faults(tmp_path, checkpoint__keep=2, checkpoint__every_steps=40, train__steps=4000, log__every_steps=5)
     workdir = tmp_path / "run"
     child = faults.start(workdir, checkpoint__dir=disk / "checkpoints")
@@ -67,7 +69,7 @@ def test_a_disk_that_stays_full_ends_the_run(disk: Path, tmp_path: Path) -> None
     child = faults.start(tmp_path / "run", checkpoint__dir=disk / "checkpoints")
     child.until(lambda: "checkpoint 5:" in child.said)
     with open(disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
-        ballast.write(bytes(max(0, free(disk) - 8192)))  # fails if the run's own saves have filled the disk meanwhile
+        ballast.write(bytes(max(0, free(disk) - 8192)))  # fails if the run's own saves fill the disk first
     code, said = child.end()
     assert code == 1, said
     assert "3 saves in a row have failed, and the run ends before it loses more. The newest checkpoint is" in said
@@ -77,7 +79,7 @@ def test_a_disk_that_stays_full_ends_the_run(disk: Path, tmp_path: Path) -> None
 
 @pytest.mark.more
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    """Deleted under the run: it says so by nothing, and has its state on disk again at the next save."""
+    """The folder is deleted during the run, which reports nothing. The next save writes the state again."""
     faults = Faults(tmp_path, train__steps=100_000, log__every_steps=5)
     workdir = tmp_path / "run"
     child = faults.start(workdir)

@@ -1,11 +1,10 @@
-"""The commands of README and docs run. Their links, names and other commands: tests/unit/test_docs.py.
+"""The commands of README and docs run. tests/unit/test_docs.py checks links, names and all other commands.
 
-A ```bash block, and a ```python block as a program, is run as it is, block after block of a page in one copy of the
-repository, with five differences: `run.sh`
-is a stand-in that starts the same modules in this environment (the real one has tests of its own); HOME is
-empty, and programs for CPUs are compiled as the suite's are; every training run is cut short, by overrides appended to its
-command line (SHORT); and of contract tests only those are run that compile little (QUICK). Where the page says what a block
-prints (the word `prints`, then a ```text block), it must print just that.
+Every ```bash block, and every ```python block as a program, runs as it is, block after block of a page, in one copy of the
+repository. There are five differences. `run.sh` is a fake that starts the same modules in this environment; the real one has
+its own tests. HOME is empty. Programs for CPUs are compiled as the suite's are. Training runs are shortened by overrides on
+their command line (SHORT). Only those contract tests run that compile little (QUICK). If a page shows a block's output (the
+word `prints`, then a ```text block), the output must match.
 """
 
 import os
@@ -46,19 +45,19 @@ esac
 
 
 def runnable(path: Path) -> list[tuple[str, str]]:
-    """(language, contents) of the blocks that are run, in order."""
+    """Return (language, contents) of the blocks to run, in order."""
     return re.findall(r"^```(bash|python)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def outputs(path: Path) -> dict[str, str]:
-    """Block that is run -> what the page says it prints, where it says so."""
+    """Return {block: its output on the page} for the blocks whose output the page shows."""
     body = r"((?:(?!```).*\n)*?)```\n"
     return dict(re.findall(rf"^```(?:bash|python)\n{body}\nprints\n\n```text\n{body}", path.read_text(), re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shared by all pages, so that the second one finds the corpus and the compiled steps of the first."""
+    """Return a home for all pages: later pages find the corpus and the compiled steps of the first."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -94,6 +93,6 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
 
 
 def test_outputs_are_found():
-    """A block whose output went unread would never fail."""
+    """An output that `outputs` misses would never be compared."""
     page = REPO / "docs" / "concepts.md"
     assert len(outputs(page)) == page.read_text().count("\nprints\n") > 0

@@ -1,4 +1,4 @@
-"""The documentation site: run.sh builds it with the real Sphinx, serves it, and refuses mistakes; a browser lays it out."""
+"""The documentation site: run.sh builds it with the real Sphinx, serves it, and refuses mistakes; a browser shows it."""
 
 import html
 import json
@@ -15,12 +15,12 @@ import pytest
 from pages import BROWSER
 from run_sh import REPO, Machine, copy_launcher
 
-SLOW_S = 900  # ends a build that hangs; no test waits for it
-LINKED = ("docs", "jaxtrain", "configs", "notebooks")  # folders that pages link to, and that their API page is made from
+SLOW_S = 900  # ends a build that hangs; a passing test never takes that long
+LINKED = ("docs", "jaxtrain", "configs", "notebooks")  # folders that pages link to, and the sources of the API page
 
 
 def machine(folder: Path) -> Machine:
-    """Return a copy of the repository whose environment is this one: the tools of the site are among those of the suite."""
+    """Return a copy of the repository with this environment, which has the site's tools."""
     repo = copy_launcher(folder / "jaxtrain")
     for name in LINKED:
         shutil.copytree(REPO / name, repo / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "runs"))
@@ -29,7 +29,7 @@ def machine(folder: Path) -> Machine:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """Serve the site, and return its folder and address. It ends by Ctrl-C."""
+    """Serve the site, and return its folder and address. Afterwards Ctrl-C ends the server."""
     made = machine(tmp_path_factory.mktemp("site"))
     command = ["bash", str(made.repo / "run.sh"), "docs", "--serve"]
     with subprocess.Popen(command, env=made.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
@@ -69,7 +69,7 @@ def test_functions_have_their_docstrings(site: tuple[Path, str]):
 
 
 def test_mistakes_end_the_build(tmp_path: Path):
-    """Links to no page, to no heading and to no file, and a page that no table of contents lists."""
+    """The mistakes: links to a missing page, heading and file, and a page that no table of contents lists."""
     made = machine(tmp_path)
     with (made.repo / "docs/quickstart.md").open("a") as file:
         file.write("\n[a](nowhere.md) [b](plan.md#no-such-heading) [c](#none-here) [d](../jaxtrain/none.py)\n")

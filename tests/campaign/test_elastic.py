@@ -1,4 +1,4 @@
-"""A run of 2 processes, of 4, and of one: the same losses, and any checkpoint goes on in any of them with the same data."""
+"""A run of 2 processes, of 4, and of one: equal losses, and each resumes any other's checkpoint with the same data."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import runs
 from faults import Faults, Figures
 from test_dpo import pairs_file
 
-FILES = (("train.tok", 120, 0), ("held_out.tok", 40, 1))  # name, pairs, seed
+FILES = (("train.tok", 120, 0), ("held_out.tok", 40, 1))  # (name, pairs, seed)
 SHAPES = {"1 x 8": (1, 8), "2 x 4": (2, 4), "4 x 2": (4, 2)}  # processes x devices
 
 
@@ -23,12 +23,12 @@ def train(faults: Faults, workdir: Path, shape: str, steps: int) -> None:
 
 
 def by_step(workdir: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Train and eval lines by kind and step."""
+    """Return {(kind, step): line} of train and eval lines."""
     return {(line["kind"], line["step"]): line for line in runs.exact(workdir)}
 
 
 def furthest(a: dict[tuple[str, int], dict[str, Any]], b: dict[tuple[str, int], dict[str, Any]]) -> float:
-    """The largest relative difference of a loss. The ends of a run taken in parts are evaluated beside the steps of `a`."""
+    """Return the largest relative difference of a loss. `b` may have more eval lines, at the ends of its parts."""
     assert a.keys() <= b.keys() and all(kind == "eval" for kind, _ in b.keys() - a.keys())
     assert all(a[key].get("tokens") == b[key].get("tokens") for key in a)
     return max(abs(a[key]["loss"] - b[key]["loss"]) / a[key]["loss"] for key in a)
@@ -36,7 +36,7 @@ def furthest(a: dict[tuple[str, int], dict[str, Any]], b: dict[tuple[str, int], 
 
 def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) -> None:
     more: dict[str, Any] = {"data__source": "stdlib", "eval__every_steps": 4, "eval__sequences": 8}
-    more["optimizer__warmup_steps"] = 1  # so that a part of three steps is allowed
+    more["optimizer__warmup_steps"] = 1  # a part of three steps needs a short warm-up
     faults = Faults(tmp_path, **more)
     shapes = list(SHAPES) if whole else ["1 x 8", "2 x 4"]
     found = {}
@@ -45,21 +45,21 @@ def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) ->
         found[shape] = by_step(tmp_path / shape)
     first = found[shapes[0]]
     worst = max((furthest(first, lines) for lines in found.values()), default=0.0)
-    # One after another, each from the checkpoint of the one before.
+    # Each part resumes from the checkpoint of the one before.
     moved = tmp_path / "moved"
     order = [*shapes[1:], shapes[0], *([shapes[1]] if whole else [])]
     for i, shape in enumerate(order):
         train(faults, moved, shape, 12 * (i + 1) // len(order))
     worst = max(worst, furthest(first, by_step(moved)))
     assert worst < 1e-5, "sums over devices may differ in their last bits, the data may not"
-    # Other data would show: the losses of neighbouring steps differ by far more.
+    # With other data the losses would differ much more, as those of neighbouring steps do.
     gaps = np.diff([line["loss"] for (kind, _), line in first.items() if kind == "train"])
     assert np.abs(gaps).min() > 100 * worst
     figures.add("elastic", shapes=", ".join(shapes), moved_through=", ".join(order), largest_relative_difference=worst)
 
 
 def test_references_are_the_same_on_other_processes(tmp_path: Path) -> None:
-    """Pairs: the pass before step 1 by two processes and by one, and a run of two that one goes on with."""
+    """Two processes and one compute the same DPO references before step 1. A run of two processes continues on one."""
     train_file, held_out = (pairs_file(tmp_path / name, count, seed) for name, count, seed in FILES)
     more = {"data__source": train_file, "data__eval_source": held_out, "loss__name": "dpo", "optimizer__warmup_steps": 1}
     faults = Faults(tmp_path, eval__every_steps=4, eval__sequences=8, **more)

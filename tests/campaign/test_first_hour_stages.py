@@ -13,7 +13,7 @@ from benchmarks import first_hour
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """The script is for one GPU; and programs for several CPU devices are not kept."""
+    """Use one CPU device: the script is for one GPU, and programs for several CPU devices are not cached."""
     monkeypatch.setenv("XLA_FLAGS", QUICKLY)
 
 
@@ -21,7 +21,7 @@ def final(tmp_path: Path, stage: int) -> dict[str, dict]:
     return json.loads((tmp_path / f"stage{stage}" / "results.json").read_text())["parts"]
 
 
-SMOKE = {  # of each stage, items that between them use every function of the script
+SMOKE = {  # items of each stage that together use every function of the script
     1: "device;steps as on a CPU",
     2: "rates;gemm;cost of packing",
     3: "bf16 loop",

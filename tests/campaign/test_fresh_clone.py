@@ -1,4 +1,4 @@
-"""The newcomer's way: clone the last commit, set it up in an empty home, train. Needs git and a package index."""
+"""A new user's steps: clone the last commit, set it up in an empty home, train. Needs git and a package index."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import runs
 
 
 def fresh_clone(*words: str, **env: str) -> str:
-    """Run fresh_clone.sh with these arguments of run.sh; return the output."""
+    """Run fresh_clone.sh with these arguments of run.sh, and return the output."""
     command = ["bash", str(runs.REPO / "tests" / "campaign" / "fresh_clone.sh"), *words]
     environ = os.environ | env
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=2700)
@@ -21,7 +21,7 @@ def test_a_fresh_clone_trains():
 
 
 def test_the_second_jax():
-    """Layouts against one device, attention's binding to cuDNN, and plans, with the other jax that run.sh installs."""
+    """With the second jax that run.sh installs: layouts against one device, the binding to cuDNN's attention, and plans."""
     files = (
         "unit/test_attention.py",
         "unit/test_assignment.py",

@@ -1,7 +1,6 @@
-"""The shipped configs' steps are as their golden plans say, and the stored plans of published runs are what is planned today.
+"""The shipped configs' steps match their golden plans, and a stored plan of a published run can be made again.
 
-The steps are compiled by XLA:GPU for described GPUs: the configs as they ship for 8 GPUs. Variants are compared by
-`python tests/golden_plans.py`, with the others.
+XLA:GPU compiles the configs as shipped, for described GPUs. `python tests/golden_plans.py` also compares the variants.
 """
 
 import functools
@@ -23,7 +22,7 @@ from jaxtrain.plan.program import traffic
 from jaxtrain.plan.search import parallel
 from jaxtrain.train.program import build
 
-# Each config as it ships. (Unrolled rings take a minute to compile: they are planned by the command only.)
+# Each config as shipped. (Unrolled rings take a minute to compile: only the command plans them.)
 ON_8 = [name for name, (config, machine) in SHIPPED.items() if machine == "h200:8" and ":" not in config]
 EACH = pytest.mark.parametrize("name", ON_8)
 H200S = topology.parse("h200:8")
@@ -47,7 +46,7 @@ def test_shipped_configs_are_as_their_golden_plans(name):
 
 @EACH
 def test_shipped_configs_execute_what_the_formula_says(name):
-    """Model FLOPs and those of its remat policy: within 1%."""
+    """FLOPs of the program are within 1% of model FLOPs plus the remat policy's recompute."""
     plan = planned(name).plan
     assert plan
     assert plan.flops.hardware_per_step == pytest.approx(plan.flops.expected_per_step, rel=0.01)
@@ -55,7 +54,7 @@ def test_shipped_configs_execute_what_the_formula_says(name):
 
 @functools.cache
 def printed_plan() -> list[str]:
-    """The words that the command of the pages prints, where cuDNN is asked for its workspace."""
+    """Return the words of the command on the pages, which gets workspaces from cuDNN."""
     command = [sys.executable, "-m", "jaxtrain.plan", "--config=configs/llama3_8b.py", "--topology=h200:8", "--cudnn=library"]
     done = subprocess.run(command, cwd=launch.REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -64,21 +63,21 @@ def printed_plan() -> list[str]:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
 def test_pages_show_the_plan_of_llama3_8b_as_it_is(page):
-    """Its first three lines, which both pages have."""
+    """Both pages have the first three lines of the plan."""
     (shown,) = re.findall(r"^```text\n(fits: .*?)```$", (launch.REPO / page).read_text(), re.DOTALL | re.MULTILINE)
     assert len(shown.split()) >= 40
     assert shown.split()[:40] == printed_plan()[:40]
 
 
 def test_llama3_70b_fits_one_node():
-    """With float32 master weights and nothing on the host."""
+    """With float32 master weights, and nothing on the host."""
     plan = planned("llama3_70b").plan
     assert golden_plans.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
     assert plan and plan.fits and plan.memory.peak_gib < 132 and plan.memory.host_gib == 0
 
 
 def test_llama3_8b_waits_for_nothing():
-    """Exposed communication under 1.5% of the step, and at least 61% MFU (causal) at published kernel rates."""
+    """Exposed communication is below 1.5% of the step, and MFU (causal) at least 61% at published kernel rates."""
     plan = planned("llama3_8b").plan
     assert plan and plan.time.communication_ms > 0.05 * plan.time.step_ms, "collectives there are"
     assert plan.time.exposed_ms + plan.time.host_exposed_ms < 0.015 * plan.time.step_ms
@@ -86,8 +85,10 @@ def test_llama3_8b_waits_for_nothing():
 
 
 def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
-    """What one kernel can do is done in one. Attention's backward pass runs in four parts, to save 6 GiB of cuDNN's workspace:
-    its slices are most of the copies, and with them the bytes are at most 1.45 times the least, else 1.25 times."""
+    """Work that one kernel can do is in one kernel: memory traffic is at most 1.25 times the least, and 1.45 with copies.
+
+    Attention's backward pass runs in four parts to save 6 GiB of cuDNN's workspace. Its slices are most of the copies.
+    """
     plan, run = planned("llama3_8b").plan, golden_plans.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     parts = traffic.parts(run, build(run, topology.devices(H200S)), plan.kernels)
@@ -95,12 +96,12 @@ def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
     found = {part.name: part for part in parts}
     assert traffic.ratio([part for part in parts if part.name not in ("copies and others", "rotary")]) < 1.25, parts
     assert found["SwiGLU"].counted_gb == pytest.approx(found["SwiGLU"].least_gb, rel=0.01)
-    # By hand: nine arrays of 8192 x 14,336 in bfloat16, of 32 layers and 32 microbatches.
+    # By hand: nine arrays of 8192 x 14,336 in bfloat16, for 32 layers and 32 microbatches.
     assert found["SwiGLU"].least_gb == pytest.approx(32 * 32 * 9 * 8192 * 14_336 * 2 / 1e9)
 
 
 def test_loss_and_head_of_llama3_8b_are_near_their_floor():
-    """Three products of tokens, width and vocabulary, no fourth; at most 10% more than they and the logits' bytes take."""
+    """There are three matmuls of tokens, width and vocabulary. Time is at most 10% above these and the logits' bytes."""
     plan, run = planned("llama3_8b").plan, golden_plans.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     (logits,) = [
@@ -116,19 +117,19 @@ def test_loss_and_head_of_llama3_8b_are_near_their_floor():
     assert waited and sum(waited) < 0.01 * least
 
 
-# ---- Llama 3 8B as it ships, in other settings
+# ---- Llama 3 8B as shipped, with other settings
 
 
 def test_plan_of_llama3_8b_with_full_remat():
-    """What MaxText 0.2.5 needs for the same work, compiled the same way, is in docs/evidence/planned_vs_published.md."""
+    """docs/evidence/planned_vs_published.md has MaxText 0.2.5's figures for the same work, compiled the same way."""
     which = ("h200:8", *plans.ONE_EACH, *plans.FULL)
     made, step = plans.plan(*which), plans.compiled(*which)[1]
     assert made.fits and made.attention == "cudnn" and made.mesh == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
-    without = step.executable.memory_analysis().peak_memory_in_bytes / 2**30  # the compiler here has no cuDNN to ask
+    without = step.executable.memory_analysis().peak_memory_in_bytes / 2**30  # this compiler cannot query cuDNN
     assert without < made.memory.peak_gib <= without + made.memory.workspace_gib
     assert made.memory.peak_gib <= 21.5
     assert sum(c.wire_gib for c in made.collectives) * 2**30 <= 39e9
-    # 844 ms is MaxText's program at the same rates. Attention's backward pass in parts, which saves 6 GiB, costs ours 1%.
+    # 844 ms is the time of MaxText's program at the same rates. Attention's backward pass in parts saves 6 GiB and costs 1%.
     assert made.time.step_ms <= 1.01 * 844
     assert made.time.exposed_ms < 0.01 * made.time.step_ms
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
@@ -136,17 +137,17 @@ def test_plan_of_llama3_8b_with_full_remat():
 
 
 def test_without_tuning_the_program_is_the_same(monkeypatch):
-    """What NO_TUNING leaves out decides how a fusion's kernel is written, and nothing that a plan reads."""
+    """The tuning that NO_TUNING skips changes how a fusion's kernel is written, and no figure of a plan."""
     run = plans.config(plans.TWO, *plans.ONE_EACH, of="configs/llama3_1b.py")
     steps = []
     for without in (NO_TUNING, {}):
         monkeypatch.setattr("jaxtrain.plan.compile.NO_TUNING", without)
-        steps.append(compile_step(run, H200S))  # on one line for both: the program's text tells where it was asked for
+        steps.append(compile_step(run, H200S))  # on the same line for both: the program's text contains the line number
     fast, tuned = steps
 
     def instructions(step: Compiled) -> list[str]:
         kernels = re.compile(r', backend_config=\{"operation_queue_id".*')  # how a fusion's kernel is written
-        return [kernels.sub("", line) for line in step.text.splitlines()[1:]]  # the first holds a hash of the options
+        return [kernels.sub("", line) for line in step.text.splitlines()[1:]]  # the first line contains a hash of the options
 
     assert instructions(fast) == instructions(tuned) and fast.text != tuned.text
     sizes = [s.executable.memory_analysis() for s in (fast, tuned)]
@@ -155,7 +156,7 @@ def test_without_tuning_the_program_is_the_same(monkeypatch):
 
 
 def test_the_picture_of_a_layer_is_what_is_compiled_today():
-    """docs/pictures/fsdp.svg: the same events in the same order, and times within 2% of the pass."""
+    """docs/pictures/fsdp.svg has the same events in the same order, with times within 2% of the pass."""
     stored, compiled = json.loads(pictures.LANES.read_text()), pictures.compile_schedule()
     assert stored["lanes"].keys() == compiled["lanes"].keys(), "run: python -m benchmarks.pictures --write --compile"
     for name, lane in compiled["lanes"].items():
@@ -168,9 +169,9 @@ def test_the_picture_of_a_layer_is_what_is_compiled_today():
 UNDER_ONE = ("model.num_layers=8", "remat.policy=full", "remat.tensors=", "remat.every=2", "mesh.fsdp=1", "mesh.tensor=8")
 SMALL = ("model.d_model=512", "model.vocab_size=4096")
 ABORTED = {
-    # A loop over the layers of a group, inside the one over groups, with a tensor axis.
+    # A loop over the layers of a group inside the loop over groups, with a tensor axis.
     "layers under one checkpoint": ("configs/llama3_70b.py", *UNDER_ONE),
-    # Without a loop over layers, XLA would unroll the one over microbatches around the loss, a loop itself.
+    # Without a loop over layers, XLA would unroll the loop over microbatches, which contains the loss's loop.
     "one layer": ("configs/llama3_1b.py", *SMALL, "model.num_layers=1"),
     "two layers": ("configs/llama3_1b.py", *SMALL, "model.num_layers=2"),
     "three layers in groups": ("configs/llama3_1b.py", *SMALL, "model.num_layers=3", "remat.every=2"),
@@ -189,7 +190,7 @@ def test_what_once_aborted_xla_is_planned(name):
 # ---- The stored plans of published runs
 
 
-PUBLISHED = "Llama 2 7B, 8 H100"  # the smallest; the rest are compiled by the command
+PUBLISHED = "Llama 2 7B, 8 H100"  # the smallest; the command compiles the others
 
 
 def test_a_plan_made_again_is_the_stored_one():

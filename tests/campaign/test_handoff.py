@@ -1,4 +1,4 @@
-"""Exported folders in the programs that serve, evaluate and convert them: by their own loaders, on a CPU."""
+"""Exported folders in programs that serve, evaluate and convert them: with their own loaders, on a CPU."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ TEXT = "def f(x):"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of every family, exported as a run on bytes would be."""
+    """Export a folder of every family, as a run on bytes would."""
     hugging_face.reference()
     out = {}
     for name in FAMILIES:
@@ -39,13 +39,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(script: str, *args: Any) -> list[Any]:
-    """The lines of JSON that a script prints in the Python with transformers."""
+    """Return the JSON lines that a script prints in the Python with transformers."""
     lines = hugging_face.ask(SCRIPTS / script, *args).splitlines()
     return [json.loads(line) for line in lines if line.startswith(("{", "["))]
 
 
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """The likeliest tokens by jaxtrain's own generation, in float32, on all devices."""
+    """Return the likeliest tokens by jaxtrain's own generation, in float32, on all devices."""
     source, devices = open_origin(str(folder)), jax.devices()
     run = source.run()
     run = alone(dataclasses.replace(run, precision="f32", dtypes=dataclasses.replace(run.dtypes, params="f32")), devices)
@@ -55,8 +55,10 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def test_servers_open_every_family(served):
-    """By AutoConfig, AutoTokenizer and AutoModelForCausalLM, which vLLM reads a model with: all tensors used, the same ids, the
-    chat template, and the greedy tokens of jaxtrain's own generation."""
+    """vLLM opens models by AutoConfig, AutoTokenizer and AutoModelForCausalLM, as the test does.
+
+    All tensors are used. Token ids and chat template are jaxtrain's, and so are the greedy tokens.
+    """
     tokenizer = ByteTokenizer()
     for (name, folder), found in zip(served.items(), answers("auto_classes.py", TEXT, *served.values()), strict=True):
         architecture = family(open_folder(folder).model.family).FORMAT.architecture
@@ -68,7 +70,7 @@ def test_servers_open_every_family(served):
 
 
 def test_the_harness_scores_alike_from_the_run_and_from_its_export(served, tmp_path):
-    """lm-evaluation-harness: its model of transformers on the export, and jaxtrain's model on the run."""
+    """In lm-evaluation-harness, its transformers model scores the export, and jaxtrain's model scores the run."""
     from lm_eval.api.instance import Instance
 
     pairs = [[TEXT, " return x"], ["a b c", " d"], ["", "hello"]]
@@ -82,13 +84,13 @@ def test_the_harness_scores_alike_from_the_run_and_from_its_export(served, tmp_p
     np.testing.assert_allclose([score for score, _ in ours], [score for score, _ in theirs], rtol=1e-4)
 
 
-# Gemma 2 needs a tokenizer.model of SentencePiece, which a run on bytes has not. Of the others llama.cpp divides tensors: gate
+# Gemma 2 needs a SentencePiece tokenizer.model, which a run on bytes lacks. For the other two llama.cpp splits tensors: gate
 # and up of all GPT-OSS experts, and the keys and values of a latent.
 OTHERWISE = ("gemma2", "gpt_oss", "deepseek_v3")
 
 
 def test_llama_cpp_converts_families_with_equal_tensors(served, tmp_path):
-    """By its own converter: every tensor has the same numbers, and the metadata the same sizes.
+    """In its own converter's output every tensor has the same numbers, and the metadata has the same sizes.
 
     In the architecture `llama` queries and keys are interleaved, so their numbers are in another order.
     """

@@ -1,4 +1,4 @@
-"""Real hangs, of every kind and in every part of a run: exit 124, and a folder that says which it was."""
+"""Real hangs, of every kind and in every part of a run: exit code 124, and a folder that names the cause."""
 
 import json
 import os
@@ -30,7 +30,7 @@ print("well")
 
 
 def start(workdir: Path, body: str, before: str = "", index: int = 0, **budgets: float) -> subprocess.Popen[str]:
-    """A run in another process whose `body` a watchdog, `dog`, watches."""
+    """Start a process whose `body` runs under a watchdog, `dog`."""
     lines = "\n".join("    " + line for line in body.strip().splitlines())
     code = CHILD.format(before=before, budgets=budgets, body=lines, index=index)
     environment = {**os.environ, "TMPDIR": str(workdir)}
@@ -45,7 +45,7 @@ def start(workdir: Path, body: str, before: str = "", index: int = 0, **budgets:
 
 
 def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)."""
+    """Wait for a process. Returns (exit code, stdout, stderr)."""
     try:
         out, err = child.communicate(timeout=300)
     finally:
@@ -54,7 +54,7 @@ def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def evidence(workdir: Path) -> tuple[str, str, dict[str, Any]]:
-    """Cause, stacks and report of the one hang in a folder."""
+    """Return cause, stacks and report of the one hang in a folder."""
     (folder,) = workdir.glob("hang-????????-??????")
     cause = (folder / "cause.txt").read_text().strip()
     return cause, (folder / "stacks.txt").read_text(), json.loads((folder / "report.json").read_text())
@@ -81,7 +81,9 @@ def test_a_hang_in_whatever_way_ends_with_124(how: str, tmp_path: Path):
 
 
 def test_what_else_hangs_loses_no_evidence(tmp_path: Path):
-    """Facts, the way out, and the run's file system: opening a pipe that nobody reads waits for ever, as a lost one does."""
+    """The facts, the end of the run's files and the run's file system hang too: a pipe without a reader blocks like a lost
+    mount.
+    """
     before = """
 watchdog.FACTS_S = watchdog.ENDED_S = 0.3
 watchdog.STACKS_S = 3
@@ -169,7 +171,8 @@ CAUSES = {
 def test_a_hang_ends_with_124_and_says_what_hung(how: str, tmp_path: Path, figures: Figures) -> None:
     faults = Faults(tmp_path, OWN, data__source="own:source", loss__name="own:loss", train__steps=4000)
     workdir = tmp_path / "run"
-    limits = {"train__timeouts": "step=8,data=8,checkpoint=8", "paths__cache": ""}  # host calls are never cached
+    # programs with host callbacks are never cached
+    limits = {"train__timeouts": "step=8,data=8,checkpoint=8", "paths__cache": ""}
     code, said = faults.start(workdir, env={"HANGS": how}, **limits).end()
     assert code == 124, said
     [folder] = workdir.glob("hang-*")
@@ -183,7 +186,7 @@ def test_a_hang_ends_with_124_and_says_what_hung(how: str, tmp_path: Path, figur
     receipt = runs.receipt(workdir)
     assert receipt["exit_code"] == 124 and receipt["reason"] == cause
     figures.add(f"hang in a {how}", exit_code=code, cause=cause)
-    if how != "save":  # what was saved before it stands
+    if how != "save":  # checkpoints from before the hang are kept
         assert (5 in runs.steps(workdir)) == (how == "data")
 
 
@@ -194,5 +197,5 @@ def test_a_slow_step_is_explained(tmp_path: Path) -> None:
     code, said = faults.start(tmp_path / "run", env={"HANGS": "data"}).end()
     assert code == 0, said
     found = re.search(r"step 4\d took \S+ s, usually (\S+) s: data (\S+) s", said)
-    assert found, said  # the largest part is told first
+    assert found, said  # the largest part comes first
     assert float(found[2]) > float(found[1]), "prefetched batches hide a part of the second, not the cause"

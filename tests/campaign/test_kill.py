@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, many of them inside a save: what comes out is what an uninterrupted run gives, bit for bit."""
+"""SIGKILL at random moments, many of them during a save: the result equals an uninterrupted run's, bit for bit."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ import runs
 from faults import Faults, Figures, dice, same, saving, steps_written
 
 STEPS = {False: 300, True: 1500}
-KILLS = {False: (3, 2), True: (40, 15)}  # at all, and at least so many inside a save
+KILLS = {False: (3, 2), True: (40, 15)}  # (kills in all, kills during a save at least)
 
 
 def test_killed_at_random_moments(tmp_path: Path, whole: bool, figures: Figures) -> None:

@@ -1,4 +1,4 @@
-"""One run in processes of its own, killed and stopped five times, gives what an uninterrupted run gives, bit for bit."""
+"""A run in child processes that is killed and stopped five times equals an uninterrupted run, bit for bit."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from jaxtrain.hf.folder import open_folder
 
 
 class Bench:
-    """A folder with the small config and one compile cache, and runs of it that can be held back (sources.Gated)."""
+    """A folder with the small config and one compile cache. Its runs can be held back (sources.Gated)."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -31,19 +31,19 @@ class Bench:
         return runs.Child(self.config, workdir, self.folder / f"words-{self.started}.txt", env=env, **chosen)
 
     def at_gate(self, workdir: Path, gate: int) -> runs.Child:
-        """A run that waits at the gate: `gate` steps are taken, and saved as far as due; the next one has no data yet."""
+        """Start a run that waits for data after `gate` steps, with all due checkpoints saved."""
         child = self.start(workdir, gate=gate)
-        # Metrics are read one step late, so the line before the newest shows that the newest step is on its way.
+        # Metrics are read one step late: a line of the step before shows that the newest step has been dispatched.
         saved = gate // 5 * 5
         child.until(lambda: gate - 1 in written_steps(workdir) and (not saved or saved in runs.steps(workdir)))
-        # From here on the loop can wait for one batch only; until it does, a signal would stop it a step earlier.
+        # The loop must wait for its next batch: before that, a signal would stop it a step earlier.
         waits = self.opener.with_suffix(".waits")
         waits.unlink(missing_ok=True)
         child.until(waits.exists)
         return child
 
     def in_eval(self, workdir: Path) -> runs.Child:
-        """A run whose next evaluation does not end, and which is in it."""
+        """Start a run, and wait until it is in an evaluation that does not end."""
         self.opener = self.folder / f"gate-{self.started + 1}"
         self.opener.with_suffix(".no-eval").touch()
         child = self.start(workdir)
@@ -52,7 +52,7 @@ class Bench:
 
 
 def stopped(child: runs.Child, number: signal.Signals) -> tuple[int, str]:
-    """How a run ends that is asked to stop while its data does not come."""
+    """Signal a run whose data does not come, and return how it ends."""
     child.process.send_signal(number)
     child.until(lambda: "finishing this step" in child.said)
     return child.end()
@@ -68,11 +68,11 @@ def written_steps(workdir: Path) -> list[int]:
 
 
 class Recording(NamedTuple):
-    """What the tests of this file read."""
+    """The results for the tests of this file."""
 
-    whole: Path  # the run that nobody interrupts
-    workdir: Path  # the run that is stopped in five ways before it may finish
-    ended: dict[str, tuple[int, str]]  # exit code and words of each of its attempts
+    whole: Path  # the uninterrupted run
+    workdir: Path  # the run that is stopped in five ways before it finishes
+    ended: dict[str, tuple[int, str]]  # exit code and output of each of its attempts
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +115,11 @@ def test_the_receipt_tells_of_every_attempt(recording: Recording) -> None:
     assert [a["exit_code"] for a in attempts] == [None, 130, None, 130, 75, 0]
     assert [a["resumed_from_step"] for a in attempts] == [None, None, 7, 10, 16, 20]
     assert attempts[1]["reason"] == "SIGINT at step 7"
-    assert attempts[-1]["reason"] == "24 steps done"
+    assert attempts[-1]["reason"] == "24 steps"
 
 
 def test_metrics_weights_and_moments_are_those_of_an_uninterrupted_run(recording: Recording) -> None:
-    """Every line of metrics in order, none missing, none twice; what an attempt without a checkpoint measured is set aside."""
+    """Every line of metrics occurs once and in order. Lines of an attempt without a checkpoint are set aside."""
     evaluated = [*range(1, 9), 8, *range(9, 17), 16, *range(17, 25), 24]
     assert [line["step"] for line in runs.lines(recording.whole)] == evaluated
     assert runs.exact(recording.workdir) == runs.exact(recording.whole)
@@ -140,7 +140,7 @@ def test_a_finished_run_writes_the_sample_that_is_missing_and_no_second_one(tmp_
 
 
 def test_an_export_of_bfloat16_masters_is_in_bfloat16(tmp_path: Path) -> None:
-    """Scales in float32 do not make an export of weights in bfloat16 twice as large."""
+    """Scales are in float32, but the weights stay in bfloat16, so the export is not twice as large."""
     assert runs.train(runs.small(), tmp_path / "run", train__steps=4, eval__every_steps=0, dtypes__params="bf16") == 0
     tensors = runs.tensors(tmp_path / "run")
     assert {str(tensors[f"params.{name}"].dtype) for name in ("final_norm.scale", "layers.0.attention_norm.scale")} == {

@@ -1,4 +1,4 @@
-"""Runs that save at gs:// and s3://, in emulators of the stores: killed in a save, resumed, and without credentials."""
+"""Runs that save at gs:// and s3://, in emulators: killed during a save, resumed, and without credentials."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ input("ready")
 found.save(2, placed(values(2), mesh(8, 1)), {})
 found.wait()
 """
-POINTS = {  # the request of a save at which its process is killed -> states then
+POINTS = {  # request at which the saving process is killed -> states of the steps afterwards
     "meta.json": {1: "complete"},
     "arrays/state/ocdbt.process_0/d/": {1: "complete", 2: "unfinished"},
     "arrays/commit_success.txt": {1: "complete", 2: "unfinished"},
@@ -59,7 +59,9 @@ def test_sigkill_in_the_middle_of_a_save(bucket: Bucket, point: str):
 
 
 def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Saved, killed in a save, resumed, gone back, taken as the beginning of another run; the same numbers as on a disk."""
+    """The run is saved, killed during a save, resumed and rolled back, and starts another run. Its numbers equal those on a
+    disk.
+    """
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)
     options = {"checkpoint__dir": f"{bucket.url}/run", "checkpoint__keep": 2, "eval__every_steps": 0}
@@ -89,10 +91,10 @@ def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_missing_credentials_are_one_error(bucket: Bucket, tmp_path: Path):
-    """The run does not start, and its error is one line that names the settings."""
+    """The run does not start. Its error is one line that names the settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_ACCESS", "AWS_SECRET", "FSSPEC_", "GOOGLE_"))}
     if bucket.scheme == "gs":
-        del kept["STORAGE_EMULATOR_HOST"]  # gcsfs asks for no credentials of an emulator
+        del kept["STORAGE_EMULATOR_HOST"]  # gcsfs needs no credentials for an emulator
         kept["GOOGLE_APPLICATION_CREDENTIALS"] = str(tmp_path / "gone.json")
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)
@@ -106,7 +108,7 @@ def test_missing_credentials_are_one_error(bucket: Bucket, tmp_path: Path):
 
 
 def test_two_processes_save_together(bucket: Bucket, tmp_path: Path):
-    """Two processes write one checkpoint; one process resumes from it, and verifies what both wrote."""
+    """Two processes write one checkpoint. One process resumes from it, and verifies the files of both."""
     faults = Faults(tmp_path, checkpoint__dir=f"{bucket.url}/run", checkpoint__keep=2, mesh__fsdp=-1, mesh__data=1)
     for child in faults.processes(tmp_path / "run", 2, 2, train__steps=10):
         code, said = child.end()

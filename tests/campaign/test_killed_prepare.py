@@ -1,4 +1,4 @@
-"""`prepare` killed, interrupted and out of space; processes that make the same files; and imports without JAX."""
+"""`prepare` killed, interrupted and out of space; equal files from any number of processes; imports without JAX."""
 
 import os
 import signal
@@ -30,12 +30,12 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 
 def writing(folder: Path) -> list[int]:
-    """Processes that are making a part of a.tok."""
+    """Return the processes that are writing a part of a.tok."""
     return [int(path.suffix[1:]) for path in (folder / "a.tok.partial").glob("*/*.tok.*")]
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and that read shards."""
+    """Return the child processes of a process that read shards."""
     found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [p for p in found if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
 
@@ -102,10 +102,11 @@ def test_ctrl_c_keeps_finished_parts_and_no_file(tmp_path, processes):
 
 def test_a_full_disk_is_an_error_that_leaves_no_file(tmp_path):
     write_lines(tmp_path / "a.jsonl", 20_000, 100)
-    # a limit on the size of files stands for the full disk
+    # a limit on the size of files replaces a full disk
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21)); "
     program = f"{limit}import sys; from jaxtrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    for shard_mb, left in ((64, ["a.jsonl"]), (1, ["a.jsonl", "a.tok.partial"])):  # in a part, or when parts are merged
+    # while a part is written, or while parts are merged
+    for shard_mb, left in ((64, ["a.jsonl"]), (1, ["a.jsonl", "a.tok.partial"])):
         process = start(
             tmp_path, "--input=a.jsonl", "--output=a.tok", f"--shard-mb={shard_mb}", "--processes=1", program=program
         )

@@ -1,4 +1,4 @@
-"""One real run that is killed twice and resumed: its ledger and its page."""
+"""A real run that is killed twice and resumed: its ledger and its page."""
 
 import math
 import time
@@ -19,14 +19,14 @@ OVERRIDES |= {"checkpoint__every_steps": 30, "eval__every_steps": 20}
 
 
 def unsaved(workdir: Path) -> bool:
-    """Whether the ledger tells of steps after the newest checkpoint: a kill costs them."""
+    """Return whether the ledger has steps after the newest checkpoint, which a kill would lose."""
     saved = runs.steps(workdir)
     told = [x["step"] or 0 for x in goodput.read(workdir / goodput.FILE) if x["kind"] == "spent"]
     return bool(saved) and max(told, default=0) > max(saved)
 
 
 class Killed(NamedTuple):
-    """The run: its folder; seconds by the test's own clock, in all and between attempts; its output."""
+    """The run's folder, the wall time and the time between attempts by the test's clock (seconds), and the output."""
 
     workdir: Path
     wall_s: float
@@ -49,7 +49,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         at = time.time()
         child = runs.Child(config, workdir, folder / f"words{attempt}", **overrides)
         downs += time.time() - at
-    child.until(lambda: "\ngoodput" in child.said)  # the ledger is closed with this line
+    child.until(lambda: "\ngoodput" in child.said)  # this line comes when the ledger is closed
     wall = time.time() - began
     code, said = child.end()
     assert code == 0, said
@@ -57,7 +57,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 
 def test_the_parts_are_the_wall_time(killed: Killed):
-    """This test's own clock is the judge."""
+    """The parts add up to the wall time by the test's own clock."""
     found = goodput.summarise(goodput.read(killed.workdir / goodput.FILE))
     assert sum(found.parts.values()) == pytest.approx(killed.wall_s, rel=0.01)
     assert found.attempts == 3 and found.steps == STEPS and found.steps_repeated >= 1
@@ -71,7 +71,7 @@ def test_the_parts_are_the_wall_time(killed: Killed):
 
 def test_the_page_tells_of_every_attempt(killed: Killed):
     words = " ".join(Read(page.html([read(killed.workdir)])).words)
-    assert f"done: {STEPS} steps done" in words and "killed: the receipt has no end" in words
+    assert f"done: {STEPS} steps" in words and "killed: the receipt has no end" in words
     found = goodput.summarise(goodput.read(killed.workdir / goodput.FILE))
     for cause, seconds in found.parts.items():
         assert (f"{seconds:,.1f}" in words) or not seconds, cause

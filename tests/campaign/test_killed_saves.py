@@ -1,4 +1,4 @@
-"""A process that is killed at any point of a save, or saves where it cannot write, loses nothing older."""
+"""A process that is killed during a save, or cannot write its save, keeps all older steps."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from jaxtrain.checkpoint.storage import Storage
 folder = Path(sys.argv[3])
 """
 
-# Saves step 1, then dies while it saves step 2. proofs/test_checkpoint_arrays.py has the points between the writes.
+# Save step 1, then be killed while step 2 is saved. proofs/test_checkpoint_arrays.py has the points between the writes.
 KILLED = """
 found = Checkpoints(folder, keep=1)
 found.save(1, placed(values(1), mesh(8, 1)), {"loss": 1.0})
@@ -73,7 +73,9 @@ def test_sigkill_in_the_middle_of_a_save(tmp_path: Path, seconds: float):
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path):
-    """Told as a failed save; in a child, because what Orbax leaves behind could keep a process from ending."""
+    """The save is reported as failed. The test uses a child process, because Orbax's leftovers could keep a process from
+    ending.
+    """
     (tmp_path / "file").write_text("in the way")
     done = child(UNWRITABLE, tmp_path)
     assert done.returncode == 0 and done.stdout.count("CheckpointError saving step 1 to") == 2, (

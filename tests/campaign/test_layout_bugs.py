@@ -1,4 +1,4 @@
-"""Bugs that a layout can have, planted one at a time: the comparison that `jaxtrain.parity` makes finds each."""
+"""Bugs of a layout, planted one at a time: the comparison of `jaxtrain.parity` finds each."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ HSDP = "2 queries a key: data2xfsdp4/train.grad_accum=2"
 
 
 def wrong_position_offset(monkeypatch):
-    """One rank of four takes its positions for one more than they are."""
+    """Shift the positions of one rank of four by one."""
     right = rope.tables
 
     def tables(positions, frequencies):
@@ -27,7 +27,7 @@ def wrong_position_offset(monkeypatch):
 
 
 def leaked_document(monkeypatch):
-    """Across borders of shards, a token sees all documents."""
+    """Let a token see all documents of other shards."""
     right = reference.describe_block
 
     def describe_block(rows, spec, diagonal):
@@ -39,13 +39,13 @@ def leaked_document(monkeypatch):
 
 
 def twice_over(axis, module, vectors=False):
-    """What `module` sums over a mesh axis of gradients of vectors, or of all others, is summed over it once more."""
+    """Return a function that makes `module` sum gradients over a mesh axis twice: those of vectors, or all others."""
 
     def plant(monkeypatch):
         right = module.reduce_gradient
 
         def reduce_gradient(g, how):
-            again = axis in how.summed and (g.ndim == 1) == vectors  # of all alike, clipping would hide it
+            again = axis in how.summed and (g.ndim == 1) == vectors  # if all gradients doubled, clipping would hide the bug
             return right(g, how) * jax.lax.axis_size(axis) if again else right(g, how)
 
         monkeypatch.setattr(module, "reduce_gradient", reduce_gradient)
@@ -54,7 +54,7 @@ def twice_over(axis, module, vectors=False):
 
 
 def head_twice(monkeypatch):
-    """The loss gives the head its gradient once for each device along `data`."""
+    """Let the loss multiply the head's gradient by the number of devices along `data`."""
     right = loss._chunked
 
     def chunked(*args, **how):
@@ -65,13 +65,13 @@ def head_twice(monkeypatch):
 
 
 def dropped_sum(monkeypatch):
-    """The merge keeps the log-sum-exp of what it had, without that of the block it took in."""
+    """Let the merge of two blocks keep the first block's log-sum-exp."""
     right = ring.merge
     monkeypatch.setattr(ring, "merge", lambda one, other: (right(one, other)[0], one[1]))
 
 
 def blocks_weighed_alike(monkeypatch):
-    """The merge takes the mean of two blocks, whatever their sums."""
+    """Let the merge take the mean of two blocks instead of weighting them by their sums."""
     right = ring.merge
 
     def merge(one, other):
@@ -85,7 +85,7 @@ def blocks_weighed_alike(monkeypatch):
 
 
 def forgotten_shard(monkeypatch):
-    """The last of the devices that shard a weight is given the gradient of nothing."""
+    """Zero the gradient on the last of the devices that shard a weight."""
     right = sharding.reduce_gradient
 
     def reduce_gradient(g, how):
@@ -110,17 +110,17 @@ BUGS = {
 
 @pytest.fixture
 def retraced():
-    """JAX keeps what it traced of a function, whatever its globals become: what is planted would not be seen, or would stay."""
+    """Clear JAX's caches before and after: JAX keeps a function's trace, with or without the planted bug."""
     yield jax.clear_caches
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16"])  # of which the bounds are wider
+@pytest.mark.parametrize("precision", ["f32", "bf16"])  # bf16 has wider bounds
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug, precision, monkeypatch, retraced):
     entry, plant = BUGS[bug]
     model, _ = matrix.MATRIX[entry]
-    matrix.allowed(model, precision, 8)  # the reference is without it
+    matrix.allowed(model, precision, 8)  # computes the reference without the bug
     plant(monkeypatch)
     retraced()
     comparison = matrix.against_one_device(entry, precision)

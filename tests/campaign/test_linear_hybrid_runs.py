@@ -1,6 +1,6 @@
-"""The recipe of a layer type from outside the package, as its user runs it: it trains, resumes bit by bit, and is planned.
+"""The recipe of a layer type from outside the package, as a user runs it: it trains, resumes bit by bit, and is planned.
 
-Its arithmetic and its layouts are in proofs/test_linear_hybrid.py.
+proofs/test_linear_hybrid.py tests its arithmetic and its layouts.
 """
 
 import json
@@ -31,7 +31,7 @@ SHORT = {
 
 
 def run(module: str, *words: str, devices: int = 1) -> tuple[int, str]:
-    """Run a command of jaxtrain with the recipe on PYTHONPATH. Return the exit code and the output."""
+    """Run a command of jaxtrain with the recipe on PYTHONPATH. Returns the exit code and the output."""
     environ = os.environ | {
         "PYTHONPATH": f"{runs.REPO}:{runs.REPO / 'recipes'}",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICKLY}",
@@ -49,7 +49,7 @@ def train(workdir: Path, steps: int, devices: int = 1, variant: str = "", **more
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
-    """On four devices, which shard batch, weights and heads."""
+    """Four devices shard batch, weights and heads."""
     mesh = {"mesh__fsdp": "2", "mesh__tensor": "2"}
     for workdir, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         code, said = train(tmp_path / workdir, steps, 4, **mesh)
@@ -69,7 +69,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
 
 
 def test_options_that_it_does_not_know_are_refused(tmp_path):
-    """With exit code 2, before anything is written."""
+    """The exit code is 2, and nothing is written."""
     found = {
         "variant": train(tmp_path / "run", 2, variant=":2b"),
         "family": train(tmp_path / "run", 2, model__family="linear_hybrid.gated_delta_net:huge"),
@@ -91,7 +91,7 @@ def test_options_that_it_does_not_know_are_refused(tmp_path):
 
 
 def test_eight_gpus_are_planned(tmp_path):
-    """The real compiler compiles the step for 8 described H200s. The plan counts the family's own FLOPs, and fits."""
+    """XLA compiles the step for 8 described H200s. The plan counts the family's own FLOPs, and fits."""
     layers = ("--config.model.num_layers=4", "--config.data.seq_len=1024")  # one period
     out = tmp_path / "plan.json"
     code, said = run("plan", f"--config={CONFIG}:1b", "--topology=h200:8", *layers, f"--json={out}")
@@ -108,8 +108,11 @@ def test_eight_gpus_are_planned(tmp_path):
 
 
 def test_the_contract_of_a_family_holds(tmp_path):
-    """The norm of a head's output divides by its length, which at a document's first token is about |q . k|. Where that is near
-    0, gradients of wq amplify rounding to 2.6e-5 with the default norm_eps. A larger norm_eps bounds the division."""
+    """A larger norm_eps makes the family pass the contract tests.
+
+    The norm of a head's output divides by its length, which at a document's first token is about |q . k|. Near 0, gradients of
+    wq amplify rounding to 2.6e-5 with the default norm_eps. A larger norm_eps bounds the division.
+    """
     keys = ("model.num_layers=4", "model.norm_eps=0.01")
     environ = os.environ | {"PYTHONPATH": f"{runs.REPO}:{runs.REPO / 'recipes'}", "JAXTRAIN_TEST_LEDGER": str(tmp_path)}
     part = ["--part=model.family=linear_hybrid.gated_delta_net:small", *(f"--part-config={key}" for key in keys)]

@@ -1,4 +1,4 @@
-"""A run on several machines through run.sh, with real processes: train, save, lose one, go on."""
+"""A run on several nodes through run.sh, with real processes: it trains, saves, loses a node, and continues."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from faults import free_port
 from run_sh import REPO, Machine, copy_launcher, script, wait_for
 
 RUN = {"train__steps": 40, "eval__every_steps": 0, "checkpoint__every_steps": 10, "mesh__data": 2, "mesh__fsdp": -1}
-# Reaches "nodes" by a shell here, with none of this shell's variables, and logs the words in a file.
+# A fake ssh: runs the command in a local shell, with none of this shell's variables, and logs its arguments.
 SSH = """#!/bin/bash
 printf '%s\\n' "$*" >>"$HOME/ssh"
 exec env -i PATH="$PATH" HOME="$HOME" JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=$DEVICES bash -c "${*: -1}"
@@ -22,7 +22,7 @@ exec env -i PATH="$PATH" HOME="$HOME" JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=$DEV
 
 
 class Real(Machine):
-    """The launcher over this environment's Python and the real package."""
+    """run.sh with this environment's Python and the real package."""
 
     def __init__(self, folder: Path):
         super().__init__(
@@ -45,7 +45,7 @@ class Real(Machine):
 
 
 def trainer(workdir: Path, index: int) -> int:
-    """The process of that index of a run."""
+    """Return the id of a run's process with this index."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -58,7 +58,7 @@ def trainer(workdir: Path, index: int) -> int:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the same run by one process over four devices."""
+    """Return the losses of the same run by one process on four devices."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "small.py").write_text(runs.SMALL)
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -69,7 +69,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_a_run_loses_a_machine_and_resumes(count: int, tmp_path: Path, alone: dict[int, float]):
-    """The whole path over several processes, each of which believes to have a machine to itself. The last one is killed."""
+    """A run uses several processes, each of which acts as the only one on its node. The last one is killed."""
     machine, workdir = Real(tmp_path), tmp_path / "the run"
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)

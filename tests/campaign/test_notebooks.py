@@ -1,8 +1,8 @@
-"""The notebooks run, and what is stored in them is what they print today.
+"""The notebooks run, and their stored outputs are those of the current code.
 
-`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs; the tests run copies and compare. A cell
-tagged `compiled` shows figures of one jaxlib's compiler: they are compared under the version that the notebook names. A cell
-tagged `varies` shows what no two runs share, such as seconds, and is not compared.
+`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs. The tests run copies and compare. A cell
+tagged `compiled` shows figures of one jaxlib's compiler. It is compared only under the version that the notebook names. A cell
+tagged `varies` shows values that differ between runs, such as seconds, and is not compared.
 """
 
 import os
@@ -22,9 +22,9 @@ from jaxtrain.plan import __main__ as plan
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Where the CUDA plugin is installed and no driver is, its libraries say so on stderr; which of them, and when, says nothing.
+# If the CUDA plugin is installed without a driver, its libraries print messages to stderr that vary between runs.
 NOISE = re.compile(r".*(cudart_stub|log messages before absl::InitializeLog).*\n")
-# What would tell whose machine a notebook was stored on.
+# Text that would reveal on whose machine a notebook was stored.
 LOCAL = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr)/|site-packages|\d{4}-\d\d-\d\dT\d\d:")
 COMMANDS = {"plan": plan.COMMAND, "main": main_command.COMMAND}
 METADATA = {
@@ -38,13 +38,13 @@ def read(path: Path) -> Any:
 
 
 def run(path: Path) -> Any:
-    """The notebook with fresh outputs, run in its own folder on one CPU device, as its reader would."""
+    """Return the notebook with fresh outputs, run in its own folder on one CPU device, as a reader would run it."""
     notebook = read(path)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
     where = {"metadata": {"path": str(FOLDER)}}
-    # Text printed by one cell comes in pieces that depend on timing.
+    # The printed text of a cell arrives in pieces that depend on timing.
     client = NotebookClient(notebook, timeout=600, resources=where, record_timing=False, coalesce_streams=True)
     client.execute(env={**env, "JAX_PLATFORMS": "cpu"})
     for cell in code(notebook):
@@ -61,7 +61,7 @@ def code(notebook: Any) -> list[Any]:
 
 
 def shown(cell: Any) -> list[Any]:
-    """What a reader sees of a cell's outputs."""
+    """Return the visible contents of a cell's outputs."""
     return [dict(o.data) if "data" in o else o.get("text", o.get("evalue")) for o in cell.outputs]
 
 
@@ -70,7 +70,7 @@ def tags(cell: Any) -> list[str]:
 
 
 def stale(stored: Any, fresh: Any) -> list[str]:
-    """Cells whose stored output is not what they print now."""
+    """Return the cells whose stored output differs from the fresh output."""
     same_compiler = stored.metadata.get("jaxlib") == fresh.metadata["jaxlib"]
     found = []
     for i, (old, new) in enumerate(zip(code(stored), code(fresh), strict=True), 1):
@@ -114,7 +114,7 @@ def test_it_is_short_and_uses_the_python_api_alone(path):
 
 
 def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
-    """It names its config as seen from the repository's root."""
+    """The command's config path is relative to the repository's root."""
     monkeypatch.chdir(FOLDER.parent)
     texts = [o.get("text", "") for path in NOTEBOOKS for cell in code(read(path)) for o in cell.outputs]
     found = [shlex.split(line)[1:] for text in texts for line in text.splitlines() if line.startswith("./run.sh ")]
@@ -125,7 +125,7 @@ def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
 
 
 def test_a_changed_number_is_stale():
-    """The comparison can fail."""
+    """The comparison detects a difference."""
     stored, fresh = read(NOTEBOOKS[0]), read(NOTEBOOKS[0])
     assert not stale(stored, fresh)
     cell = next(c for c in code(fresh) if c.outputs and not tags(c))
@@ -139,7 +139,7 @@ def test_a_changed_number_is_stale():
 
 
 def main(names: list[str]) -> None:
-    """Runs the notebooks of these names (all, if none) and stores their outputs."""
+    """Run the notebooks of these names (all if there are none) and store their outputs."""
     for path in NOTEBOOKS:
         if not names or path.stem in names:
             nbformat.write(run(path), path)

@@ -1,4 +1,4 @@
-"""The pages in a real browser: nothing overlaps or leaves the window, scripts work, and nothing is fetched."""
+"""The pages in a real browser: nothing overlaps or leaves the window, scripts run, and nothing is loaded."""
 
 from pathlib import Path
 
@@ -35,14 +35,15 @@ set("smooth"); found.shown.push([smooth(), before]);"""
 
 @pytest.mark.parametrize(("several", "width"), [(False, 1280), (False, 500), (True, 1280)])
 def test_the_page_of_runs(tmp_path: Path, several: bool, width: int):
-    """GPUs, losses that are no numbers, a spike, and thousands of lines."""
+    """The runs have GPUs, losses that are NaN or infinite, a spike, and thousands of lines."""
     folders = [everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)]
     shown = run_page.html(read_all(folders if several else folders[:1]))
     found = laid_out(shown, tmp_path, width, CONTROLS)
     if several:
         return
-    assert found["shown"] == [["x0 log"], ["x1 log"], ["x1 linear"], [0, 1]]  # the spike makes the log scale the first choice
-    first, last, second = found["tips"][0]  # of the loss
+    # because of the spike, the log scale is the default
+    assert found["shown"] == [["x0 log"], ["x1 log"], ["x1 linear"], [0, 1]]
+    first, last, second = found["tips"][0]  # the loss chart
     curves = curves_of(shown)
     assert first.splitlines()[:2] == ["step 1", f"train {five(curves['train'][1])}"]
     assert last.splitlines()[0] == "step 3000" and f"held-out web {five(curves['held-out web'][3000])}" in last
@@ -72,7 +73,9 @@ def test_the_page_of_a_plan(tmp_path: Path, width: int):
 
 @pytest.mark.parametrize("width", [1280, 500])
 def test_the_page_of_a_profile(tmp_path: Path, width: int):
-    """A table sorts; a drag and the buttons of the timeline change its window, and the pointer names an operation."""
+    """The table can be sorted. A drag and the buttons change the timeline's window, and the pointer shows
+    an operation's name.
+    """
     folder = gpu_run(tmp_path / "run", gpu_space()[0])
     profile = measure.profile(trace.find(folder)[-1], measure.run_around(folder))
     probe = """const table = document.querySelector("table.sortable");
@@ -101,7 +104,7 @@ found.pixels = new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, 
 
 
 def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
-    """Else an empty console would prove nothing."""
+    """Otherwise an empty console would prove nothing."""
     shown = plan_page.html(sample())
     _, console = opened(shown.replace("const data =", "const data = missing +"), tmp_path, 1280)
     assert any("missing is not defined" in line for line in console)

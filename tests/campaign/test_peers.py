@@ -12,7 +12,7 @@ from faults import free_port
 from runs import REPO
 
 COUNT = 3
-# index, count, port, seconds for the start, and the code that each runs between its start and its end
+# index, count, port, time limit of the start in seconds, and the code of each process between its start and its end
 PROCESS = """
 import os, sys, time
 from jaxtrain.distributed import Cluster, ClusterError, Peers, leave, start
@@ -50,7 +50,7 @@ WAIT = "time.sleep(600)"
 
 
 class Processes:
-    """Processes of one run, with their output in files."""
+    """The processes of one run, with their output in files."""
 
     def __init__(self, folder: Path, code: str, counts: tuple[int, ...] = (COUNT,) * COUNT, timeout: int = 120, port: int = 0):
         self.port = port or free_port()
@@ -69,7 +69,7 @@ class Processes:
                 os.sched_yield()
 
     def end(self) -> tuple[list[int], list[str]]:
-        """Return exit codes and outputs, by process."""
+        """Wait for all processes. Returns exit codes and outputs, by process."""
         codes = [child.wait(300) for child in self.children]
         return codes, [output.read_text() for output in self.outputs]
 
@@ -125,7 +125,7 @@ def test_two_counts_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_port_of_another_run_is_refused(tmp_path: Path) -> None:
-    """JAX itself would share it, and the processes of the two runs would mix."""
+    """JAX alone would share the port, and the processes of the two runs would mix."""
     first = Processes(tmp_path, WAIT, counts=(1,))
     (tmp_path / "second").mkdir()
     try:

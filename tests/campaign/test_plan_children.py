@@ -1,4 +1,4 @@
-"""Plans made in child processes: those that go wrong, and a real search, advice, and a table of what fits, by XLA:GPU."""
+"""Plans in child processes: failures, and a real search, real advice and a real table of what fits, by XLA:GPU."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ ONE = topology.parse("h200:1")
 
 @pytest.fixture
 def children(monkeypatch):
-    """Children find made_plans."""
+    """Let child processes find made_plans."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
 
 
@@ -43,7 +43,7 @@ def test_children_that_go_wrong_are_named_and_the_rest_goes_on(children, tmp_pat
     assert [found[a].kind for a in requests] == ["planned", "failed", "crashed", "planned"] and sorted(heard) == [1, 2, 4, 32]
     assert found[2].reason == "ValueError: no plan of two microbatches" and "SIGSEGV" in found[4].reason
     assert found[32].plan.time.step_ms == pytest.approx(1000 / 32) and found[32].plan.config == "tiny"
-    # What planning raised would be raised again; a crash may be chance.
+    # A planning error would occur again, so it is cached. A crash may be chance.
     again = {a: kept.get(requests[a], "made_plans:by_accum") for a in requests}
     assert [a for a in requests if again[a]] == [1, 2, 32]
     assert again[1].plan == found[1].plan and "to try again" in again[2].reason
@@ -101,16 +101,16 @@ def test_an_interrupt_while_a_child_starts_leaves_none(children, monkeypatch):
 
 
 def test_a_child_whose_parent_has_ended_does_not_work(tmp_path):
-    command = [sys.executable, "-c", parallel.BEGIN, str(tmp_path), str(os.getppid())]  # not the pid of this process
+    command = [sys.executable, "-c", parallel.BEGIN, str(tmp_path), str(os.getppid())]  # not the id of this process
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "")  # with a parent it would miss the file `request`
+    assert (done.returncode, done.stderr) == (1, "")  # a real parent would miss the file `request`
 
 
-# ---- Compiled
+# ---- With XLA
 
 
 def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> space.Check:
-    """Return a check that also refuses changes of any other key, to compile little."""
+    """Return a check that refuses changes of any other key, so that little is compiled."""
     legal = space.training_check(machine)
     own = flat(run) | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, machine).items()}
 
@@ -122,7 +122,7 @@ def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> space.Ch
 
 
 def test_a_real_search(tmp_path):
-    """Two layouts of a small model on two H200s, compiled in two processes; then again from the cache."""
+    """Two layouts of a small model on two H200s are compiled in two processes, then read from the cache."""
     run, machine, kept = tiny(), topology.parse("h200:2"), Cache(tmp_path)
     check = only(run, machine, {"remat.policy"})
     console = Console(record=True, width=160)
@@ -140,7 +140,7 @@ def test_a_real_search(tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_made_to(tmp_path):
-    """With everything saved the step takes more than the part of the card that it may have; with less saved it fits."""
+    """With all activations saved, the step exceeds the usable memory. With fewer saved it fits."""
     machine = topology.parse("h100:1")
     small = ("model.num_layers=4", "data.seq_len=4096", "train.global_batch=1", "loss.chunk=2048", "data.packing=none")
     run, kept = tiny(*small, "train.memory_fraction=0.002", "remat.policy=none"), Cache(tmp_path)
@@ -183,7 +183,8 @@ SMALL = (
 @pytest.mark.parametrize("asked", [("--search", "--most=2"), ("--why",)], ids=" ".join)
 def test_ctrl_c_among_many_plans_tells_what_there_is(asked, monkeypatch, tmp_path, capsys, request):
     monkeypatch.chdir(request.config.rootpath)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
+    # The command sets these variables; monkeypatch restores them for later tests.
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
     def interrupted(running):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Bugs of one line, planted in a copy of the repository one at a time: tests of the default suite notice each."""
+"""One-line bugs, planted in a copy of the repository one at a time: tests of the default suite find each."""
 
 from pathlib import Path
 

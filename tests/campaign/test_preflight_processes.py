@@ -1,4 +1,4 @@
-"""Preflight in processes: nodes that meet, and the measuring process, which ends whatever hangs or crashes."""
+"""Preflight in processes: several nodes together, and the measuring process, which is ended if it hangs or crashes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def test_what_was_overlooked_ends_too(tmp_path):
-    """A process of its own says where it hangs, ends its commands, and leaves with 3."""
+    """If preflight itself hangs, it prints where, ends its commands, and exits with 3."""
     pid = tmp_path / "pid"
     script = f"""
 import sys, time
@@ -47,7 +47,7 @@ sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 
 
 def meet(second: str, first: str = "a") -> list[tuple[int, str]]:
-    """(exit code, output) of two processes over loopback, each on a recorded node."""
+    """Run two processes over loopback, each on a recorded node. Returns (exit code, output) of both."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -77,7 +77,7 @@ def test_a_fault_on_one_node_stops_all():
 
 
 def alone(node: str) -> tuple[int, dict, str]:
-    """(exit code, JSON, verdict line) of process 0 of two on a recorded node, without the other one."""
+    """Run process 0 of two on a recorded node, without the other. Returns (exit code, JSON, verdict line)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
@@ -98,7 +98,7 @@ def alone(node: str) -> tuple[int, dict, str]:
 def test_a_node_is_judged_without_the_other_process():
     code, found, line = alone("a")
     checks = found["nodes"][0]["checks"]
-    # No fault that is known: run.sh tries again.
+    # No known fault: run.sh starts again.
     assert (code, found["verdict"], faults(found)) == (75, "not met", []) and len(checks) > 40
     assert [c["name"] for c in checks if c["state"] == "missing"] == ["processes"]
     assert line.startswith("not met: process 0: not all 2 processes connected to 127.0.0.1:") and len(line) < 250
@@ -107,7 +107,7 @@ def test_a_node_is_judged_without_the_other_process():
 
 
 def start_two(script: str, second: str) -> list[subprocess.Popen[str]]:
-    """Start two processes on recorded nodes, each of which runs `script` before the command."""
+    """Start two processes on recorded nodes. Each runs `script` before the command."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -130,7 +130,7 @@ sys.exit(command.main(sys.argv[1:], own_process=True))
 
 @pytest.mark.parametrize(("second", "code", "verdict"), [("b", 75, "not met: process 0"), ("b_phb_link", 3, "FAULT: topology")])
 def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict):
-    """JAX ends a process 6 s after it has lost process 0, whatever the process does."""
+    """JAX ends a process 6 s after process 0 is lost, even if the process ignores that."""
     hang = "multi_node.Preflight._measure = lambda _: print('measuring', flush=True) or time.sleep(1000)"
     both = start_two(hang, second)
     for process in both:
@@ -143,7 +143,7 @@ def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict
 
 
 def test_a_process_that_does_not_leave_delays_no_other():
-    """Process 1 has the verdict and hangs; process 0 waits for it until --limit and not for minutes."""
+    """Process 1 has the verdict and hangs. Process 0 waits for it until --limit, not for minutes."""
     stuck = "if '--process-id=1' in sys.argv: multi_node.Preflight.close = lambda *_: time.sleep(1000)"
     both = start_two(stuck, "b")
     said, _ = both[0].communicate(timeout=100)
@@ -152,7 +152,7 @@ def test_a_process_that_does_not_leave_delays_no_other():
     assert both[0].returncode == 0 and said.rstrip().splitlines()[-1].startswith("fit: 2 nodes"), said
 
 
-# ---- The process that measures
+# ---- The measuring process
 
 
 def test_everything_is_measured_in_another_process(tmp_path):
@@ -193,7 +193,7 @@ print(json.dumps(measure({}, 120, Cluster(sys.argv[1], 2, int(sys.argv[2]), None
 
 
 def instead(monkeypatch, tmp_path: Path, code: str) -> None:
-    """Instead of measuring, the child runs `code` after it has saved an answer, in the middle of a collective."""
+    """Let the measuring child run `code` instead, after it has saved a partial result in the middle of a collective."""
     (tmp_path / "instead.py").write_text(f"""
 import os, time
 from jaxtrain.bench import child
@@ -215,7 +215,7 @@ def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
     assert found["gemm_tflops"] == [7.0] and "gemm_tflops" not in found["left_out"]
     words = "not done within 4 s, and ended in all-reduce over the node's 8 GPUs"
     assert found["hbm_gb_s"] == [] and found["left_out"]["hbm_gb_s"] == found["left_out"]["all_reduce_bus_gb_s"] == words
-    assert found["failed"] == {}  # too short to call it a hang
+    assert found["failed"] == {}  # too short for a hang
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)
 
@@ -236,7 +236,7 @@ def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_one_that_falls_with_the_others_is_no_crash(alone, monkeypatch, tmp_path):
-    """When the first of several is ended, because the time is over, JAX ends the others."""
+    """When the first of several processes is ended at the time limit, JAX ends the others."""
     instead(monkeypatch, tmp_path, "os.kill(os.getpid(), 6)")
     cluster = None if alone else Cluster("a:1", 2, 0, None, "this test")
     monkeypatch.setattr(measure, "PEERS_S", 60.0)
@@ -245,7 +245,7 @@ def test_one_that_falls_with_the_others_is_no_crash(alone, monkeypatch, tmp_path
 
 
 def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):
-    """However that ends: the GPUs are wanted by others."""
+    """The measuring process ends with its parent, however the parent ends: other processes need the GPUs."""
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(100)")
     script = "from jaxtrain.preflight import measure\nmeasure.CASE = 'instead:case'\nmeasure.measure({}, 100.0, on_cpu=True)"

@@ -1,4 +1,4 @@
-"""Signals, kills, terminals and full disks, with real processes: what they leave, and how they end."""
+"""Signals, kills, terminals and full disks, with real processes: the files that they leave, and how they end."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ from jaxtrain.trackers.tensorboard import TensorBoard
 
 
 def python(code: str, **options) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own."""
+    """Run code in a child process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, timeout=300, check=False, **pipes)
 
@@ -41,14 +41,14 @@ os.kill(os.getpid(), 9)
 """
     assert python(script).returncode == -9
     assert len(list(metrics.read(tmp_path / "metrics.jsonl"))) == 5
-    assert events(tmp_path / "tb")[0] == []  # the kill took them
+    assert events(tmp_path / "tb")[0] == []  # the kill lost all events
     with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
         writers.rewind(3)
     assert [step for step, _, _ in events(tmp_path / "tb")[0]] == [1, 2, 3]
 
 
 def test_a_disk_that_is_full_spoils_no_line(tmp_path: Path):
-    """A real limit on the size of files, in a process of its own; then there is room again."""
+    """A limit on the size of files fills the disk of a child process. Then there is space again."""
     path = tmp_path / goodput.FILE
     code = f"""
 import resource, signal, time
@@ -81,7 +81,7 @@ with progress.Console({str(tmp_path)!r}, 0, 10) as console:
 raise SystemExit(75)
 """
     reading, writing = os.pipe()
-    os.close(reading)  # as `| head` does when it has seen enough
+    os.close(reading)  # as `| head` does when it has enough lines
     done = python(script, stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (75, "")
@@ -91,7 +91,7 @@ raise SystemExit(75)
 
 @pytest.mark.parametrize("columns", [120, 80])
 def test_live_line_on_a_terminal(tmp_path, columns):
-    """A real pseudo-terminal: one line is redrawn, messages stand above it, and a kill leaves the cursor visible."""
+    """On a real pseudo-terminal one line is redrawn, messages are above it, and a kill leaves the cursor visible."""
     script = f"""
 import os
 from jaxtrain import metrics, progress
@@ -113,7 +113,7 @@ with progress.Console({str(tmp_path)!r}, 0, 40) as console:
     while True:
         try:
             chunk = os.read(main, 65536)
-        except OSError:  # how Linux ends a pseudo-terminal
+        except OSError:  # Linux ends a pseudo-terminal like this
             break
         if not chunk:
             break
@@ -161,7 +161,7 @@ def start_loop(body: str) -> subprocess.Popen:
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "SIGTERM"), (signal.SIGUSR1, 75, "SIGUSR1")],
 )
 def test_signals_are_heard_wherever_the_main_thread_is(body, number, code, name):
-    """Traces are asked for and end nothing; the first signal to leave ends a loop, and the second what is stuck."""
+    """A request for a trace ends nothing. The first signal to leave ends a loop, the second also a computation that hangs."""
     child = start_loop(body)
     assert child.stderr is not None
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_signals_are_heard_wherever_the_main_thread_is(body, number, code, name)
     said = [child.stderr.readline() for _ in range(2)][1]
     assert said == f"{name}: finishing this step, then saving. Again to leave at once.\n"
     for _ in range(600 if body == STUCK else 0):
-        child.send_signal(number)  # the same request, until so much time has passed that it is another
+        child.send_signal(number)  # the same request, unless enough time has passed
         try:
             child.wait(0.5)
             break

@@ -1,4 +1,4 @@
-"""Two runs with one difference planted: `receipt diff` names it, and nothing else. The runs are real, of a real checkout."""
+"""Two runs with one planted difference: `receipt diff` names it and nothing else. The runs use a real git checkout."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from jaxtrain.receipt import __main__ as command
 from jaxtrain.receipt import collect, diff
 from jaxtrain.receipt.format import open_run
 
-# One process for several runs: most of the time of a small one goes to starting Python and jax.
+# One process for several runs: starting Python and jax takes most of a small run's time.
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"
 
 
@@ -40,7 +40,7 @@ def git(folder: Path, *args: str) -> str:
 
 
 def token_file(folder: Path, text: bytes) -> Path:
-    """A token file that always has the same name; where it lies is no difference."""
+    """Write a token file under a fixed name. Its folder is no difference."""
     folder.mkdir()
     byte = tokenizer.ByteTokenizer()
     with TokenWriter(folder / "text.tok", tokenizer.info(byte)) as writer:
@@ -51,7 +51,7 @@ def token_file(folder: Path, text: bytes) -> Path:
 
 
 class Bench:
-    """A checkout of jaxtrain with one commit, and runs of it."""
+    """A git checkout of jaxtrain with one commit, and runs of it."""
 
     def __init__(self, folder: Path):
         self.folder, self.repo = folder, folder / "repo"
@@ -64,13 +64,13 @@ class Bench:
         text = b"".join(b"the square of %d is %d\n" % (n, n * n) for n in range(1000))
         self.data = token_file(folder / "data", text)
         self.other_data = token_file(folder / "other", text.replace(b"is 49\n", b"is 48\n"))
-        # The metadata of a package has its version, and the first package on the path counts.
+        # Package metadata has the version, and the first package on the path counts.
         about = folder / "fake" / "optax-99.0.dist-info"
         about.mkdir(parents=True)
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0\n")
 
     def run(self, runs_of: dict[str, dict[str, Any]], path: str = "", **env: str) -> None:
-        """Trains these runs, by name of their folders, in one process."""
+        """Train these runs, by the names of their folders, in one process."""
         lines = []
         for name, overrides in runs_of.items():
             given = {**TINY, "data__source": self.data, "paths__cache": self.folder / "cache", **overrides}
@@ -143,7 +143,7 @@ def test_a_receipt_names_the_source_that_ran(bench: Bench) -> None:
     assert base["files"].keys() == line["files"].keys() and len(base["files"]) > 100
 
 
-# ---- Git: which commit, and the lines of code by the patches of two checkouts of one
+# ---- Git: the commit, and the changed lines of code of two checkouts
 
 
 def test_git_is_asked_in_its_own_language_and_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ BASE = [f"line {n}" for n in range(1, 41)]
 
 
 def version(repo: Path, change: dict[int, list[str]]) -> dict[str, Any]:
-    """The source of a checkout in which these lines (from 1) are others."""
+    """Write the checkout's source with these lines (from 1) replaced. Returns its commit and its patch."""
     text = [row for n, old in enumerate(BASE, 1) for row in change.get(n, [old])]
     (repo / "jaxtrain").mkdir(exist_ok=True)
     (repo / "jaxtrain" / "a.py").write_text("\n".join(text) + "\n")
@@ -199,7 +199,7 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "readme")
     git(tmp_path, "commit", "-qm", "one")
-    assert collect.git_state(package) is None  # in the checkout, but not of it
+    assert collect.git_state(package) is None  # in the checkout's folder, but not part of it
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "two")
     commit = git(tmp_path, "rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""Tokens and loss masks of conversations beside TRL and transformers, for the chat templates of the TRL package."""
+"""Tokens and loss masks of conversations compared with TRL and transformers, for the chat templates of the TRL package."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def end_of_text(folder: Path) -> str:
 
 
 def prepared(folder: Path, rows: str, to: Path) -> Made:
-    """Return tokens and loss flags of each document of a token file that `data prepare --chat` makes of rows."""
+    """Return the tokens and loss flags of each document that `data prepare --chat` makes of rows."""
     command = ["prepare", "--chat", f"--tokenizer={folder}", f"--chat-template={folder}/training.jinja"]
     command += [f"--eot={end_of_text(folder)}", f"--input={folder}/{rows}.jsonl", f"--output={to}", "--force", "--processes=1"]
     assert main(command) == 0
@@ -73,7 +73,7 @@ def load(folder: Path, template: str) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[bool], other: list[bool]) -> tuple[bool, str]:
-    """Return whether flags differ, and the text where they do, without white space and parts of the generation prompt."""
+    """Return whether flags differ, and the text at the differences, without white space and parts of the generation prompt."""
     text = "".join(tok.decode(np.asarray([i])) for i, here, there in zip(ids, flags, other, strict=True) if here != there)
     for piece in pieces(tok, header):
         text = text.replace(piece, "")
@@ -81,11 +81,10 @@ def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[b
 
 
 def test_marked_turns_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By `data prepare --chat`: several turns, system messages, thoughts, calls of tools and their results. With one template,
-    all tokens and all flags are those of transformers and of SFTTrainer.
+    """Compare `data prepare --chat`: several turns, system messages, reasoning, tool calls and their results.
 
-    Where an answer begins with white space, a token of theirs may reach over the border of the turn. Here it never does, as
-    in a generation.
+    With one template, all tokens and all flags are those of transformers and of SFTTrainer. If an answer begins with white
+    space, their tokens may cross the border of the turn. jaxtrain's never do, as in a generation.
     """
     counted, apart = Counter(), Counter()
     for each in sorted(folder.iterdir()):
@@ -102,8 +101,11 @@ def test_marked_turns_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pyt
 
 
 def test_completions_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of a prompt, with earlier answers in it, and a completion: the completion counts, and the answers before do not. TRL
-    also counts the end of line after it. Its marks have the generation prompt in some templates, and its completions do not."""
+    """Rows have a prompt, with earlier answers in it, and a completion. The completion counts, and the earlier answers do not.
+
+    TRL also counts the end of line after the completion. In some templates its marks include the generation prompt, and its
+    completions do not.
+    """
     counted = Counter()
     for each in sorted(folder.iterdir()):
         tok, made = load(each, "training.jinja")
@@ -120,8 +122,11 @@ def test_completions_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pyte
 
 
 def test_turns_without_marks_are_those_of_trls_marked_templates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the model's own template, which has no marks. TRL has templates with marks for these models. Where both write the
-    same text, its marks also have the end of line after a turn, and in some the generation prompt that begins it."""
+    """Compare the model's own template, without marks, with TRL's template with marks for the same model.
+
+    If both write the same text, TRL also counts the end of line after a turn, and in some templates the generation prompt
+    before it.
+    """
     counted, refused = Counter(), Counter()
     for each in sorted(folder.iterdir()):
         tok, made = load(each, "original.jinja")
@@ -147,7 +152,7 @@ def test_turns_without_marks_are_those_of_trls_marked_templates(folder: Path, ca
 
 
 def generation_prompt(made: ChatTemplate) -> str:
-    """Return what a template writes to begin an answer."""
+    """Return the text with which a template begins an answer."""
     asked = conversation({"messages": [{"role": "user", "content": "a"}]})
     before, after = made.render(asked), made.render(asked, prompt=True)
     return after.removeprefix(before)

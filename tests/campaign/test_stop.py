@@ -1,4 +1,4 @@
-"""SIGTERM in each phase: exit 75, the state saved, and the run goes on as if nothing had been; on one process and on two."""
+"""SIGTERM in each phase: exit code 75, the state is saved, and the run resumes unchanged; on one process and on two."""
 
 import signal
 import time
@@ -9,7 +9,7 @@ import pytest
 import runs
 from faults import Faults, Figures, same, saving, steps_written
 
-# A source that waits before a step, a step that waits inside XLA, held-out data that never comes: as long as a file is there.
+# While a file exists, a source waits before a step, a step waits inside XLA, or held-out data does not come.
 OWN = """
 import os
 import time
@@ -59,7 +59,7 @@ def loss(hidden_BTD, head_VD, batch, spec):
 """
 
 
-TWO = 40  # steps of the runs of two processes
+TWO = 40  # steps of the runs with two processes
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,14 @@ def uninterrupted(faults: Faults) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted_two(faults: Faults) -> Path:
-    """By two processes with four devices each."""
+    """Train by two processes with four devices each."""
     ends = [child.end() for child in faults.processes(faults.folder / "two", 2, 4, train__steps=TWO)]
     assert [code for code, _ in ends] == [0, 0], ends
     return faults.folder / "two"
 
 
 def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int]:
-    """(exit code, words, steps that were on disk or under way when the signal came) of a run that got SIGTERM in this phase."""
+    """Send SIGTERM to a run in this phase. Returns (exit code, output, steps written when the signal came)."""
     gate = faults.folder / phase
     if phase in ("data", "eval", "step"):
         gate.touch()
@@ -100,7 +100,7 @@ def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int
         waits.unlink()
     before = steps_written(workdir)
     child.process.send_signal(signal.SIGTERM)
-    if phase == "step":  # the signal is heard while the main thread waits in XLA
+    if phase == "step":  # the signal is handled while the main thread waits in XLA
         child.until(lambda: "finishing this step" in child.said)
         gate.unlink()
     code, said = child.end()

@@ -1,4 +1,4 @@
-"""The run that everybody starts with: configs/tiny.py learns Python, and beats a trigram model."""
+"""The first run of a new user: configs/tiny.py learns Python, and beats a trigram model."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ LAST = 700
 
 
 def as_a_user(module: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """A command on one device."""
+    """Run a command on one device."""
     line = [sys.executable, "-m", f"jaxtrain.{module}", *arguments]
     environment = {k: v for k, v in runs.os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(line, cwd=runs.REPO, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -36,14 +36,14 @@ def as_a_user(module: str, *arguments: str, timeout: float) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """(the run's folder, what it printed)."""
+    """Train configs/tiny.py. Returns (the run's folder, its output)."""
     workdir = tmp_path_factory.mktemp("tiny") / "run"
     return workdir, as_a_user("main", "--config=configs/tiny.py", f"--workdir={workdir}", timeout=1500).stdout
 
 
 @pytest.fixture(scope="module")
 def files() -> tuple[TokenFile, TokenFile]:
-    """The training and the validation split."""
+    """Return the training and the validation split."""
     train, validation = stdlib_files(Path(config.Paths().data).expanduser())
     return TokenFile.open(train), TokenFile.open(validation)
 
@@ -73,14 +73,15 @@ def test_every_line_of_metrics_keeps_the_contract(finished: tuple[Path, str]) ->
     assert [line["step"] for line in train] == list(range(10, LAST + 1, 10))
     assert [line["step"] for line in held_out] == [200, 400, 600, LAST]
     assert [line["tokens"] for line in train] == [line["step"] * 16 * 128 for line in train]
-    assert sum(line["tokens_per_s"] is None for line in train) < 10  # a halt hides at most the line it falls in
-    assert all(line["mfu_causal"] is None for line in train)  # nobody knows this CPU's peak
+    # an evaluation or a save affects the line it falls in, and no other
+    assert sum(line["tokens_per_s"] is None for line in train) < 10
+    assert all(line["mfu_causal"] is None for line in train)  # this CPU's peak is unknown
     assert all(0 <= line["grad_norm"] < 100 for line in train)
 
 
 def test_the_loss_falls(finished: tuple[Path, str]) -> None:
     loss = np.asarray(list(runs.losses(finished[0]).values()))
-    assert 3.0 < loss[0] < np.log(264)  # after ten steps: near that of guessing among all tokens, and already below it
+    assert 3.0 < loss[0] < np.log(264)  # after ten steps: near a uniform guess among all tokens, but already below it
     parts = np.asarray([part.mean() for part in np.array_split(loss, 7)])
     assert np.all(np.diff(parts) < 0)
     held_out = [line["loss"] for line in runs.lines(finished[0]) if line["kind"] == "eval"]
@@ -99,11 +100,11 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
     params = from_tensors(weights_only, checkpoints.restore(last, abstract_tensors(weights_only), subset=True)).params
     data = Path(run.paths.data).expanduser()
     whole = pipeline.open_source(run.data, "", split="validation", global_batch=64, data_dir=data)
-    windows = whole.sources[0].windows  # each once
+    windows = whole.sources[0].windows  # each window once
     ours = evaluate(program.eval_step, params, whole, program.eval_batch, program.context, windows)["loss"]
 
     train, validation = files
-    end = windows * run.data.seq_len + 1  # what the windows cover: the tail is shorter than one
+    end = windows * run.data.seq_len + 1  # the tokens in windows: the tail is shorter than a window
     trigram = Trigram(train)
     theirs = trigram.loss(validation, end)
     print(f"held-out loss: this model {ours:.4f}, trigram {theirs:.4f} (weights {trigram.weights_4.round(3)})")
@@ -112,7 +113,7 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
 
 
 def test_the_trigram_model_is_what_it_says(files: tuple[TokenFile, TokenFile]) -> None:
-    """Its probabilities sum to one in any context, and its fitted weights beat equal ones on the text it never saw."""
+    """Its probabilities sum to one in any context. Its fitted weights beat equal weights on held-out text."""
     train, validation = files
     model = Trigram(train)
     for a, b in ((ord("s"), ord("e")), (256, ord("#")), (3, 4)):
@@ -140,7 +141,7 @@ def test_the_sample_command_asks_as_the_run_did(finished: tuple[Path, str]) -> N
 
 
 def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
-    """By many samples: a single one may end after a word or two."""
+    """Many samples are tested together: a single one may end after a word or two."""
     run, sampler, params, _ = generation.load(str(finished[0]), jax.devices()[:1])
     byte = tokenizer.load_tokenizer(run.data.tokenizer)
     asks = [dataclasses.replace(run.sample, seed=seed) for seed in range(8)]
@@ -153,14 +154,14 @@ def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files
     assert share > 0.4
     assert text.count("\n") >= 24
     assert re.search(r":\n {4}", text), "no indented block"
-    # The same measure knows a text without any sense: the same letters in another order.
+    # For comparison, the same letters in random order have few frequent words.
     letters = np.random.Generator(np.random.PCG64(0)).permutation(list(text))
     shuffled = re.findall(r"[A-Za-z_]{2,}", "".join(letters))
     assert np.mean([word in known for word in shuffled]) < share / 2
 
 
 def frequent_words(file: TokenFile) -> set[str]:
-    """Words that stand in the training split at least a hundred times."""
+    """Return the words that occur at least a hundred times in the training split."""
     tokens = np.asarray(file.tokens)
     text = tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
     words, counts = np.unique(re.findall(r"[A-Za-z_]{2,}", text), return_counts=True)

@@ -1,4 +1,4 @@
-"""Traces that are asked for by signals while `tiny` trains in a process of its own."""
+"""Traces requested by signals while `tiny` trains in a child process."""
 
 import os
 import re
@@ -17,7 +17,7 @@ TINY = runs.REPO / "configs" / "tiny.py"
 
 
 def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
-    """One trace by the config, two by signals; then the parts of the shipped model are named."""
+    """The config asks for one trace and signals for two. Then the parts of the shipped model are named."""
     workdir = tmp_path / "run"
     asked = {"profile__start": 3, "profile__steps": 2, "log__every_steps": 1, "data__source": "synthetic"}
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "sample__max_tokens": 0, "log__tensorboard": "false"}
@@ -36,7 +36,7 @@ def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
     assert [path.parent.name.rpartition("_")[2] for path in trace.find(workdir)] == [str(a) for a, _ in windows]
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(workdir)}
     for first, last in windows:
-        # A line tells of the steps done: step 3 makes 4.
+        # A line counts finished steps: after step 3 it has 4.
         assert [rates[step] for step in range(first + 1, last + 3)] == [None, None, None]
     found = measure.profile(trace.find(workdir)[0], measure.run_around(workdir))
     assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95

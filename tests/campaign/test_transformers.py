@@ -1,4 +1,4 @@
-"""Models beside transformers, torch and PEFT themselves, and runs that begin with a Hugging Face folder."""
+"""Models compared with transformers, torch and PEFT themselves, and runs that start from a Hugging Face folder."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ SEGMENTS = np.ones_like(TOKENS)
 
 
 def test_transformers_computes_the_same_before_and_after(tmp_path):
-    """Of every family, by transformers itself: the logits of what was exported are those of what was imported, bit for bit."""
+    """For every family, transformers' logits of the exported model equal those of the imported one, bit for bit."""
     hugging_face.reference()
     pairs = []
     for name in FAMILIES:
@@ -41,13 +41,13 @@ def test_transformers_computes_the_same_before_and_after(tmp_path):
     for name in FAMILIES:
         theirs, ours = (np.load(tmp_path / name / x / "logits.npy") for x in ("theirs", "back"))
         assert np.array_equal(theirs, ours), name
-        # The torch of another day may add up in another order.
+        # Another torch version may sum in another order.
         assert np.abs(theirs - GOLDEN[name]).max() < 1e-5, name
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, capsys, monkeypatch, name):
-    """Imported, and exported again: both are the model that transformers made."""
+    """A checkpoint of transformers that is imported and exported again gives transformers' logits both times."""
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
     reference, folder = ROOT / "tests" / "reference", tmp_path / "theirs"
     hugging_face.ask(reference / "fresh_models.py", reference / "golden" / f"{name}.5.json", folder)
@@ -63,7 +63,7 @@ def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, capsys, monkeyp
 
 
 def test_dynamic_rotary_scaling_is_none_within_the_trained_length(tmp_path, capsys, monkeypatch):
-    """As the refusal of `dynamic` states: imported without it, the model is the same up to max_position_embeddings tokens."""
+    """The refusal of `dynamic` states that without it the model is the same up to max_position_embeddings tokens."""
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
     rotary = {"rope_type": "dynamic", "rope_theta": 777.0, "factor": 4.0}
     folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=rotary, max_position_embeddings=64)
@@ -87,11 +87,11 @@ def test_check_compares_with_transformers(tmp_path, capsys, monkeypatch):
     assert "not the same model" in capsys.readouterr().out
 
 
-# ---- Training from what was imported
+# ---- Training from an imported model
 
 
 def test_thirty_steps_follow_torch(tmp_path):
-    """AdamW from an imported model on transformers' batches, beside torch.optim.AdamW: within 1e-4 of each loss."""
+    """From an imported model, AdamW and torch.optim.AdamW give losses within 1e-4 on transformers' batches."""
     for name in ("llama2", "gemma2", "mixtral", "gpt_oss"):
         folder = hugging_face.write(tmp_path / name, name, scale=0.3)
         shape = {f"model.{k}": v for k, v in dataclasses.asdict(open_folder(folder).model).items()}
@@ -103,7 +103,7 @@ def test_thirty_steps_follow_torch(tmp_path):
             "optimizer.schedule": "constant",
         }
         how |= {"optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "train.steps": 30, "data.packing": "none"}
-        how |= {"moe.balance_loss": 0.0, "moe.z_loss": 0.0}  # transformers' own are not minimised unless asked for
+        how |= {"moe.balance_loss": 0.0, "moe.z_loss": 0.0}  # transformers adds its own losses only if asked
         run = helpers.tiny(shape | how | {"init.from": str(folder)})
         made, step = helpers.program(run), helpers.train_step(run)
         state = initial_state(run, made, Start(0, False, False, 0, (), {}), None, lambda line: None)
@@ -116,16 +116,15 @@ def test_thirty_steps_follow_torch(tmp_path):
             state, values = step(state, place_batch(batch, made.batch, made.context))
             losses.append(float(values["loss"]))
         wanted = GOLDEN[f"{name}_adamw"]
-        assert wanted[-1] < wanted[0] - 0.3  # it learns
+        assert wanted[-1] < wanted[0] - 0.3  # the loss falls
         assert np.abs(np.array(losses) / wanted - 1).max() < 1e-4, name
 
 
 def test_import_and_export_stream(tmp_path):
-    """Peak memory of an import onto 8 devices, the arrays included, is below 1.3 times the checkpoint's size.
+    """Peak memory of an import onto 8 devices, with the arrays, is below 1.3 times the checkpoint's size.
 
-    That of an export to files of a quarter of it is below its size.
-
-    The checkpoint is large enough that the programs of the digests (some 80 MB) and Orbax (50 MB) are little beside it.
+    An export to files of a quarter of the size needs less than the checkpoint's size. The checkpoint is so large that the
+    programs of the digests (some 80 MB) and Orbax (50 MB) are small beside it.
     """
     args = [sys.executable, "-m", "benchmarks.import_memory", "--gigabytes=0.8", "--shard-size=200MB", f"--folder={tmp_path}"]
     ended = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
@@ -136,7 +135,7 @@ def test_import_and_export_stream(tmp_path):
 
 
 def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
-    """init.from with a Hugging Face folder, and sequences sixteen times as long as it was trained with."""
+    """init.from is a Hugging Face folder, and sequences are sixteen times as long as in its training."""
     folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3, vocab=264)
     model = {k: v for k, v in dataclasses.asdict(open_folder(folder).model).items() if v not in ("", 0, 0.0)}
     model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
@@ -161,7 +160,7 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
-    """A LoRA run on a Hugging Face base: its merged export is base and adapter in PEFT, whose format comes back as it was."""
+    """A LoRA run on a Hugging Face base: its merged export equals base and adapter in PEFT. The PEFT files import unchanged."""
     folder = hugging_face.write(tmp_path / "theirs", name, scale=0.3, vocab=264)
     config_file = ROOT / "configs" / "finetune.py"
     keys = {"data.source": "synthetic", "data.seq_len": 64, "train.global_batch": 8, "train.steps": 4, "paths.cache": ""}
@@ -188,7 +187,7 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
     hugging_face.ask(script, tmp_path / "tokens.npy", folder, tmp_path / "adapter", tmp_path / "peft.npz")
     theirs = np.load(tmp_path / "peft.npz")
     for weight in changed:
-        # Both add in float32: the last bit of a sum of three products.
+        # Both sum in float32, and may differ in the last bit of a sum of three products.
         np.testing.assert_allclose(merged[weight], theirs[f"weight.{weight}"], rtol=0, atol=3e-7)
     logits = logits_of(open_origin(str(tmp_path / "merged")))
     beside = logits_of(open_origin(str(tmp_path / "run")))(TOKENS, SEGMENTS)

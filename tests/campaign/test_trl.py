@@ -1,4 +1,4 @@
-"""Direct preference optimisation beside TRL's DPOTrainer: the same pairs in the same order, the same AdamW, float32."""
+"""Direct preference optimisation compared with TRL's DPOTrainer: same pairs in the same order, same AdamW, float32."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ THEIRS = {
 
 
 def write_model(folder: Path) -> None:
-    """A Llama with random weights and a tokenizer that reads words."""
+    """Write a Llama with random weights and a word tokenizer."""
     hugging_face.write(folder, "llama2", scale=0.3, vocab=VOCAB)
     special = [AddedToken(t, special=True) for t in ("</s>", "<|im_start|>", "<|im_end|>")]
     tok = tokenizers.Tokenizer(models.BPE())
@@ -98,7 +98,7 @@ def arguments(folder: Path, model: Path, run: str, **more: object) -> list[str]:
 
 
 def order(args: list[str]) -> list[int]:
-    """Numbers of the pairs that a run reads, in its order."""
+    """Return the numbers of the pairs that a run reads, in its order."""
     data, _ = open_data(load(args).run)
     (source,) = data.sources
     assert isinstance(source, PairRows)
@@ -110,7 +110,7 @@ def order(args: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("form", ["texts", "messages", "adapters"])
 def test_twenty_steps_follow_trl(tmp_path, form):
-    """Losses, rewards and gradient norms of each step; the tokens and what counts of them are TRL's own."""
+    """Losses, rewards and gradient norms of each step agree, and so do the tokens and their loss masks."""
     hugging_face.reference()
     model = tmp_path / "model"
     write_model(model)
@@ -123,7 +123,7 @@ def test_twenty_steps_follow_trl(tmp_path, form):
     more, theirs = {}, dict(THEIRS)
     if form == "adapters":
         more = {"lora.rank": 3, "lora.alpha": 6.0, "optimizer.lr": 1e-2}
-        # The adapters that the run begins with, as PEFT reads them: one step at rate 0.
+        # The run's initial adapters, as PEFT reads them: one step at a learning rate of 0.
         first = arguments(tmp_path, model, "first", **(more | {"optimizer.lr": 0.0, "optimizer.lr_min": 0.0, "train.steps": 1}))
         assert main.main(first) == 0
         assert command.main(["export-adapter", str(tmp_path / "first"), f"--out={tmp_path / 'adapter'}"]) == 0
@@ -144,7 +144,7 @@ def test_twenty_steps_follow_trl(tmp_path, form):
     for member, name in enumerate(("chosen_ids", "rejected_ids")):
         begin, end = file.doc_offsets[2 * numbers[0] + member : 2 * numbers[0] + member + 2].tolist()
         ids, counted = file.tokens[begin:end], file.loss_flags(begin, end)
-        if form == "messages":  # jaxtrain's documents end with end-of-text, which counts where no control token ends the turn
+        if form == "messages":  # jaxtrain's documents end with end-of-text, which counts if no control token ends the turn
             assert not counted[-1]
             ids, counted = ids[:-1], counted[:-1]
         assert (ids[~counted].tolist(), ids[counted].tolist()) == (first["prompt_ids"], first[name])

@@ -1,6 +1,6 @@
-"""Attention against its definition in float32, forward and backward, by every kernel; also sharded over four ranks.
+"""Attention against its definition in float32, forward and backward, for every kernel; also sharded over four ranks.
 
-The tolerance is not chosen: it follows, element by element, from where a kernel must round (kernel_bounds.py).
+The tolerance follows, element by element, from the roundings of a correct kernel (kernel_bounds.py).
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def small(shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def documents(T: int, packed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return segments and positions, int32 (3, T): many documents, one document, and documents before a tail of padding."""
+    """Return segments and positions, int32 (3, T): rows of many documents, one document, and documents before padding."""
     rng = np.random.default_rng(seed)
     segments, positions = np.ones((3, T), np.int32), np.tile(np.arange(T, dtype=np.int32), (3, 1))
     if not packed:
@@ -67,11 +67,11 @@ def documents(T: int, packed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_and_bounds(q: Any, k: Any, v: Any, do: Any, rows: Rows, spec: Any, blocks: bool) -> tuple[Any, Any]:
-    """Return (o, dq, dk, dv) by the definition in float32, and how far a kernel may be from each (kernel_bounds.attention)."""
+    """Return (o, dq, dk, dv) by the definition in float32, and the error bound of each (kernel_bounds.attention)."""
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
     def head(item: Any) -> Any:
-        """Return both for one row and one key/value head."""
+        """Return results and bounds for one row and one key/value head."""
         q, k, v, do, segments, positions = item
         visible = reference.visible(Rows(*(x[None] for x in (segments, positions, segments, positions))), spec)[0]
         how = {"dtype": spec.dtype, "softcap": spec.softcap, "blocks": blocks, "xp": jnp, "einsum": einsum}
@@ -92,9 +92,9 @@ def exact_and_bounds(q: Any, k: Any, v: Any, do: Any, rows: Rows, spec: Any, blo
 
 
 def on_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Rows) -> Any:
-    """Return `(q, k, v, do) -> (o, dq, dk, dv)` of unsharded arrays, computed by RANKS ranks that share each sequence.
+    """Return a function `(q, k, v, do) -> (o, dq, dk, dv)` of unsharded arrays, whose sequences RANKS ranks share.
 
-    The functions are those that ranks run, forward and backward; ranks_on_one_device computes them and their communication.
+    The functions are those that ranks run, forward and backward. ranks_on_one_device computes them and their communication.
     """
     layout = make_context(how, 0, RANKS, *heads)
     split, order = Split(layout), np.asarray(layout.chunks)
@@ -125,7 +125,7 @@ def attention_errors(
 ) -> dict[str, tuple[float, float]]:
     """Return the largest error of o, dq, dk and dv, and the largest ratio of error to bound.
 
-    Raises attention.Unsupported where the kernel cannot compute the shape on this device.
+    Raises attention.Unsupported if the kernel cannot compute the shape on this device.
     """
     how, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, dtype, packed, 32 if packed else 1, window, softcap)
@@ -149,14 +149,14 @@ def attention_errors(
     exact, bounds = jax.jit(lambda q, k, v, do: exact_and_bounds(q, k, v, do, rows, spec, bool(how)))(q, k, v, do)
     found = {}
     for name, got, want, bound in zip(("o", "dq", "dk", "dv"), measured(q, k, v, do), exact, bounds, strict=True):
-        # The output of padding means nothing. Its gradients are 0, because those of its output are.
+        # The output of padding is undefined. Its gradients are 0, because the output's gradient is 0 there.
         error = jnp.abs(jnp.where(real if name == "o" else True, got.astype(jnp.float32), 0) - want)
         ratio = float((error / (bound + 1e-6)).max())  # 1e-6: rounding of the float32 definition itself
         found[name] = float(error.max()), ratio if math.isfinite(ratio) else math.inf
     return found
 
 
-# Head_dims that have tiles of their own, or are filled up; lengths that fill no tile; and no groups.
+# Head dimensions with tiles of their own and padded ones; lengths that fill no tile; no grouped queries.
 OF_PALLAS = [
     *(
         ("", T, N, K, H, window, True)
@@ -164,7 +164,7 @@ OF_PALLAS = [
     ),
     ("ring", 4096, 8, 2, 256, 0, True),
 ]
-# cuDNN first: a kernel that breaks the device then fails none of the tests before it.
+# cuDNN runs first: if another kernel breaks the device, cuDNN's tests have already passed.
 CASES = [
     *(pytest.param("cudnn", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, *SHARDED)),
     *(pytest.param("pallas", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, *SHARDED, *OF_PALLAS)),
@@ -196,7 +196,8 @@ def test_soft_cap_by_pallas_alone(shape, record_property):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SHAPES[-1], *(s for s in SHAPES if s[1] == 2048 and s[2] == 32 and s[6])], ids=name_of)
 def test_forward_in_e4m3(shape):
-    """The kernel beside the emulation of its roundings, which tests/proofs/test_attention_fp8.py holds against the definition.
+    """Compare the kernel with the emulation of its roundings, which tests/proofs/test_attention_fp8.py compares with the
+    definition.
 
     Both round weights by at most 2^-4, of other multiples. Tensor cores keep at least 13 bits of a sum: of H products, which
     moves scores by d = H 2^-13 sum of |q k| / sqrt(H), and of 128 keys. A weight is off by at most exp(2 d) - 1.
@@ -223,7 +224,7 @@ def test_forward_in_e4m3(shape):
         forward(q, k, abs(v), emulated),
     )
     lengths = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1).max() for x in (q, k))
-    d = H**0.5 * 2.0**-13 * 1.07**2 * math.prod(map(float, lengths))  # Cauchy and Schwarz; rounding adds a 16th to each
+    d = H**0.5 * 2.0**-13 * 1.07**2 * math.prod(map(float, lengths))  # by Cauchy and Schwarz; rounding adds a 16th to each
     real = rows.q_segments[:, :, None] > 0
     apart = jnp.where(real[..., None], abs(out - wanted), 0)
     assert (apart <= (2 * 2.0**-4 + 2.0**-6 + math.exp(2 * d) - 1) * size + 1e-6).all()
@@ -232,7 +233,7 @@ def test_forward_in_e4m3(shape):
 
 @pytest.mark.gpu
 def test_pallas_gives_the_same_bits_each_time():
-    """Forward and backward, of a packed batch with grouped queries."""
+    """Forward and backward pass of a packed batch with grouped queries."""
     _, T, N, K, H, _, _ = SHAPES[0]
     spec = attention.Spec(H, "bf16", True, 32, deterministic=True)
     try:
@@ -264,7 +265,7 @@ def check(kernel: str, shape: tuple[Any, ...], record_property: Any, *more: Any)
 
 
 def test_the_bounds_reject_a_wrong_mask(monkeypatch):
-    """A window that is too wide by one breaks the bound of every result."""
+    """A window that is too wide by one exceeds the bound of every result."""
     right = chunked.visible
     wider = lambda rows, spec: right(rows, spec.__class__(**{**vars(spec), "window": spec.window + 1}))  # noqa: E731
     monkeypatch.setattr(chunked, "visible", wider)
@@ -274,20 +275,20 @@ def test_the_bounds_reject_a_wrong_mask(monkeypatch):
 
 @pytest.mark.parametrize("shape", SHARDED, ids=name_of)
 def test_sharded_sequences_call_cudnn(shape):
-    """Lower every sharded shape for a GPU: each of four ranks calls cuDNN once for each block."""
+    """Lowered for a GPU, each of four ranks calls cuDNN once for each block."""
     how, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window)
     segments, positions = (jnp.asarray(x) for x in documents(T, packed, seed=0))
     both = on_ranks(how, spec, "cudnn", (N, K), Rows(segments, positions, segments, positions))
     q, kv = (jax.ShapeDtypeStruct((3, T, heads, H), jnp.bfloat16) for heads in (N, K))
     text = jax.jit(both).trace(q, kv, kv, q).lower(lowering_platforms=("cuda",)).as_text()
-    blocks = 1 if how == "ulysses" or window else 2 + RANKS - 1  # on the diagonal, behind it, other ranks
+    blocks = 1 if how == "ulysses" or window else 2 + RANKS - 1  # on the diagonal, below it, other ranks' blocks
     assert text.count("@__cudnn$fmhaSoftmax(") == blocks * RANKS
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") >= blocks * RANKS
 
 
 def test_ranks_on_one_device_communicate_as_in_shard_map():
-    """Every collective, among all ranks and within groups, forward and backward: the same bits as on four devices."""
+    """Every collective, among all ranks and within groups, forward and backward, gives the same bits as on four devices."""
     if jax.device_count() < 4:
         pytest.skip("needs four devices")
     groups = [[0, 2], [3, 1]]
@@ -316,7 +317,9 @@ def test_ranks_on_one_device_communicate_as_in_shard_map():
 
 
 def test_bounds_by_hand():
-    """With one visible key the output is its value: two roundings. Its gradient is that of the output: three."""
+    """With one visible key the output is its value, after two roundings. The value's gradient is that of the output, after
+    three.
+    """
     q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
     k, v = np.random.default_rng(1).normal(size=(2, 64, 8))
     visible = np.eye(4, 64, dtype=bool)

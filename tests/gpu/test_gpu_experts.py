@@ -1,7 +1,7 @@
 """Grouped matmuls of experts against their definition: one plain matmul for each expert, in float64.
 
-How far they may be from it follows, element by element, from where a kernel must round (kernel_bounds.py). Rows without an
-expert hold NaN. On a CPU the Pallas kernels are interpreted.
+The error bound follows, element by element, from a correct kernel's roundings (kernel_bounds.py). Rows without an expert hold
+NaN. On a CPU the Pallas kernels are interpreted.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxtrain.kernels.experts import grouped, pallas
 from jaxtrain.kernels.numerics import DTYPES
 
 LOADS = ("even", "uneven", "one has all", "rows without expert")
-# Rows, experts, D, F; the last are no multiples of any tile.
+# (rows, experts, D, F). The last sizes are no multiples of any tile.
 SHAPES = ((4096, 8, 1024, 3584), (8192, 128, 512, 768), (1000, 7, 200, 264))
 SMALL = (70, 5, 40, 24)
 
@@ -32,14 +32,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def impl(dtype: str) -> str:
-    """Return what multiplies numbers of this type on a GPU like this one; on a CPU, on Hopper."""
+    """Return the implementation for this dtype on this GPU; on a CPU, that on Hopper."""
     device = jax.devices()[0]
     hardware = Hardware("gpu", (9, 0)) if device.platform == "cpu" else Hardware.of(device)
     return grouped.choose("auto", hardware, jnp.dtype(DTYPES[dtype]))
 
 
 def loads(how: str, R: int, E: int) -> list[int]:
-    """Return the rows of each of E experts, out of R."""
+    """Return the number of rows of each of E experts, R in all."""
     if how == "one has all":
         return [R * (e == 1) for e in range(E)]
     if how == "rows without expert":
@@ -48,7 +48,7 @@ def loads(how: str, R: int, E: int) -> list[int]:
 
 
 def definition(which: str, a: np.ndarray, b: np.ndarray, sizes_E: list[int], columns: int) -> np.ndarray:
-    """Return one of experts.PRODUCTS, expert by expert. columns: of the result of a product with weights."""
+    """Return one of experts.PRODUCTS, expert by expert. columns: width of the result of a product with weights."""
     shape = (len(sizes_E), a.shape[1], b.shape[1]) if which == "outer" else (a.shape[0], columns)
     y, first = np.zeros(shape, a.dtype), 0
     for e, size in enumerate(sizes_E):
@@ -111,7 +111,7 @@ def rows_without_expert(sizes_E: jax.Array, rows: int) -> jax.Array:
 
 @pytest.mark.parametrize("fault", [row_of_next_expert, rows_without_expert, "rounded to bfloat16"])
 def test_the_bounds_reject(fault):
-    """A row that goes to the next expert, rows without an expert that are not left out, one rounding more: in each product."""
+    """The faults in each product: a row of the next expert, rows without an expert that are not left out, one more rounding."""
 
     def wrong(by, which, a, b, sizes_E, out, precision):
         if callable(fault):

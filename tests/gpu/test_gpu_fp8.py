@@ -1,4 +1,4 @@
-"""8-bit matmuls of every pair of types against the same numbers in float32, and whether cuBLASLt computes them."""
+"""FP8 matmuls of every pair of types against float32 matmuls of the same numbers, and whether cuBLASLt computes them."""
 
 import functools
 

@@ -86,7 +86,7 @@ def test_a_model_generates_and_is_evaluated(trained: Path):
     assert text.startswith("def ") and text == jaxtrain.generate(trained, "def ", max_tokens=5, temperature=0.0)
     texts = ["x = 1\n" * 20, "y"]
     found = jaxtrain.evaluate(trained, texts)
-    # Three steps teach little: the loss is near that of a uniform guess over the 264 ids of bytes.
+    # Three steps train little: the loss is near that of a uniform guess over the 264 ids.
     assert abs(found["loss"] - math.log(264)) < 0.5
     bits = found["loss"] * found["tokens"] / math.log(2)
     assert found["bits_per_byte"] == pytest.approx(bits / sum(map(len, texts)))

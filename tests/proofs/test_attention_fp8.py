@@ -1,7 +1,7 @@
-"""Attention with its forward pass in e4m3: the kernel against its definition, what a thread holds, gradients, whole steps.
+"""Attention with its forward pass in e4m3: the kernel against its definition, its registers, gradients, whole steps.
 
-Bounds follow from the types, element by element. `e` is the roundoff of float32, `u` that of bfloat16. Rounding to e4m3 changes
-a number by at most 2^-4 of it, or by half of the smallest number, 2^-10, times its scale.
+Error bounds follow from the types, element by element. `e` is the roundoff of float32, `u` that of bfloat16. Rounding to e4m3
+changes a number by at most 2^-4 of it, or by half of the smallest number, 2^-10, times its scale.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(spec: Spec, T: int) -> Rows:
-    """Two documents, and padding after them in the second row; one document where they are not packed."""
+    """Return rows with two documents, and padding at the end of the second row. Rows that are not packed have one document."""
     segments, positions = np.ones((B, T), np.int32), np.tile(np.arange(T, dtype=np.int32), (B, 1))
     if spec.packed:
         for row, (first, real) in enumerate(((T // 3, T), (T // 2 + 3, T - 9))):
@@ -57,7 +57,7 @@ def rows_of(spec: Spec, T: int) -> Rows:
 
 
 def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
-    """q, k, v and the gradient of the output; heads of very different sizes, each with a scale of its own."""
+    """Return q, k, v and the output's gradient, (B, T, heads, H). Heads differ much in size, and each has its own scale."""
     rng = np.random.default_rng(seed)
     drawn = [rng.standard_normal((B, T, heads, H)) * 4.0 ** np.arange(heads)[:, None] for heads in (1, K, K, N)]
     drawn[0] = rng.standard_normal((B, T, N, H)) * 4.0 ** -(np.arange(N)[:, None] // GROUP)
@@ -65,7 +65,7 @@ def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def forward(spec: Spec, arrays, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Output and log-sum-exp, f32."""
+    """Return the output (B, T, N, H) and the log-sum-exp (B, N, T), computed in float32."""
 
     @jax.jit
     def run(q, k, v, rows):
@@ -83,16 +83,17 @@ def mask_of(rows: Rows, spec: Spec, row: int) -> np.ndarray:
 
 
 def off(x: np.ndarray) -> np.ndarray:
-    """How far rounding to e4m3 may move each number of a head."""
+    """Return the largest change of each number of a head when it is rounded to e4m3."""
     scale = float(fp8.scale_of(jnp.float32(np.abs(x).max()), fp8.E4M3))
     return np.maximum(2.0**-4 * np.abs(x), scale * 2.0**-10)
 
 
 def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool) -> list[float]:
-    """The worst ratios of error to bound, of the output and of the log-sum-exp.
+    """Return the largest ratio of error to bound, of the output and of the log-sum-exp.
 
-    of_rounded: of the definition of rounded q, k and v, from which the kernel is off by its sums and the rounding of weights
-    alone; else of the exact ones. With scores off by at most d, weights P = softmax are off by at most
+    of_rounded: compare with the definition on rounded q, k and v, so that only sums and the rounding of weights cause errors.
+    Otherwise compare with the definition on exact q, k and v. With scores off by at most d, weights P = softmax are off by at
+    most
 
         F = P max(exp(d) / sum of P exp(-d) - 1, 1 - exp(-d) / sum of P exp(d)) + (S + 16) e P
 
@@ -133,7 +134,7 @@ def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool) -> list[float
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """So that a short row has many."""
+    """Make tiles so small that a short row has many."""
     monkeypatch.setattr(pallas, "LONGEST", 32)
     monkeypatch.setattr(pallas, "tiles", lambda head_dim: {FORWARD_FP8: Tile(32, 32, 2)})
     monkeypatch.setattr(pallas_kernels, "ROWS", 16)
@@ -142,7 +143,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("how", [KERNEL, EMULATED])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_is_its_definition(name, how, small_tiles):
-    """Tightly that of the rounded numbers, and within the formats' errors that of the exact ones."""
+    """The kernel is within the tight bounds of rounded inputs, and within the format's bounds of exact inputs."""
     spec = dataclasses.replace(CASES[name], fp8=how)
     arrays, rows = values(75, spec.head_dim), rows_of(spec, 75)
     got = forward(spec, arrays, rows)
@@ -152,7 +153,7 @@ def test_forward_is_its_definition(name, how, small_tiles):
 
 
 def test_with_its_own_tiles(monkeypatch):
-    """Several slots of shared memory, each filled again; the interpreter finds no race of a copy with what is loaded."""
+    """Each slot of shared memory is filled several times, and the interpreter finds no race between copies and loads."""
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     spec = Spec(128, "bf16", True, 4, fp8=KERNEL)
     arrays, rows = values(300, 128), rows_of(spec, 300)
@@ -177,20 +178,24 @@ def test_a_wrong_kernel_is_noticed(wrong, monkeypatch, small_tiles):
 
 
 def test_weights_stay_in_their_registers():
-    """By the tables of the PTX ISA: of 32 columns of a product (fragment D), what thread t of 4 holds is, register by register,
-    what it must hold as the left side of .m64nNk32 (fragment A), with columns as `swapped`."""
+    """The registers of thread t of 4 hold the same columns in a matmul's result and in the next matmul's left operand.
+
+    By the tables of the PTX ISA: the result has 32 columns (fragment D), the operand of .m64nNk32 is fragment A, and its
+    columns are in the order of `swapped`.
+    """
     columns = 64
     order = np.asarray(swapped(jnp.arange(columns), 0))
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
     for group, t in np.ndindex(8, 4):
         held = np.empty(shape, object)
-        for i, block in enumerate(np.moveaxis(held, 1, 0)):  # of 8 columns; two registers, of rows `group` and 8 after it
+        # a block of 8 columns has two registers: for rows `group` and `group` + 8
+        for i, block in enumerate(np.moveaxis(held, 1, 0)):
             assert block.size == 2
             for row, at in enumerate(np.ndindex(block.shape)):
                 block[at] = tuple((group + 8 * row, 8 * i + 2 * t + j) for j in range(2))
         made = paired(held, lambda pair: pair[0] + pair[1])
         assert made.shape == mgpu.WGMMA_LAYOUT_8BIT.registers_shape((64, columns))
-        for i, registers in enumerate(np.split(made, columns // 32, axis=1)):  # the four of one instruction
+        for i, registers in enumerate(np.split(made, columns // 32, axis=1)):  # the four registers of one instruction
             for r, register in enumerate(registers.flat):
                 wanted = [(group + 8 * (r % 2), order[32 * i + 16 * (r // 2) + 4 * t + j]) for j in range(4)]
                 assert list(register) == wanted
@@ -199,7 +204,7 @@ def test_weights_stay_in_their_registers():
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(where, bad, small_tiles):
-    """A conversion that saturates would make 448 of infinity. All of its head becomes NaN."""
+    """A saturating conversion would turn infinity into 448. Instead the whole head becomes NaN."""
     spec = CASES["plain"]
     arrays = values(40, spec.head_dim)
     at = "qkv".index(where)
@@ -211,8 +216,11 @@ def test_what_is_not_finite_stays_so(where, bad, small_tiles):
 
 @pytest.mark.parametrize("base", ["reference", "chunked"])
 def test_gradients_are_those_of_the_saved_output(base):
-    """P = exp(s - lse) with the scores of q and k as they were, delta = sum(do o), dS = P (dP - delta), dv = P^T do, dq = dS k,
-    dk = dS^T q. P and dS are rounded once, and the results; a score is off by at most d."""
+    """The backward pass uses the saved log-sum-exp and the unrounded q and k.
+
+    P = exp(s - lse), delta = sum(do o), dS = P (dP - delta), dv = P^T do, dq = dS k, dk = dS^T q. P and dS are rounded once,
+    and so are the results. A score is off by at most d.
+    """
     spec = dataclasses.replace(CASES["packed"], fp8=EMULATED)
     T, size = 40, spec.head_dim**-0.5
     arrays, rows = values(T, spec.head_dim), rows_of(spec, T)
@@ -243,8 +251,10 @@ def test_gradients_are_those_of_the_saved_output(base):
 
 
 def test_blocks_merge_into_the_whole(small_tiles):
-    """Both halves of a row against themselves, and the second against the first, merged by their log-sum-exps. Each block has
-    scales of its own."""
+    """A row's halves attend to themselves, and the second half to the first; the results merge by their log-sum-exps.
+
+    Each block has its own scales.
+    """
     spec, T = CASES["packed"], 80
     arrays, rows = values(T, spec.head_dim), rows_of(spec, T)
     module = implementation("reference", spec)
@@ -262,7 +272,8 @@ def test_blocks_merge_into_the_whole(small_tiles):
         return jnp.concatenate([first[0], out], 1), jnp.concatenate([first[1], lse], 2)
 
     got = [np.asarray(x, np.float64) for x in both(*arrays[:3], rows)]
-    got[1] = np.where(got[1] < NOTHING / 2, np.float32(NOTHING), got[1])  # of two that see nothing, to rounding
+    # merging two results of rows that see no key gives NOTHING only up to rounding
+    got[1] = np.where(got[1] < NOTHING / 2, np.float32(NOTHING), got[1])
     assert max(compare(spec, arrays, rows, got, of_rounded=False)) <= 1
 
 
@@ -284,7 +295,7 @@ FP8 = {"precision": "bf16", "attention.forward": "fp8"}
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
-    """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
+    """Differences are within the bounds of rounding (parity/compare.py). Each device has its own scales."""
     model, layout = matrix.MATRIX[name]
     one, run = (
         dataclasses.replace(c, attention=dataclasses.replace(c.attention, forward="fp8"))
@@ -297,7 +308,7 @@ def test_layouts_take_the_steps_of_one_device(name):
 
 
 def test_losses_follow_those_in_bfloat16():
-    """Over 20 steps, in which the loss falls."""
+    """The losses agree over 20 steps, in which the loss falls."""
     small = {"model.num_layers": 2}
     eight, sixteen = (helpers.train(helpers.tiny(small | FP8 | x), 20).loss for x in ({}, {"attention.forward": "compute"}))
     assert eight[-1] < 0.95 * eight[0]
@@ -319,12 +330,12 @@ def test_gpus_and_types_that_cannot_are_refused(sm, head_dim, dtype, able):
     assert (implementation("cudnn", spec).unsupported(spec, Hardware("gpu", sm)) is None) == able
 
 
-# ---- What the compiler makes of it
+# ---- The compiled program
 
 
 @pytest.mark.more
 def test_the_plan_of_a_ring(monkeypatch):
-    """The forward pass calls the kernel in e4m3 and the backward pass cuDNN, at their rates, and FLOPs are those of bf16."""
+    """The forward pass calls the kernel in e4m3 and the backward pass cuDNN, each at its rate. FLOPs equal those of bf16."""
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
     monkeypatch.setattr(pallas, "INTERPRET", None)
     machine = parse("h200:2")
@@ -344,7 +355,7 @@ def test_the_plan_of_a_ring(monkeypatch):
 
 
 def test_rate_of_the_plan():
-    """As FlashAttention-3's FP8 over its 16 bits, between the lengths of its figure."""
+    """The rate is FlashAttention-3's FP8 rate relative to its 16-bit rate, between the lengths of its figure."""
     assert rates.fp8_attention(2048) == rates.fp8_attention(4096) == pytest.approx(716 / 579)
     assert 716 / 579 < rates.fp8_attention(6000) < 815 / 602
     assert rates.fp8_attention(2**20) == pytest.approx(881 / 616)

@@ -1,7 +1,7 @@
 """Every attention kernel against its definition in float64, over random documents, windows and values.
 
-Errors are held against bounds that follow from the types of the kernel (kernel_bounds.py), not against tolerances.
-Shapes come from few buckets, so that each is compiled once; `--hypothesis-profile=thorough` draws them at random too.
+Errors must be below bounds that follow from the kernel's types (kernel_bounds.py); there are no chosen tolerances. Each shape
+is a bucket that is compiled once. `--hypothesis-profile=thorough` also draws random shapes.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SMALL_TILES = {FORWARD: Tile(32, 16, 2), QUERIES: Tile(32, 32, 2), KEYS: Tile(16
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What is compiled once."""
+    """A shape and the kernel's options. Each bucket is compiled once."""
 
     T: int
     N: int
@@ -61,12 +61,16 @@ def thorough() -> bool:
 
 
 def does(kernel: str, b: Bucket) -> bool:
-    """cuDNN has no soft cap; its emulator computes in float32 like the others, which is what float32 buckets need."""
+    """Return whether the kernel supports a bucket. cuDNN has no soft cap. Pallas needs bf16; the cuDNN emulator accepts float32
+    too.
+    """
     return b.spec.dtype == "bf16" if kernel == "pallas" else kernel != "cudnn" or not b.spec.softcap
 
 
 def examples(kernel: str):
-    """Fewer for the Pallas kernels, whose interpreter takes seconds for each, and no search for a smaller one that fails."""
+    """Return settings with fewer examples for the Pallas kernels, whose interpreter takes seconds for each. No example is
+    shrunk.
+    """
     if thorough() or kernel != "pallas":
         return settings()
     return settings(max_examples=2, phases=[Phase.generate])
@@ -74,8 +78,8 @@ def examples(kernel: str):
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's primitives by their definition, Pallas interpreted, and blocks that short rows do not fill evenly."""
-    reset_gpu_interpret_mode_state()  # after a test that failed, every other would
+    """Emulate cuDNN's primitives, interpret Pallas, and use blocks that do not divide short rows."""
+    reset_gpu_interpret_mode_state()  # a failed test would make all later ones fail
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
     monkeypatch.setattr(chunked, "BLOCK", 32)
@@ -83,7 +87,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def shapes(draw, b: Bucket) -> Bucket:
-    """The bucket itself, or when thorough any shape of its kind."""
+    """Return the bucket, or with the thorough profile a random shape of its kind."""
     if not thorough():
         return b
     K = draw(st.sampled_from([1, 2, 3]))
@@ -98,7 +102,7 @@ def shapes(draw, b: Bucket) -> Bucket:
 
 @st.composite
 def documents(draw, b: Bucket, ordered: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Segments and positions, (B, T): documents, then padding. Not ordered: the tokens of a row in any order."""
+    """Return segments and positions (B, T): documents, then padding. ordered=False: tokens of a row may be in any order."""
     segments, positions = np.ones((B, b.T), np.int32), np.tile(np.arange(b.T, dtype=np.int32), (B, 1))
     if not b.spec.packed:
         return segments, positions
@@ -116,7 +120,7 @@ def documents(draw, b: Bucket, ordered: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def values(b: Bucket, seed: int, size: float) -> list[np.ndarray]:
-    """q, k, v, do. `size` of queries: how sharp softmax is."""
+    """Return q, k, v and do, (B, T, heads, H). `size` scales the queries, and so how sharp softmax is."""
     rng = np.random.default_rng(seed)
     shapes, sizes = [(B, b.T, heads, b.spec.head_dim) for heads in (b.N, b.K, b.K, b.N)], (size, 1, 1, 1)
     dtype = jnp.float32 if b.spec.dtype == "f32" else jnp.bfloat16
@@ -126,14 +130,14 @@ def values(b: Bucket, seed: int, size: float) -> list[np.ndarray]:
 
 
 def visible(segments: np.ndarray, positions: np.ndarray, spec: Spec) -> np.ndarray:
-    """(T, T) of one row, by the definition."""
+    """Return which keys each query of a row sees, (T, T), by the definition."""
     distance = positions[:, None] - positions[None, :]
     seen = (segments[:, None] == segments[None, :]) & (segments[None, :] > 0) & (distance >= 0)
     return seen & (distance < spec.window) if spec.window else seen
 
 
 def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
-    """The definition and its bounds in float64, of shapes (B, T, heads, H)."""
+    """Return the definition's results and their bounds in float64, (B, T, heads, H)."""
     q, k, v, do = (x.astype(np.float64) for x in arrays)
     group = b.N // b.K
     found = [[np.zeros(x.shape) for x in (q, q, k, v, *[sinks_of(b)] * b.spec.sinks)] for _ in range(2)]
@@ -164,13 +168,13 @@ def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
 
 
 def sinks_of(b: Bucket) -> np.ndarray:
-    """A sink of each head: below most scores, and above."""
+    """Return a sink for each head, (N,): below most scores, and above."""
     return np.linspace(-1.0, 3.0, b.N)
 
 
 @contextlib.contextmanager
 def small_tiles():
-    """Of the Pallas kernels, so that a short row has many."""
+    """Use Pallas tiles so small that a short row has many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pallas, "LONGEST", 32)
         patch.setattr(pallas, "tiles", lambda head_dim: SMALL_TILES)
@@ -180,13 +184,15 @@ def small_tiles():
 
 @functools.lru_cache(maxsize=32)
 def preparation(kernel: str, b: Bucket):
-    """(segments, positions) -> what the kernel needs to know of them."""
+    """Return a function (segments, positions) -> the kernel's prepared arguments."""
     return jax.jit(lambda segments, positions: sinks.prepare(Rows(segments, positions, segments, positions), b.spec, kernel))
 
 
 @functools.lru_cache(maxsize=32)
 def compiled(kernel: str, b: Bucket):
-    """(q, k, v, do, prepared) -> (o, dq, dk, dv), with sinks and their gradient."""
+    """Return a compiled function (q, k, v, do, prepared) -> (o, dq, dk, dv), with sinks and their gradient if the bucket has
+    them.
+    """
 
     @jax.jit
     def run(q, k, v, do, prepared):
@@ -198,13 +204,15 @@ def compiled(kernel: str, b: Bucket):
 
 
 def run(kernel: str, b: Bucket, arrays, segments, positions) -> list[np.ndarray]:
-    """o, dq, dk and dv of a kernel."""
+    """Return o, dq, dk and dv of a kernel."""
     with small_tiles():
         return [np.asarray(x, np.float64) for x in compiled(kernel, b)(*arrays, preparation(kernel, b)(segments, positions))]
 
 
 def worst(got, wanted, limits, real) -> float:
-    """The largest ratio of error to bound over o, dq, dk and dv; infinite for an error where there may be none, or NaN."""
+    """Return the largest ratio of error to bound over o, dq, dk and dv. It is infinite for NaN and for an
+    error with bound 0.
+    """
     ratios = []
     for i, (a, b, limit) in enumerate(zip(got, wanted, limits, strict=True)):
         if not np.isfinite(a).all():
@@ -215,15 +223,15 @@ def worst(got, wanted, limits, real) -> float:
 
 
 def check(kernel: str, b: Bucket, data) -> float:
-    """The worst ratio of one random case."""
+    """Return the largest ratio of error to bound in one random case."""
     b = data.draw(shapes(b))
     segments, positions = data.draw(documents(b, ordered=kernel == "cudnn"))
     arrays = values(b, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.3, 1.0, 4.0])))
     real = (segments > 0)[:, :, None, None]
     arrays[3] = np.where(real, arrays[3], 0).astype(arrays[3].dtype)
     got = run(kernel, b, arrays, segments, positions)
-    # The chunked kernel rounds what each block of queries has of the gradients of keys and values. With sinks a kernel's output
-    # is rounded once before they are in it.
+    # The chunked kernel rounds each query block's part of the gradients of keys and values. With sinks a kernel's output is
+    # rounded once before the sinks are applied.
     return worst(got, *exact(b, arrays, segments, positions, blocks=kernel == "chunked" or b.spec.sinks), real)
 
 
@@ -239,7 +247,9 @@ def test_attention_is_its_definition(kernel, name):
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "pallas"])
 def test_a_score_far_above_the_cap(kernel):
-    """A token that sees itself alone: its gradients are zero but for rounding, and the cap's slope is below its own error."""
+    """The token sees only itself: its gradients are zero up to rounding. The cap's slope is smaller than
+    the slope's own error.
+    """
     dtype = "bf16" if kernel == "pallas" else "f32"
     b = bucket(1, 2, 2, 8, dtype, window=1, softcap=0.5)
     arrays, segments = values(b, 0, 4.0), np.ones((B, 1), np.int32)
@@ -251,7 +261,7 @@ def test_a_score_far_above_the_cap(kernel):
     "b", [bucket(200, 2, 1, H, "bf16", **how) for H, how in OWN_TILES.items()], ids=lambda b: str(b.spec.head_dim)
 )
 def test_pallas_with_its_own_tiles(b, monkeypatch):
-    """Several slots of shared memory, each filled again; the interpreter finds no race of a copy with what is loaded."""
+    """Each slot of shared memory is filled several times, and the interpreter finds no race between copies and loads."""
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     lengths = np.array([[7, 193], [150, 40]])
     segments, positions = np.zeros((B, b.T), np.int32), np.zeros((B, b.T), np.int32)
@@ -267,8 +277,10 @@ def test_pallas_with_its_own_tiles(b, monkeypatch):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_a_query_does_not_see_does_not_exist(kernel):
-    """Other keys and values in the place of all that one query does not see: its output is the same, to the last bit. A
-    gradient of that output alone is exactly zero for them, and for all other queries."""
+    """Changes of keys and values that a query does not see leave its output equal to the last bit.
+
+    The gradient of this output alone is exactly zero for those keys and values, and for all other queries.
+    """
     b = BUCKETS["bf16, window"]
 
     @given(st.data())
@@ -294,8 +306,10 @@ def test_what_a_query_does_not_see_does_not_exist(kernel):
 
 
 def test_blocks_merge_into_the_whole():
-    """Both halves of a row against themselves, and the second against the first: merged by their log-sum-exps, and with the
-    merged ones their parts of the gradients add up. (The other kernels' blocks: test_context.py.)"""
+    """A row's halves attend to themselves, and the second half to the first. Outputs merge by their log-sum-exps.
+
+    With the merged values, the gradients of the blocks add up. (test_context.py tests the other kernels' blocks.)
+    """
     b = bucket(80, 2, 1, 16, "bf16")
 
     def split(x):
@@ -333,10 +347,12 @@ def test_blocks_merge_into_the_whole():
     compare()
 
 
-@pytest.mark.parametrize("window", [0, 1, 8, 9, 10, 16, 17, 18, 19, 40])  # every remainder that matters, of both tiles
+@pytest.mark.parametrize("window", [0, 1, 8, 9, 10, 16, 17, 18, 19, 40])  # every relevant remainder, for both tile sizes
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tiles_to_visit(window, ordered):
-    """All that hold something seen. In the order of training no other, and all that are whole go without a mask."""
+    """The list contains all tiles with a visible pair. For rows in training order it has no other tile, and full tiles need no
+    mask.
+    """
     b = bucket(96, 1, 1, 16, "f32", window=window)
     q_tile, kv_tile = 16, 8
 

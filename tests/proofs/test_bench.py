@@ -1,4 +1,4 @@
-"""Benchmarks in this process, on CPU devices: figures follow from the times, and checks notice what is wrong."""
+"""Benchmarks in this process, on CPU devices: figures follow from the times, and checks find errors."""
 
 import dataclasses
 import math
@@ -23,12 +23,12 @@ def ask(**more):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """(what `ask()` gave, its compiled step)."""
+    """Return (the result of the case `ask()`, its compiled step)."""
     made = []
     right = compiler.compile_train
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(launch.REPO)
-        patch.setattr(train_step, "set_compile_cache", lambda run: None)  # it would stay with the tests that follow
+        patch.setattr(train_step, "set_compile_cache", lambda run: None)  # a compile cache would stay set for later tests
         patch.setattr(compiler, "compile_train", lambda *args: made.append(right(*args)) or made[0])
         return train_step.measure(ask()), made[0]
 
@@ -60,7 +60,7 @@ def test_a_case_stops_at_its_limit(compiled, monkeypatch):
 
 
 def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch, tmp_path):
-    """A plan and a trace that raise whatever; what was measured by then is the answer."""
+    """The plan and the trace raise errors. The result keeps everything measured before."""
     from jaxtrain import profiling
 
     def broken(*_, **__):
@@ -85,7 +85,7 @@ def test_results_say_what_auto_keeps(compiled, monkeypatch):
 
 
 def test_memory_that_does_not_suffice(compiled, monkeypatch):
-    """Found out by the allocator while it runs; what was known by then is kept."""
+    """The allocator fails while the step runs. The result keeps everything known before."""
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 1 TiB.\nand much more")
@@ -120,12 +120,12 @@ def test_kernels_run(kind, monkeypatch):
     if kind == "experts":
         assert [r["what"].rpartition(", ")[2] for r in timed] == ["dense", "4 experts uneven"] * 3
         assert {r["flop"] for r in timed} == {2 * 64 * 32 * 64}
-        # Weights of the experts that have rows are read; a gradient is written for all.
+        # Weights of experts that have rows are read. A gradient is written for all experts.
         assert [r["bytes"] for r in timed] == [2 * (64 * 96 + n * 32 * 64) for n in (1, 3, 1, 3, 1, 4)]
 
 
 def test_products_with_one_array_stay_apart():
-    """Eight GEMMs of a round are eight, not one that is eight times as wide."""
+    """The compiler does not merge the eight GEMMs of a round into one that is eight times as wide."""
     sizes = dataclasses.replace(kernel_workloads.TINY, gemm=(32,))
     work = next(kernel_workloads.gemm(jax.devices()[0], sizes))
     assert isinstance(work, kernel_workloads.Work)

@@ -1,4 +1,4 @@
-"""The contract tests catch parts that break them: each broken part fails its own test, with words that name the rule."""
+"""The contract tests detect parts that break the contract: each fails the right test, with a message that names the rule."""
 
 import helpers
 import pytest
@@ -11,7 +11,7 @@ def run_with(key: str, name: str) -> RunConfig:
     return helpers.tiny({**contract.SIZES, "model.num_layers": 1, key: f"broken_parts:{name}"})
 
 
-# Part -> (test that must fail, words that must stand in its message).
+# Part -> (test that must fail, words of its message).
 BROKEN = {
     ("model.family", "unruled"): (contract.test_family_builds, "axes of parameters have rules.*'colour'"),
     ("model.family", "dead"): (contract.test_family_gradients_live, "every parameter learns: the gradient of more"),

@@ -1,6 +1,6 @@
 """Checkpoints at gs:// and s3://: which steps are complete, and how failures and damage are handled.
 
-The clients are the real ones: tensorstore's for arrays, gcsfs and s3fs for all other objects. The stores are emulators.
+The clients are real: tensorstore for arrays, gcsfs and s3fs for all other objects. The stores are emulators.
 """
 
 import importlib.util
@@ -93,7 +93,7 @@ def test_damage_is_detected(bucket: Bucket, capsys: pytest.CaptureFixture[str]):
 
 
 def test_an_unreachable_bucket_is_not_empty(bucket: Bucket):
-    """No run starts at step 0, and no step counts as damaged, because a bucket refuses requests."""
+    """If a bucket refuses requests, a run does not start at step 0, and no step counts as damaged."""
     found = save(bucket, 1)
     bucket.fail("list")
     credentials = {"gs": "GOOGLE_APPLICATION_CREDENTIALS", "s3": "AWS_ACCESS_KEY_ID"}[bucket.scheme]
@@ -130,7 +130,7 @@ def test_set_aside_copies_before_it_deletes(bucket: Bucket):
 
 
 def test_deletions_that_are_refused_are_errors(bucket: Bucket, caplog: pytest.LogCaptureFixture):
-    """S3 answers a request to delete several objects with status 200, and names those that it refused in the answer."""
+    """S3 answers a request to delete several objects with status 200, and lists the objects that it did not delete."""
     found = save(bucket, 1, 2)
     bucket.fail("delete", rf"{RUN}/2/", each=True)
     with pytest.raises(Unreachable, match=rf"{RUN}/2: .*Fix: set .* delete objects"):

@@ -1,4 +1,4 @@
-"""Calibration: its loops on CPU devices in tiny sizes, and what XLA's GPU compiler makes of them."""
+"""Calibration: its loops on CPU devices in tiny sizes, and the programs that XLA's GPU compiler makes of them."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ def test_everything_is_measured(readings):
     kinds = [r.kind for r in readings]
     assert kinds.count("gemm") == len(TINY.gemms) and kinds.count("host") == kinds.count(CURVE) == 2
     assert set(kinds) == {kind for of_rate, _, _ in calibrate.MEASURED.values() for kind in of_rate}
-    # Backward passes and small messages are differences, which noise can turn at this size.
+    # Times of backward passes and of small messages are differences. At this size noise can make them negative.
     whole = [r for r in readings if "backward" not in r.kind and r.kind != CURVE]
     assert all(r.seconds > 0 and r.spread >= 0 for r in whole)
 
@@ -37,11 +37,11 @@ def test_work_is_counted_by_hand(readings):
     assert work["gemm", "64 x 32 x 48"] == 3 * 2 * 64 * 32 * 48
     assert work["memory", "2 x 1 MiB read, 1 written"] == 3 * 2**20
     assert work["host", "device to host"] == 2**20
-    # Scores and their product with v, 2 FLOPs each, for half of 128 x 128 pairs, 4 heads of 16.
+    # Scores and their matmul with v: 2 FLOPs each, for half of 128 x 128 pairs, in 4 heads of 16.
     forward = [r for r in readings if r.kind == "attention forward"]
     assert forward[0].work == 2 * 2 * 128 * 128 / 2 * 4 * 16
-    assert micro.ATTENTION_BACKWARD == ATTENTION_BACKWARD  # of plans
-    # Of 1 MiB over 4 devices, a ring sends three quarters for each of gathering and reducing.
+    assert micro.ATTENTION_BACKWARD == ATTENTION_BACKWARD  # the factor that plans use
+    # Of 1 MiB over 4 devices, a ring sends three quarters in an all-gather and in a reduce-scatter.
     sent = {r.kind: r.work for r in readings if r.kind in COLLECTIVES}
     assert sent == {"all-gather": 0.75 * 2**20, "reduce-scatter": 0.75 * 2**20, "all-reduce": 1.5 * 2**20}
     assert [(r.message, r.work) for r in readings if r.kind == CURVE] == [(2**14, 0.75 * 2**14), (2**16, 0.75 * 2**16)]
@@ -70,12 +70,12 @@ def test_a_round_waits_for_all_of_the_last():
 
 @pytest.fixture
 def for_h200s(monkeypatch):
-    """Instead of being timed, programs are compiled for described H200s; their HLO is kept."""
+    """Compile programs for described H200s instead of timing them. Returns the devices and the list of the programs' HLO."""
     devices = topology.devices(topology.parse("h200:8"))
     kept: list[str] = []
 
     def described(x, sharding):
-        here = isinstance(x, jax.Array) or x.sharding is None  # not on the H200s yet
+        here = isinstance(x, jax.Array) or x.sharding is None  # arrays that are not on the H200s yet
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if here else x.sharding)
 
     def compiled(run, *args, devices=devices[:1], sizes):
@@ -99,7 +99,7 @@ def for_h200s(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s, count):
-    """In the sizes that are measured on a GPU: nothing is hoisted, merged, cut down to the used element, or communicated."""
+    """In the sizes measured on GPUs, no matmul is hoisted, merged or cut down to the used element, and none communicates."""
     devices, kept = for_h200s
     assert len(micro.gemm((8192, 4096, 14336), devices[:count], Sizes())) == count
     (text,) = kept
@@ -119,7 +119,7 @@ def test_the_gpu_compiler_leaves_every_fp8_product_in_the_loop(for_h200s):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s, packed):
-    """cuDNN's kernel, and nothing that moves a whole array beside it."""
+    """The loop has cuDNN's kernel, and beside it only one operation that moves a whole array."""
     (device, *_), kept = for_h200s
     micro.attention_pair(device, Hardware.of(device), packed, Sizes())
     ahead, both = kept
@@ -135,7 +135,7 @@ def test_the_loop_multiplies():
     devices, seen = jax.devices()[:2], []
     w_KN, x_MK = (micro.normal_on_each(seed, (16, 16), jnp.bfloat16, devices) for seed in (0, 1))
     assert not jnp.array_equal(w_KN[:16], w_KN[16:])
-    w, x = (m[16:].astype(jnp.float32) for m in (w_KN, x_MK))  # of the second device
+    w, x = (m[16:].astype(jnp.float32) for m in (w_KN, x_MK))  # the second device's arrays
     y = (x @ w).astype(jnp.bfloat16).astype(jnp.float32)
     want = jnp.tanh((y @ w.T)[0, 0] + (x.T @ y)[0, 0])
 
@@ -150,7 +150,7 @@ def test_the_loop_multiplies():
 
 
 def test_a_slow_gpu_makes_fewer_rounds(monkeypatch):
-    """By a program of 10 iterations: 0.02 s each are 15 in 0.3 s."""
+    """The rounds follow from a probe of 10 iterations: at 0.02 s each, 15 rounds fit in 0.3 s."""
     now = [0.0]
     monkeypatch.setattr(micro, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -163,7 +163,7 @@ def test_a_slow_gpu_makes_fewer_rounds(monkeypatch):
 
 
 def test_each_device_is_timed_by_itself(monkeypatch):
-    """One that takes longer than the others, in all rounds but the first, shows in its own times alone."""
+    """A device that is slow in all rounds but the first is slow in its own times alone."""
     devices, calls, thread = ["a", "b", "c"], [], threading.local()
     monkeypatch.setattr(micro, "time", SimpleNamespace(perf_counter=lambda: getattr(thread, "now", 0.0)))
     monkeypatch.setattr(micro.jax, "block_until_ready", lambda x: x)

@@ -1,4 +1,4 @@
-"""Checkpoints on real files: what comes back is what was saved, and what a failed or cut-off save leaves behind."""
+"""Checkpoints on real files: a restore returns the saved arrays; failed and interrupted saves leave usable folders."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_restore_is_bit_identical_and_reported(tmp_path: Path):
     stored = found.stored(5)
     assert {n: (s.shape, s.dtype) for n, s in stored.items()} == {n: (x.shape, x.dtype) for n, x in tensors.items()}
     assert files.check(found.directory / "5") == files.Verdict(True, (), files.check(found.directory / "5").bytes)
-    # Saved again, it is left as it is.
+    # A save of the same step again changes nothing.
     assert found.save(5, placed(values(6), mesh(8, 1)), {}) is None
     assert Checkpoints(found.directory).save(5, placed(values(6), mesh(8, 1)), {}) is None, "nor from a resumed run"
     assert found.wait() == [] and found.meta(5)["loss"] == 2.5
@@ -53,7 +53,7 @@ def test_restore_onto_another_mesh(tmp_path: Path):
 
 
 def test_donation_right_after_save(tmp_path: Path):
-    """What is saved is what the copies held at the call, though the next steps run at once on what they were copied from."""
+    """The checkpoint holds the copies' values at the call, although the next steps change the arrays that were copied."""
     expected = {"w": np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)}
     state = placed(expected, mesh(8, 1))
     wanted = abstract(state)
@@ -70,7 +70,7 @@ def test_donation_right_after_save(tmp_path: Path):
 
 
 def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
-    """One save at a time: each waits for the one before."""
+    """Each save waits for the save before it."""
     found = Checkpoints(tmp_path, keep=2, keep_every=6)
     for step in range(2, 13, 2):
         found.save(step, placed(values(step), mesh(8, 1)), {})
@@ -128,7 +128,7 @@ def test_a_subset_does_not_read_the_rest(tmp_path: Path):
 
 
 def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Copies of the folder, taken in the middle of a save, are restored from and saved into."""
+    """A copy of the folder is taken at each point of a save. Runs restore from the copies and save into them."""
     folder = tmp_path / "run"
     found = save_steps(folder, 1, keep=1)
     write, sync, rmtree = Storage.write, Storage.sync, shutil.rmtree
@@ -162,8 +162,8 @@ def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeyp
     states = {
         "before meta": {1: "complete", 2: "unfinished"},
         "before arrays": {1: "complete", 2: "unfinished"},
-        "before sync": {1: "complete", 2: "complete"},  # the old step goes after the new one is on disk
-        "while deleting": {1: "unfinished", 2: "complete"},  # half a step does not count as complete
+        "before sync": {1: "complete", 2: "complete"},  # the old step is deleted after the new step is on disk
+        "while deleting": {1: "unfinished", 2: "complete"},  # a partly deleted step is not complete
     }
     for point, want in states.items():
         left = Checkpoints(tmp_path / point, keep=1)
@@ -178,7 +178,7 @@ def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeyp
 
 @pytest.fixture
 def small_files():
-    """The kernel refuses to let files grow beyond 1 MB: a disk that fills up in the middle of a write."""
+    """Limit the size of files to 1 MB, as if the disk filled up in the middle of a write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     yield
@@ -248,7 +248,7 @@ def test_a_step_set_aside_can_be_saved_again(tmp_path: Path):
 
 
 def test_values_that_are_not_those_saved_are_refused(tmp_path: Path):
-    """Orbax notices no flipped bit: the digests do. Of files that it cannot read, one sentence is said."""
+    """Orbax does not detect flipped bits, but the digests do. For unreadable files, the error is one sentence."""
     found = save_steps(tmp_path, 1, 2, 3)
     wanted = abstract(placed(values(2), mesh(8, 1)))
     name = "params.layers.1.attention.wq"
@@ -295,9 +295,9 @@ print(saved.bytes / 2**30, max(peaks) - before, saved.host_gib - max(peaks))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory through Linux's /proc")
 @pytest.mark.parametrize(("limit", "least", "most"), [(1, 0.0, 0.4), (4 << 30, 0.4, 0.6)], ids=["twice the largest", "4 GiB"])
 def test_a_save_of_half_a_gib_needs_little_more_host_memory(tmp_path: Path, limit: int, least: float, most: float):
-    """Beside its tensors, of 128 MiB each, it holds twice the largest; where the limit allows it, more, up to all once more.
+    """A save of four tensors of 128 MiB needs twice the largest tensor; with a higher limit, up to all four.
 
-    How much more depends on the machine: if the first tensor is written before the last is copied, its copy is gone by then.
+    The exact size depends on the machine: the copy of the first tensor may be written and freed before the last one is copied.
     """
     line = [sys.executable, "-c", HOST_MEMORY, str(tmp_path), str(limit)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -1,4 +1,4 @@
-"""Commands as real processes: Ctrl-C at any moment, wrong command lines, and lines that belong to no command."""
+"""Commands as real processes: Ctrl-C at any moment, wrong command lines, and arguments that no command accepts."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def act(parsed):
     return 0
 sys.exit(run_command(Command("report", "Write a page."), [], act))
 """
-BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # minutes in C without Python's lock, as a compile of XLA
+BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # minutes in C without the GIL, like a compile in XLA
 
 
 def _start(work: str, before: str = "") -> subprocess.Popen[str]:
@@ -36,7 +36,7 @@ def test_ctrl_c_ends_a_command_with_one_line():
 
 
 def test_ctrl_c_during_imports_ends_a_command_with_one_line():
-    """`-m` is the first argument while Python looks for the module of a command. A KeyboardInterrupt would be lost here."""
+    """While Python looks for a command's module, sys.argv[0] is `-m`. A KeyboardInterrupt would be lost at that point."""
     interrupt = "os.kill(os.getpid(), signal.SIGINT)"
     process = _start("pass", f"sys.argv = ['-m']; import jaxtrain\ntry:\n    {interrupt}\nexcept BaseException:\n    pass")
     assert process.communicate() == ("", "interrupted\n") and process.returncode == 130
@@ -84,7 +84,7 @@ def test_a_wrong_command_line_is_an_error_in_one_style(line: str, error: str):
 
 
 def test_the_command_for_checkpoints_prints_nothing_of_xla(tmp_path):
-    """It reads files, and does not import jax, whose CUDA plugin prints lines on a machine without a GPU."""
+    """The command reads files and does not import jax: jax's CUDA plugin prints lines on a machine without a GPU."""
     code = "import sys, jaxtrain.checkpoint.__main__; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     line = [sys.executable, "-m", "jaxtrain.checkpoint", "list", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""A sequence over several devices: attention is that of one device, whatever the kernel, the method and the documents."""
+"""Attention with a sequence over several devices equals attention on one device, for every kernel, method and row."""
 
 import dataclasses
 
@@ -29,10 +29,10 @@ WAYS = {
     "ulysses 2 x ring 2": Context(2, 2),
     "ulysses 2 x gather 4": Context(2, 4, gathered=True),
 }
-# Where documents begin. The first row: shorter than a chunk, across a border, one token, across several chunks.
+# First tokens of documents. The first row's documents: shorter than a chunk, across a border, one token, over several chunks.
 DOCUMENTS = ([0, 5, 30, 31], [0, 20, 60])
-PADDED = 3  # tokens at the end of the second row
-# A chunk of a ring of 4 has 8 tokens. A window of 10 reaches one token into the second chunk before.
+PADDED = 3  # padding tokens at the end of the second row
+# With a ring of 4, a chunk has 8 tokens, and a window of 10 reaches one token into the chunk before the previous one.
 CASES = {
     "one document": Spec(H, "f32", False, 1),
     "one document, window": Spec(H, "f32", False, 1, window=10),
@@ -60,18 +60,18 @@ def ordered(x: np.ndarray, way: Context) -> np.ndarray:
 
 
 def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int = 8) -> float:
-    """The largest difference, of output and gradients, from the definition on one device."""
+    """Return the largest difference of output and gradients from the definition on one device."""
     rng = np.random.default_rng(0)
     q, do = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(B, T, kv_heads, H)).astype(np.float32) for _ in range(2))
     sinks_N = (1 + rng.normal(size=heads)).astype(np.float32) if spec.sinks else None
     segments, positions = make_rows(spec)
-    # Of padding nothing is promised but that it is finite, and nothing depends on it.
+    # Outputs of padding must be finite, but may have any value. No gradient depends on them.
     do *= (segments > 0)[:, :, None, None]
     split = Split(way)
 
     def both(attention, *args):
-        """Output and gradients, compiled together."""
+        """Return output and gradients, compiled together."""
 
         def run(q, k, v, do, *rows):
             out, back = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks, *rows), q, k, v, sinks_N)
@@ -102,7 +102,7 @@ def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int
         if a is None:
             continue
         assert np.isfinite(a).all()
-        if a.ndim == 1:  # of the sinks: a sum over some 100 tokens of numbers near 1
+        if a.ndim == 1:  # the sinks' gradients: sums over some 100 tokens of numbers near 1
             worst = max(worst, float(np.abs(a - b).max()) / 10)
             continue
         worst = max(worst, float(np.abs(np.where(real, a - ordered(b, way), 0.0)).max()))
@@ -110,7 +110,7 @@ def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int
 
 
 def with_sinks(q, k, v, sinks_N, rows, spec):
-    """The definition: the sink as one more key that all see, whose value is zero."""
+    """Return attention with sinks by the definition: a sink is another key that all queries see, and its value is zero."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / H**0.5
@@ -121,17 +121,18 @@ def with_sinks(q, k, v, sinks_N, rows, spec):
 
 
 SOFT_CAP = dataclasses.replace(CASES["packed"], softcap=1.5)
-TOLERANCE = 1e-5  # f32, of sums of a few dozen terms near 1
+TOLERANCE = 1e-5  # float32, for sums of a few dozen terms near 1
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's primitives by their definition, and blocks that do not divide a chunk."""
+    """Emulate cuDNN's primitives, and use blocks that do not divide a chunk."""
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     monkeypatch.setattr("jaxtrain.kernels.attention.chunked.BLOCK", 5)
 
 
-# (way, case, kernel, key/value heads of 8); keys that are fewer than ranks are held by several.
+# (way, case, kernel, key/value heads for 8 query heads). If there are fewer key/value heads than ranks, several ranks hold
+# each.
 OFTEN = [
     *(("ring 4", case, "cudnn", 4) for case in CASES),
     ("ulysses 2 x ring 2", "packed", "cudnn", 4),
@@ -165,20 +166,20 @@ EVERY = [
 
 @pytest.mark.parametrize("asked", helpers.few(dict.fromkeys([*OFTEN, *EVERY]), *OFTEN), ids=str)
 def test_attention_over_several_devices_is_that_of_one(asked):
-    """Of cuDNN: what it is given and what is made of its results. (The kernel itself is checked on a GPU.)"""
+    """For cuDNN the test covers the arguments of its calls and the use of its results; tests/gpu tests the kernel itself."""
     way, case, kernel, kv_heads = asked
     spec = SOFT_CAP if case == "packed, soft cap" else CASES[case]
     assert compare(WAYS[way], spec, kernel, 8, kv_heads) < TOLERANCE
 
 
 def test_backward_in_parts_over_a_ring(monkeypatch):
-    """Each block by the heads of one key/value head, and each row alone."""
+    """Each block runs once for each key/value head's queries, and for each row."""
     monkeypatch.setattr(cudnn, "part_of", lambda B, T, S, N, K, H, documents, **how: (1, N // K))
     assert compare(WAYS["ring 2"], CASES["packed"], "cudnn", 8, 4) < TOLERANCE
 
 
 def test_blocks_whose_offsets_do_not_fit_are_refused():
-    """Nothing is computed: shapes are enough."""
+    """Shapes are enough for the refusal: nothing is computed."""
     q, rows = jax.ShapeDtypeStruct((2, 1 << 19, 32, 128), "bfloat16"), jax.ShapeDtypeStruct((2, 1 << 19), "int32")
     spec = Spec(128, "bf16", True, 4)
 

@@ -1,7 +1,7 @@
-"""What a part must keep to so that training is right with it: families, losses, optimizers, sources, jaxtrain's or your own.
+"""The contract of families, losses, optimizers and sources: properties that a part needs for correct training.
 
-`./run.sh test --part=model.family=package.module:name` tries all of it on a part of your own, and nothing else. The suite
-tries jaxtrain's own parts: each on what is cheap, a sample on the rest (a campaign: all on everything).
+`./run.sh test --part=model.family=package.module:name` runs all contract tests on your own part, and nothing else. The default
+suite tests jaxtrain's own parts: all parts on cheap tests, and a sample of them on the others. A campaign runs everything.
 """
 
 import dataclasses
@@ -39,24 +39,26 @@ from jaxtrain.zero import make_zero
 
 PARTS = {
     "model.family": tuple(FAMILIES),
-    "loss.name": tuple(name for name, loss in LOSSES.items() if loss.count is token_weight),  # sums over tokens
+    "loss.name": tuple(name for name, loss in LOSSES.items() if loss.count is token_weight),  # losses that are sums over tokens
     "optimizer.name": METHODS,
     "data.source": ("synthetic", "stdlib"),
 }
-KINDS = {"family": "model.family", "loss": "loss.name", "optimizer": "optimizer.name", "source": "data.source"}  # test_KIND_...
+# KIND of test_KIND_...
+KINDS = {"family": "model.family", "loss": "loss.name", "optimizer": "optimizer.name", "source": "data.source"}
 SIZES = {
     "model.num_layers": 2,
     "model.d_model": 32,
     "model.num_heads": 4,
     "model.num_kv_heads": 2,
     "model.d_ff": 48,
-    "model.init_std": 0.2,  # ten times as large as usual: scores that differ, so that it matters which keys a query sees
+    # ten times as large as usual: attention scores then differ, so that a wrong mask changes the results
+    "model.init_std": 0.2,
     "data.seq_len": 32,
     "data.max_segments": 6,
     "train.global_batch": 4,
     "optimizer.weight_decay": 0.0,
 }
-# What jaxtrain's families are usually configured with.
+# Typical options of jaxtrain's families.
 USUAL: dict[str, dict[str, Any]] = {
     "mistral": {"model.sliding_window": 12},
     "mixtral": {"model.num_experts": 4},
@@ -80,7 +82,7 @@ T = SIZES["data.seq_len"]
 
 
 def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
-    """Of jaxtrain's own parts only these are tried, where not all are asked for."""
+    """Mark a test that tries only these of jaxtrain's own parts, except in a campaign."""
 
     def mark(test: F) -> F:
         test.sample = names  # pyright: ignore
@@ -90,7 +92,7 @@ def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`part` is (key, name), of the kind that the test is named for."""
+    """Parametrize `part`, (key, name), with the parts of the kind in the test's name."""
     if "part" not in metafunc.fixturenames:
         return
     key = KINDS[metafunc.function.__name__.split("_")[1]]
@@ -105,18 +107,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def run(part: tuple[str, str], request: pytest.FixtureRequest) -> RunConfig:
-    """A small run with the part, on one device."""
+    """Return a small run with the part, on one device."""
     key, name = part
     return helpers.tiny({**SIZES, **USUAL.get(name, {}), **dict(request.config.getoption("part_config")), key: name})
 
 
 def on(run: RunConfig, mesh: Mapping[str, int]) -> RunConfig:
-    """The same run on a mesh."""
+    """Return the same run on a mesh."""
     return dataclasses.replace(run, mesh=config.Mesh(**{"data": 1, "fsdp": 1} | {k[5:]: n for k, n in mesh.items()}))
 
 
 def far(ours: Any, theirs: Any) -> float:
-    """The largest distance of two trees' leaves, each relative to the norm of the second."""
+    """Return the largest difference between the leaves of two trees, relative to the norm of the second tree's leaf."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both)
@@ -141,7 +143,7 @@ def params_of(run: RunConfig) -> Any:
 
 
 def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, segments and positions of one row: documents of 12 and 15 tokens, and padding."""
+    """Return tokens, segments and positions of one row: documents of 12 and 15 tokens, and padding."""
     tokens = np.random.default_rng(5).integers(0, 256, (1, T)).astype(np.int32)
     segments = np.repeat([1, 2, 0], [12, 15, T - 27]).astype(np.int32)[None]
     positions = np.concatenate([np.arange(12), np.arange(15), np.zeros(T - 27)]).astype(np.int32)[None]
@@ -153,13 +155,13 @@ def hidden_of(run: RunConfig, *row: np.ndarray) -> np.ndarray:
 
 
 def model_of(run: RunConfig) -> Any:
-    """The model with shapes for numbers."""
+    """Return the model with abstract parameters (shapes only)."""
     definition = helpers.program(run).definition
     return definition.bind(definition.abstract)
 
 
 def test_family_builds(part, run):
-    """Parameters have axes that rules know, and divide over a mesh; hidden states and head have the shapes of the config."""
+    """Parameters have logical axes with rules, and divide over a mesh. Hidden states and head have the config's shapes."""
     try:
         made = helpers.program(run)
         build(on(run, SPLIT), jax.devices()[:4])
@@ -182,7 +184,7 @@ def test_family_builds(part, run):
 
 
 def test_family_is_causal(part, run):
-    """A token changed at t changes nothing before t, and something from t on."""
+    """A change of token t changes no hidden state before t, and changes some from t on."""
     tokens, _, positions = packed()
     ones, positions = np.ones_like(tokens), np.arange(T, dtype=np.int32)[None]
     before, at = hidden_of(run, tokens, ones, positions), 20
@@ -198,7 +200,7 @@ def test_family_is_causal(part, run):
 
 
 def test_family_keeps_documents_apart(part, run):
-    """The second document of a row comes out as if it were alone."""
+    """The second document of a row has the same hidden states as it has alone."""
     tokens, segments, positions = packed()
     together = hidden_of(run, tokens, segments, positions)[12:27]
     alone = [np.roll(x, -12, axis=1) for x in (tokens, segments, positions)]
@@ -210,7 +212,7 @@ def test_family_keeps_documents_apart(part, run):
 
 @functools.cache
 def gradients(run: RunConfig) -> tuple[Any, Any]:
-    """Loss and gradients of one batch on one device."""
+    """Return the loss and gradients of one batch on one device."""
     made = helpers.program(run)
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
     (loss, _), grads = jax.device_get(made.gradients(params_of(run), batch))
@@ -219,7 +221,7 @@ def gradients(run: RunConfig) -> tuple[Any, Any]:
 
 @sample("gemma3")
 def test_family_gradients_live(part, run):
-    """Every parameter learns, in every layer, and nothing is infinite or no number."""
+    """Every parameter of every layer has a nonzero gradient, and all gradients are finite."""
     loss, grads = gradients(run)
     assert np.isfinite(loss), f"the loss is a number: it is {loss}"
     for name, grad in names_of(grads):
@@ -240,7 +242,7 @@ KEPT = [{"remat.policy": p} for p in ("full", "dots", "attention")] + [{"remat.p
 )
 @sample("gemma3")
 def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
-    """What the backward pass keeps or computes again, and a loop over layers or none, change no gradient."""
+    """The gradients are equal for all remat policies, with a loop over layers and without."""
     tree = config.to_dict(run)
     for key, value in how.items():
         section, name = key.split(".")
@@ -255,12 +257,12 @@ def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
 
 @sample()
 def test_family_takes_the_same_steps_on_any_layout(part, run):
-    """For jaxtrain's own, proofs/test_parity.py does it on many layouts."""
+    """proofs/test_parity.py tests jaxtrain's own families on many layouts."""
     same_steps(run)
 
 
 def same_steps(run: RunConfig) -> None:
-    """Two steps on fsdp=2 x tensor=2 are those of one device, within what parity tests allow."""
+    """Check that two steps on fsdp=2 x tensor=2 equal those on one device, within the bounds of the parity tests."""
     one, many = (helpers.train(r, 2).taken for r in (run, on(run, SPLIT)))
     found = compare.compare(many, one, compare.bounds(one, None, 1, 1))
     assert not found.wrong, f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.wrong)}"
@@ -289,7 +291,7 @@ def test_family_decodes_with_a_cache_what_it_computes_without(part, run):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_of_jaxtrains_families(name):
-    """NAMES has every parameter of every preset with its shape, so that checkpoints go to and from Hugging Face."""
+    """NAMES has every parameter of every preset with its shape, for import from and export to Hugging Face."""
     plain = helpers.tiny({**SIZES, "model.family": name})
     placement = helpers.program(plain).placement
     whole = replicated(placement)
@@ -308,7 +310,7 @@ def test_names_of_jaxtrains_families(name):
 
 
 def loss_inputs(run: RunConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Hidden states, head and a batch with weights of all sizes, some of them zero."""
+    """Return hidden states, the head and a batch whose weights have all sizes; some are zero."""
     rng = np.random.default_rng(7)
     B, D, V = run.train.global_batch, run.model.d_model, run.model.vocab_size
     hidden, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, T, D), (V, D)))
@@ -319,14 +321,14 @@ def loss_inputs(run: RunConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.nd
 
 @functools.cache
 def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
-    """Jitted `(hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))`, on the run's mesh."""
+    """Return jitted `(hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))` on the run's mesh."""
     placement, numerics = helpers.program(run).placement, numerics_of(run)
     spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, run.model.logit_softcap)
     return helpers.loss_and_gradients(find_loss(run.loss.name).function, spec)
 
 
 def test_loss_is_a_sum_over_tokens(part, run):
-    """One float32 number, linear in the weights, and the sum of those of the microbatches."""
+    """The loss is one float32 number, linear in the weights. The batch's loss is the sum of its microbatches' losses."""
     hidden, head, batch = loss_inputs(run)
     loss, (d_hidden, d_head) = loss_and_gradients(run)(hidden, head, batch)
     assert loss.shape == () and loss.dtype == jnp.float32, f"a loss is one float32 number, not {loss.dtype} {loss.shape}"
@@ -361,14 +363,14 @@ def test_loss_drops_tokens_of_weight_zero(part, run):
 
 
 def test_loss_has_the_gradient_of_its_value(part, run):
-    """Against central differences along random directions; cross entropy also against its formula."""
+    """Gradients match central differences along random directions. The gradient of cross entropy also matches its formula."""
     hidden, head, batch = loss_inputs(run)
     value = loss_and_gradients(run)
     loss, grads = value(hidden, head, batch)
     rng = np.random.default_rng(9)
     for i, what in enumerate(("hidden states", "the head")):
         x = (hidden, head)[i]
-        # Half along the gradient, so that what is compared is not small beside the loss's own rounding.
+        # One half is along the gradient, so that the change is not small beside the loss's own rounding.
         g = np.asarray(grads[i], np.float32)
         noise = rng.standard_normal(x.shape).astype(np.float32)
         along = g / np.linalg.norm(g) + noise / np.linalg.norm(noise)
@@ -399,7 +401,7 @@ def test_loss_is_the_same_on_any_layout(part, run):
 
 @sample()
 def test_loss_takes_the_same_steps_on_any_layout(part, run):
-    """Within a step, where the head may come in other forms."""
+    """Within a step, the head may have another form than a plain array."""
     same_steps(run)
 
 
@@ -408,7 +410,7 @@ def test_loss_takes_the_same_steps_on_any_layout(part, run):
 
 @functools.cache
 def update_of(run: RunConfig) -> Callable[..., Any]:
-    """Jitted `(gradients, state, params) -> (updates, state)` on the run's mesh."""
+    """Return jitted `(gradients, state, params) -> (updates, state)` on the run's mesh."""
     made = helpers.program(run)
     params, state = shardings(made.state.params), shardings(made.state.optimizer)
     return jax.jit(made.tx.update, in_shardings=(params, state, params), out_shardings=(params, state))
@@ -421,7 +423,7 @@ def random_gradients(run: RunConfig, seed: int) -> Any:
 
 
 def begin(run: RunConfig) -> tuple[Any, Any]:
-    """Parameters and the optimizer's first state. Nothing is donated."""
+    """Return the parameters and the optimizer's initial state. A test may use them several times."""
     state = helpers.fresh_state(run)
     return state.params, state.optimizer
 
@@ -445,7 +447,7 @@ def test_optimizer_state_is_split_like_the_parameters(part, run):
 
 
 def test_optimizer_goes_downhill(part, run):
-    """The step adds -lr x update, so the first update points along the gradient; it has the parameters' shapes."""
+    """The step adds -lr x update, so the first update points along the gradient. It has the parameters' shapes."""
     grads = random_gradients(run, 0)
     params, state = begin(run)
     updates, _ = update_of(run)(grads, state, params)
@@ -457,7 +459,7 @@ def test_optimizer_goes_downhill(part, run):
 
 
 def test_optimizer_leaves_weights_that_have_no_gradient(part, run):
-    """With weight_decay=0; what it has yet to be seen to do is nothing at all."""
+    """With weight_decay=0 and zero gradients, the first step changes nothing."""
     params, state = begin(run)
     updates, _ = update_of(run)(jax.tree.map(np.zeros_like, random_gradients(run, 0)), state, params)
     moved = [name for name, u in names_of(updates) if np.asarray(u).any()]
@@ -465,7 +467,7 @@ def test_optimizer_leaves_weights_that_have_no_gradient(part, run):
 
 
 def test_optimizer_resumes_exactly(part, run):
-    """Its state through the tensors of a checkpoint and back: the next update is the same, bit for bit."""
+    """The state passes through a checkpoint's tensors. The next update is equal, bit for bit."""
     made = helpers.program(run)
     params, state = begin(run)
     for seed in (0, 1):
@@ -479,7 +481,7 @@ def test_optimizer_resumes_exactly(part, run):
 
 
 def test_optimizer_is_the_same_on_any_layout(part, run):
-    """Of the same gradients; of some updates a part of the bits is rounding."""
+    """The gradients are equal on both layouts; the updates may differ by rounding."""
     many, results = on(run, SPLIT), []
     for one in (run, many):
         params, state = begin(run)
@@ -531,7 +533,7 @@ def test_source_gives_the_arrays_of_a_batch(part, run):
 
 
 def test_source_batches_follow_from_the_step(part, run):
-    """In any order, from a new object, and in parts: so a run resumes exactly, on any number of hosts."""
+    """Batches are equal in any order, from a new object, and by rows. So a run resumes exactly, on any number of hosts."""
     source = opened(run)
     first = {step: source.batch(step) for step in (0, 1, 5)}
 
@@ -550,7 +552,7 @@ def test_source_batches_follow_from_the_step(part, run):
 
 
 def test_source_documents_are_consistent(part, run):
-    """Segments, positions, targets and weights tell of the same documents."""
+    """Segments, positions, targets and weights describe the same documents."""
     for step in range(4):
         batch = opened(run).batch(step)
         segments, positions, weights = (batch[k] for k in ("segments", "positions", "weights"))

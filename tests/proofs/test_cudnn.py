@@ -1,4 +1,4 @@
-"""cuDNN's view of packed rows, followed through jax's own conversion to what the kernel is told."""
+"""cuDNN's description of packed rows, through jax's own conversion to the kernel's arguments."""
 
 from types import SimpleNamespace
 
@@ -13,14 +13,14 @@ from jaxtrain.kernels.attention import Rows, Spec, cudnn
 
 
 def documents(rows: list[list[int]], padding: list[int]) -> np.ndarray:
-    """Segment ids of rows with documents of these lengths."""
+    """Return the segment ids of rows with documents of these lengths."""
     return np.asarray(
         [np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, pad]) for lengths, pad in zip(rows, padding, strict=True)],
         np.int32,
     )
 
 
-ROWS = {  # documents of each row, and its padding
+ROWS = {  # the documents of each row, and its padding
     "one": ([12], 0),
     "two": ([5, 7], 0),
     "three": ([1, 1, 10], 0),
@@ -33,8 +33,10 @@ ROWS = {  # documents of each row, and its padding
 
 @pytest.mark.parametrize("max_segments", [4, 7])
 def test_every_document_is_where_the_kernel_is_told(max_segments):
-    """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements. The
-    padding of a row is its last document, so that the kernel leaves nothing undefined."""
+    """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements.
+
+    A row's padding is its last document, so that the kernel leaves no output undefined.
+    """
     rows, padding = (list(each) for each in zip(*ROWS.values(), strict=True))
     segments = documents(rows, padding)
     B, T = segments.shape
@@ -68,12 +70,14 @@ GIB = 1 << 30
         ((1, 8192, 8192, 32, 8, 128, 33), (1, 8), (8.28, 2.07)),  # llama3_8b
         ((1, 8192, 8192, 64, 8, 128, 33), (1, 8), (16.56, 2.07)),  # llama3_70b
         ((4, 8192, 8192, 32, 8, 64, 33), (4, 4), (16.63, 2.08)),  # llama3_1b
-        ((2, 8192, 8192, 32, 8, 128, 257), (1, 4), (129.0, 8.06)),  # llama3_8b:long: fewer queries would not fill the GPU
-        ((2, 65536, 65536, 32, 8, 128, 65), (1, 1), (261.02, 2.05)),  # llama3_8b:1m: less than a group's queries
+        # a smaller part: llama3_8b:long: with fewer query heads in a part, a part would not fill the GPU
+        ((2, 8192, 8192, 32, 8, 128, 257), (1, 4), (129.0, 8.06)),
+        # fewer queries: llama3_8b:1m: one query head, a part of its group
+        ((2, 65536, 65536, 32, 8, 128, 65), (1, 1), (261.02, 2.05)),
         ((2, 65536, 65536, 32, 8, 128, 2), (2, 8), (8.03, 2.01)),  # the same, off the diagonal
         ((1, 8192, 8192, 32, 8, 128, 1), (1, 32), (0.25, 0.25)),  # rows that are not packed
         ((1, 8192, 8192, 32, 32, 128, 33), (1, 16), (4.16, 2.08)),  # no grouped queries
-        ((1, 512, 512, 4, 2, 128, 3000), (1, 4), (5.88, 5.88)),  # too few tiles as it is
+        ((1, 512, 512, 4, 2, 128, 3000), (1, 4), (5.88, 5.88)),  # too few tiles already
     ],
 )
 def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(shape, part, gib):
@@ -86,7 +90,9 @@ def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(sh
 
 
 def gradients(q, k, v, do, segments, spec):
-    """As a row's backward pass gives them, and as the blocks of a ring do, against the same keys and against those before."""
+    """Return gradients as a row's backward pass computes them, and as ring blocks do: against the same
+    keys, and earlier keys.
+    """
 
     def whole(q, k, v):
         return cudnn.attention(q, k, v, cudnn.prepare(Rows(segments, segments, segments, segments), spec), spec)
@@ -105,7 +111,7 @@ MORE = [pytest.param(packed, PARTS, marks=pytest.mark.more) for packed in (True,
 
 @pytest.mark.parametrize(("packed", "parts"), [(True, (PARTS[0], PARTS[3])), *MORE])
 def test_parts_of_a_backward_pass_are_the_whole(packed, parts, monkeypatch):
-    """By groups of heads, by rows with other numbers of documents, by the queries of one group, and by all three."""
+    """The parts are groups of heads, rows with different numbers of documents, the queries of one group, and all three."""
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
     segments = segments if packed else jnp.ones_like(segments)

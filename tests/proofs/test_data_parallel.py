@@ -1,4 +1,4 @@
-"""`prepare` in processes: the same file, and the same bad lines, whatever their number."""
+"""`prepare` in several processes: the file and the list of bad lines do not depend on the number of processes."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxtrain.data.tokenfile import verify
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """A folder with JSON lines, Parquet of several row groups, texts and a compressed file."""
+    """Write a folder with JSON lines, Parquet of several row groups, texts and a compressed file."""
     folder = tmp_path_factory.mktemp("corpus")
     write_lines(folder / "a.jsonl", 2000)
     rows = [f"row {i} " + "of a table " * (i % 30) for i in range(3000)]
@@ -74,7 +74,7 @@ def test_bad_lines_of_parts_have_their_numbers_and_stop_alike(tmp_path):
     with pytest.raises(prepare.PrepareError, match="1 bad line in"):
         prepare.prepare([f"{tmp_path}/c.parquet"], tmp_path / "p.tok", shard_mb=0.0005, say=said.append)
     assert said[0].startswith(f"{tmp_path}/c.parquet:778: 'text' is null")
-    # the parts that were finished are taken over where bad lines are skipped
+    # if bad lines are skipped, the finished parts are used again
     said = []
     headers = prepare.prepare(
         [f"{tmp_path}/*.txt", f"{tmp_path}/*.jsonl"], tmp_path / "o.tok", skip_bad_lines=True, shard_mb=0.01, say=said.append

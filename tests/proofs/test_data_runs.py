@@ -1,4 +1,4 @@
-"""A run of text and conversations: it says what rows lack, and ends where a file is damaged, trained on nothing of it."""
+"""A run on text and conversations: its messages about short rows, and its end at a damaged file before it trains on it."""
 
 import json
 
@@ -37,5 +37,5 @@ def test_a_run_says_what_rows_lack_and_ends_at_a_damaged_block(tmp_path, monkeyp
     assert "chat.tok are 33% full, since each holds at most data.max_segments=3 documents" in said
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
-    assert step - 1 <= done <= step  # steps are counted from 1 once they are done; the last one's metrics may come late
+    assert step - 1 <= done <= step  # a step counts from 1 when it is done, and the last step's metrics may be missing
     assert f"text.tok: block {block} " in (tmp_path / "run" / "receipt.json").read_text()

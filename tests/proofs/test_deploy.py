@@ -1,7 +1,7 @@
 """deploy/: the image, the JobSet, the MPIJob, the SkyPilot task and the Slurm script, checked by linters and schemas and run.
 
-There is no Docker, Kubernetes, MPI, SkyPilot or Slurm here: what they do is taken from their manuals. run.sh is asked what it
-would install in the image; jaxtrain's own command line reads what pods and tasks are told; scripts run over stand-ins.
+There is no Docker, Kubernetes, MPI, SkyPilot or Slurm here: fakes behave as their manuals describe. run.sh prints the packages
+that it would install in the image. jaxtrain's own command line parses the arguments of pods and tasks.
 """
 
 import copy
@@ -34,8 +34,8 @@ REPO = Path(__file__).resolve().parents[2]
 DEPLOY = REPO / "deploy"
 BIN = REPO / ".venv" / "bin"
 
-# 0 done, 2 wrong command or config, 3 preflight found a fault, 75 start me again, 76 diverged, 124 hang, 130 Ctrl-C, 1
-# anything else. The last three are the shell's: out of memory, an abort, a fault in native code.
+# 0 done, 2 wrong command or config, 3 preflight found a fault, 75 start again, 76 diverged, 124 hang, 130 Ctrl-C, 1 anything
+# else. The last three are the shell's codes: out of memory, an abort, a crash in native code.
 AGAIN, FOR_GOOD = (75, 124), (1, 2, 3, 76, 130, 134, 137, 139)
 
 
@@ -45,7 +45,9 @@ def tool(name: str) -> str:
 
 
 def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: Path) -> launch.Loaded:
-    """A command line of training as jaxtrain reads it, in this environment alone. Data and volumes are not on this machine."""
+    """Parse a training command line in this environment alone. Problems about data and volumes, which are not here, are
+    ignored.
+    """
     machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
     with mock.patch.dict(os.environ, environ, clear=True):
         loaded = COMMAND.parse(arguments).config
@@ -58,7 +60,7 @@ def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: P
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """(instruction, its arguments) of a Dockerfile, comments left out and continued lines joined."""
+    """Return (instruction, its arguments) of a Dockerfile, without comments and with continued lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(name.upper(), rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.splitlines()) if name]
@@ -68,7 +70,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
 def copied(text: str) -> list[str]:
-    """What the COPY lines take from the repository, in order."""
+    """Return the repository's paths in the COPY lines, in order."""
     return [word for name, rest in instructions(text) if name == "COPY" for word in shlex.split(rest)[:-1]]
 
 
@@ -83,7 +85,7 @@ def test_the_linters_find_nothing():
     done = subprocess.run([tool("shellcheck"), str(DEPLOY / "slurm.sbatch")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert lint(DOCKERFILE) == []
-    assert "DL3002" in lint(DOCKERFILE.replace("USER 1000", "USER root"))  # the linter looks
+    assert "DL3002" in lint(DOCKERFILE.replace("USER 1000", "USER root"))  # the path at which the linter looks
     assert "DL3006" in lint(re.sub(r"(FROM python):\S+", r"\1", DOCKERFILE))
 
 
@@ -98,7 +100,9 @@ def test_the_image_copies_what_exists_and_is_sent():
 
 
 def test_packages_are_installed_before_the_code_is_copied(tmp_path: Path):
-    """So that a change of the code leaves their layer, gigabytes, as it was. run.sh must need no more than what is there."""
+    """A change of the code then does not rebuild the packages' layer of gigabytes. run.sh needs only the
+    files copied before.
+    """
     steps = instructions(DOCKERFILE)
     setup = next(i for i, (name, rest) in enumerate(steps) if name == "RUN" and "run.sh setup" in rest)
     before = "\n".join(f"{name} {rest}" for name, rest in steps[:setup])
@@ -123,7 +127,7 @@ def test_the_image_has_the_python_that_run_sh_wants_and_passes_signals_on():
     (base,) = [rest for name, rest in instructions(DOCKERFILE) if name == "FROM"]
     wanted = (REPO / ".python-version").read_text().strip()
     assert re.fullmatch(rf"python:{re.escape(wanted)}\.\d+-slim-\w+", base)
-    steps = dict(instructions(DOCKERFILE))  # the last of each name
+    steps = dict(instructions(DOCKERFILE))  # the last instruction of each name
     assert json.loads(steps["ENTRYPOINT"]) == [f"{steps['WORKDIR']}/run.sh"]  # the array form: no shell in between
     assert steps["STOPSIGNAL"] == "SIGTERM"
     assert steps["USER"] == "1000"
@@ -134,8 +138,9 @@ def test_the_image_has_the_python_that_run_sh_wants_and_passes_signals_on():
 
 # --- Kubernetes -------------------------------------------------------------------------------------------------------------
 
-# The fields of a JobSet, from its API: kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go, at v0.12.0, and its webhook
-# (pkg/webhooks/jobset_webhook.go) for the reasons and the form of a rule's name. `template.spec` is a Job's, checked by itself.
+# Fields of a JobSet, from its API: kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go, at v0.12.0. The reasons and the
+# form of a rule's name are from its webhook (pkg/webhooks/jobset_webhook.go). `template.spec` is a Job's spec, checked
+# separately.
 TEXT, NUMBER, FLAG, TEXTS = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {"type": "array"}
 NAME = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", "maxLength": 63}
 
@@ -197,7 +202,7 @@ def check_kubernetes(jobset: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(JOBSET).validate(jobset)
     name = jobset["metadata"]["name"]
     document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job_of(jobset)}
-    for version in ("1.31", kubernetes_validate.latest_version()):  # the first in which podFailurePolicy is stable
+    for version in ("1.31", kubernetes_validate.latest_version()):  # the first version in which podFailurePolicy is stable
         kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -222,10 +227,11 @@ def test_the_jobset_fits_its_schema_and_one_mistake_does_not(jobset: dict[str, A
 
 
 def ending(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
-    """What becomes of the JobSet when a pod's container ends with `code`: done, again or failed.
+    """Return the JobSet's reaction to a container that exits with `code`: done, again or failed.
 
-    A Job takes the first rule of its podFailurePolicy that fits: FailJob ends it with the reason PodFailurePolicy; Count, or no
-    rule, counts against backoffLimit. The JobSet takes the first rule that fits that reason, and restarts where none does.
+    A Job applies the first matching rule of its podFailurePolicy. FailJob ends the Job with the reason PodFailurePolicy. Count,
+    or no matching rule, counts against backoffLimit. The JobSet applies the first rule for that reason, and restarts if none
+    matches.
     """
     if code == 0:
         return "done"
@@ -247,15 +253,15 @@ def ending(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
 def test_every_exit_code_has_its_consequence(jobset: dict[str, Any]):
     expected = {0: "done"} | dict.fromkeys(AGAIN, "again") | dict.fromkeys(FOR_GOOD, "failed")
     assert {code: ending(jobset, code) for code in expected} == expected
-    # Evicted or drained: again, also where the save took too long and it was killed.
+    # After an eviction or a drain the JobSet restarts, even if the save took too long and the pod was killed.
     assert [ending(jobset, code, disrupted=True) for code in (75, 137, 143)] == ["again"] * 3
     names = {rule.get("onExitCodes", {}).get("containerName") for rule in job_of(jobset)["podFailurePolicy"]["rules"]}
     assert names - {None} == {c["name"] for c in pod_of(jobset)["containers"]}
-    assert pod_of(jobset)["restartPolicy"] == "Never"  # as a podFailurePolicy demands
+    assert pod_of(jobset)["restartPolicy"] == "Never"  # a podFailurePolicy requires this
 
 
 def test_pods_find_each_other(jobset: dict[str, Any]):
-    """The name of pod 0 follows from those of the JobSet, as its controller makes it; the count from the Job."""
+    """The name of pod 0 follows from the JobSet's names, as its controller makes it. The number of pods is in the Job."""
     (container,), job, network = pod_of(jobset)["containers"], job_of(jobset), jobset["spec"]["network"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
     nodes = job["completions"]
@@ -279,7 +285,7 @@ def test_pods_run_what_jaxtrain_understands(jobset: dict[str, Any], tmp_path: Pa
     image = dict(rest.split("=", 1) for name, rest in instructions(DOCKERFILE) if name == "ENV")
     loaded = parsed(container["args"], nodes * gpus, image | environ, tmp_path)
     assert loaded.run.train.global_batch == 256 == nodes * gpus * loaded.run.train.grad_accum
-    # Every place of state lies on a volume of its own, and what is written is on one that can be.
+    # Every place of state is on its own volume, and every place that is written is on a writable volume.
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     places = {loaded.run.data.source: "/data", loaded.options["workdir"]: "/runs", loaded.run.paths.cache: "/scratch"}
     assert [place for place, mount in places.items() if not place.startswith(f"{mount}/")] == []
@@ -288,7 +294,7 @@ def test_pods_run_what_jaxtrain_understands(jobset: dict[str, Any], tmp_path: Pa
     assert set(volumes) == {mount["name"] for mount in mounts.values()}
     assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]["name"]]
-    # The image's user, and time for a save.
+    # The user is the image's, and there is time for a save.
     assert pod_of(jobset)["securityContext"]["runAsUser"] == int(dict(instructions(DOCKERFILE))["USER"])
     assert pod_of(jobset)["terminationGracePeriodSeconds"] >= 300
 
@@ -325,7 +331,7 @@ MPIJOB = fields(
         mpiReplicaSpecs=fields(*("Launcher", "Worker"), Launcher=REPLICA, Worker=REPLICA),
     ),
 )
-# Those of a SkyPilot task that this file takes, from skypilot-org/skypilot, sky/utils/schemas.py, at v0.10.3.
+# Fields of a SkyPilot task that this file uses, from skypilot-org/skypilot, sky/utils/schemas.py, at v0.10.3.
 EXIT_CODES = {"type": "array", "uniqueItems": True, "items": {"type": "integer", "minimum": 0, "maximum": 255}}
 RECOVERY = fields(strategy=TEXT, max_restarts_on_errors=NUMBER, recover_on_exit_codes=EXIT_CODES)
 RESOURCES = fields(infra=TEXT, accelerators=TEXT, network_tier=TEXT, use_spot=FLAG, image_id=TEXT, job_recovery=RECOVERY)
@@ -400,10 +406,10 @@ def test_the_scripts_in_these_files_are_sound(mpijob: dict[str, Any], skypilot: 
     scripts = [skypilot["setup"], skypilot["run"]]
     scripts += [mpi_pod(mpijob, role)["containers"][0]["args"][0] for role in ("Launcher", "Worker")]
     assert [shellcheck(text) for text in scripts] == [""] * 4
-    assert "SC2086" in shellcheck("set -- $HOME\nls $1\n")  # the linter looks
+    assert "SC2086" in shellcheck("set -- $HOME\nls $1\n")  # the path at which the linter looks
 
 
-# Notes its words and its own variables.
+# Write its arguments and its environment to files.
 NOTES = """#!/bin/bash
 for argument; do echo "$argument"; done >arguments
 env -0 >environment
@@ -412,7 +418,7 @@ env -0 >environment
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_nodes_of_a_skypilot_task(skypilot: dict[str, Any], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each runs the same script, with SkyPilot's variables."""
+    """Each node runs the same script, with SkyPilot's variables."""
     script(tmp_path / "run.sh", NOTES)
     nodes, gpus = skypilot["num_nodes"], int(skypilot["resources"]["accelerators"].rpartition(":")[2])
     told = {"NODE_RANK": str(rank), "NUM_NODES": str(nodes), "NUM_GPUS_PER_NODE": str(gpus), "NODE_IPS": "10.0.0.7\n10.0.0.8"}
@@ -434,7 +440,7 @@ def test_skypilot_starts_again_after_the_codes_that_ask_for_it(skypilot: dict[st
     assert (tuple(recovery["recover_on_exit_codes"]), recovery["max_restarts_on_errors"]) == (AGAIN, 0)
 
 
-# Starts its program once, with the variables of rank 1 and those of -x, and ends with the next code of the file `codes`.
+# Run the program once, with the variables of rank 1 and those of -x. Exit with the next code of the file `codes`.
 MPIRUN = """#!/bin/bash
 given=()
 while [[ $1 == -* ]]; do
@@ -457,7 +463,7 @@ exit "$code"
 
 @pytest.mark.parametrize("codes", [(0,), *((code,) for code in FOR_GOOD), (75, 124, 0), (75, 76), (75,) * 21])
 def test_the_launcher_of_an_mpijob(mpijob: dict[str, Any], codes: tuple[int, ...], tmp_path: Path, monkeypatch: Any):
-    """It starts all processes again after the codes that ask for it, twenty times."""
+    """The launcher starts all processes again after exit codes that ask for a restart, at most twenty times."""
     script(tmp_path / "mpirun", MPIRUN)
     hosts = [f"llama3-8b-worker-{i}.llama3-8b.default.svc slots=1\n" for i in range(2)]
     (tmp_path / "hostfile").write_text("".join(hosts))
@@ -484,8 +490,8 @@ def test_the_launcher_of_an_mpijob(mpijob: dict[str, Any], codes: tuple[int, ...
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------------
 
-# Long options of sbatch and the form of their values, '' where they take none: Slurm 26.11, src/common/slurm_opt.c and
-# doc/man/man1/sbatch.1. Those of the script. 23.02 has them all; `--export=NIL` came with it.
+# The script's long options of sbatch and the form of their values, '' if they have none: Slurm 26.11, src/common/slurm_opt.c
+# and doc/man/man1/sbatch.1. Slurm 23.02 has them all, and was the first with `--export=NIL`.
 FORMS = {
     "exclusive": "(user|mcs|topo)?",
     "export": r"ALL|NIL|NONE|(ALL,)?\w+(=[^,]*)?(,\w+(=[^,]*)?)*",
@@ -504,7 +510,7 @@ FORMS = {
 
 
 def directives(text: str) -> tuple[dict[str, str], list[str]]:
-    """Option -> value of the #SBATCH lines, and those that sbatch would not take, or not see."""
+    """Return {option: value} of the #SBATCH lines, and the lines that sbatch would refuse or not read."""
     found, wrong = {}, []
     lines = text.splitlines()
     first_command = next(i for i, line in enumerate(lines) if line.strip() and not line.startswith("#"))
@@ -513,7 +519,7 @@ def directives(text: str) -> tuple[dict[str, str], list[str]]:
             continue
         option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
         name, value = (option[1], option[2] or "") if option else ("", "")
-        # sbatch reads no further than the first command.
+        # sbatch stops reading at the first command.
         if name not in FORMS or name in found or i > first_command or not re.fullmatch(FORMS[name], value):
             wrong.append(line)
         found[name] = value
@@ -526,13 +532,14 @@ SBATCH = (DEPLOY / "slurm.sbatch").read_text()
 def test_sbatch_options_are_slurms():
     options, wrong = directives(SBATCH)
     assert not wrong and len(options) == SBATCH.count("\n#SBATCH ") == 13
-    # One task a node over all its GPUs; saved before the limit by every run.sh (no "B:"); restarted; nothing inherited.
+    # One task a node with all its GPUs. Every run.sh saves before the limit (no "B:"). A job may be requeued, and inherits no
+    # variable.
     assert (options["ntasks-per-node"], options["gpus-per-node"], options["mem"]) == ("1", "8", "0")
     assert {"exclusive", "requeue"} <= set(options)
     assert (options["export"], options["propagate"], options["open-mode"]) == ("NIL", "NONE", "append")
     warning = re.fullmatch(FORMS["signal"], options["signal"])
     assert warning and warning["signal"] in ("USR1", "TERM") and ":" not in options["signal"]
-    # run.sh does not start again in the last ten minutes of a job, so the signal must come within them.
+    # run.sh does not restart within the last ten minutes of a job, so the signal must come within them.
     assert 120 <= int(warning["seconds"]) <= 600
 
 
@@ -545,7 +552,7 @@ def test_sbatch_options_that_slurm_would_not_take_are_found(line: str):
     assert directives("#!/bin/bash\ntrue\n#SBATCH --mem=0\n")[1], "after a command"
 
 
-# Runs its command once a node, as srun does, and ends with the highest exit code. Notes its own options.
+# Run the command once a node, as srun does, and exit with the highest exit code. Log srun's options to a file.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do echo "$1" >>"$SLURM_SUBMIT_DIR/srun-options"; shift; done
 highest=0 tasks=()
@@ -560,7 +567,7 @@ for task in "${tasks[@]}"; do
 done
 exit "$highest"
 """
-# A run that ends as the file of its number says: with a code, or `wait` until SIGUSR1 and then with 75.
+# A fake run. Its plan file holds an exit code, or `wait`: wait for SIGUSR1, then exit with 75.
 RUN = """#!/bin/bash
 echo $$ >"task-$SLURM_PROCID"
 for argument; do echo "$argument"; done >"arguments-$SLURM_PROCID"
@@ -576,7 +583,7 @@ exit "$plan"
 
 
 class Job:
-    """The batch script as Slurm would start it, on two nodes: with Slurm's variables and no others."""
+    """The batch script as Slurm would start it on two nodes, with Slurm's variables alone."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "a folder"
@@ -605,7 +612,7 @@ class Job:
         )
 
     def run(self, *plans: str | int, arguments: tuple[str, ...] = (), **env: str) -> tuple[int, str, list[str]]:
-        """(exit code, stderr, what scontrol was asked)."""
+        """Return (exit code, stderr, arguments of each call of scontrol)."""
         process = self.begin(*plans, arguments=arguments, **env)
         stderr = process.communicate(timeout=HUNG_S)[1]
         asked = self.folder / "requeued"
@@ -625,7 +632,7 @@ def job(tmp_path: Path) -> Job:
     [
         *[((0, code), "", code, False) for code in (0, *FOR_GOOD)],
         *[((75, code), "3", code, True) for code in AGAIN],
-        ((75, 76), "", 76, False),  # one node that is unfit ends the job
+        ((75, 76), "", 76, False),  # a single diverged node ends the job
         ((75,), "19", 75, True),
         ((75,), "20", 75, False),
     ],
@@ -645,7 +652,7 @@ def test_a_requeue_that_slurm_refuses_fails_the_job(job: Job):
 
 
 def test_the_signal_before_the_time_limit(job: Job):
-    """Slurm sends it to the tasks of the step, not to the batch script."""
+    """Slurm sends the signal to the step's tasks, not to the batch script."""
     process = job.begin("wait", "wait")
     for i in range(2):
         wait_for(lambda i=i: (job.folder / f"listens-{i}").exists())
@@ -666,7 +673,7 @@ def test_what_the_nodes_of_a_job_are_told(job: Job, tmp_path: Path, monkeypatch:
     more = ("--config.train.steps=3000", "--config.log.every_steps=2")
     code, _, _ = job.run(0, 0, arguments=more, SLURM_JOB_END_TIME="4102444800")
     assert code == 0
-    # Of the options to srun: without the first, the nodes would have no PATH; the last would end a save.
+    # Options of srun: without the first, nodes would have no PATH. Without the last, one exit would interrupt a save.
     assert {"--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0"} < set(job.words("srun-options"))
     folder = str(job.folder)
     for i in range(2):
@@ -680,7 +687,7 @@ def test_what_the_nodes_of_a_job_are_told(job: Job, tmp_path: Path, monkeypatch:
         loaded = parsed(job.words(f"arguments-{i}"), 16, environ, tmp_path)
         run = loaded.run
         assert (run.train.steps, run.log.every_steps, run.train.max_minutes) == (3000, 2, "auto")
-        assert run.train.global_batch == 256 == 16 * run.train.grad_accum  # the config was told of 16 GPUs
+        assert run.train.global_batch == 256 == 16 * run.train.grad_accum  # the config's argument was gpus=16
         # Three places: shared data, shared checkpoints, and the node's own disk.
         assert loaded.options["workdir"] == f"{folder}/runs/llama3_8b"
         assert run.paths.data == f"{folder}/data" and run.data.source.startswith(run.paths.data)

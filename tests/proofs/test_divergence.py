@@ -1,4 +1,4 @@
-"""Batches that are not finite: their steps are skipped, kept for a replay, passed over after a rollback, or end the run."""
+"""Batches that are not finite: the step is skipped and stored for a replay, a rollback skips the data, or the run ends."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def replayed(bundle: Path) -> int:
 
 @pytest.fixture(scope="module")
 def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve steps, of which the seventh is skipped: its batch is not finite."""
+    """Train twelve steps. The seventh has a batch that is not finite, and is skipped."""
     workdir = tmp_path_factory.mktemp("skipped") / "run"
     assert train(workdir, "poisoned") == 0
     return workdir
@@ -60,7 +60,7 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
     assert "not finite again" in said
     assert "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]" in said
 
-    # Of another step, as it were.
+    # The same bundle, changed as if it were of another step.
     other = files.unseal((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
     (bundle / "bundle.json").write_text(files.sealed(other))
     assert replayed(bundle) == 1
@@ -70,7 +70,7 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_replay_names_the_first_bad_layer(layer: int) -> None:
-    """Its weights are finite, and so large that their products are not."""
+    """The layer's weights are finite, but so large that its matmuls overflow."""
     run = helpers.tiny(
         {"model.num_layers": 3, "model.d_model": 16, "model.num_heads": 2, "model.num_kv_heads": 1, "mesh.fsdp": 8}
     )
@@ -95,13 +95,13 @@ def test_a_run_whose_steps_stay_bad_ends_and_saves_nothing_more(tmp_path: Path, 
     assert all(np.isfinite(value).all() for value in runs.tensors(workdir).values())
     receipt = runs.receipt(workdir)
     assert receipt["exit_code"] == 76 and "3 steps in a row were skipped" in receipt["reason"]
-    # Also where a bad step itself would have been saved.
+    # The same if a bad step itself were due to be saved.
     assert train(tmp_path / "other", "poisoned_for_good", train__max_skipped_steps=3, checkpoint__every_steps=7) == 76
     assert runs.steps(tmp_path / "other") == []
 
 
 def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Back to step 5, batch 5 once more, and then past batches 6 to 8: what a source without them would give."""
+    """The run goes back to step 5, reads batch 5 again, then skips batches 6 to 8."""
     workdir = tmp_path / "run"
     assert train(workdir, "poisoned_long", **ROLLBACK) == 0
     said = capsys.readouterr().out
@@ -109,11 +109,11 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureF
     assert runs.steps(workdir)[-1] == STEPS
     lines = runs.lines(workdir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "metrics are rewound"
-    read = [1, 2, 3, 4, 5, 6, *range(10, 16)]  # batches, with those that are passed over
+    read = [1, 2, 3, 4, 5, 6, *range(10, 16)]  # the number of batches read by each step, with the skipped ones
     assert [line["tokens"] for line in lines] == [512 * batches for batches in read]
     [passed] = json.loads((workdir / "checkpoints/skipped_data.json").read_text())["skipped"]
     assert passed["tokens"] == [6 * 512, 9 * 512] and passed["back_to"] == 5
-    # A run that is stopped right after the rollback goes on in the same way.
+    # A run that stops right after the rollback continues in the same way.
     for steps in (9, STEPS):
         assert train(tmp_path / "again", "poisoned_long", **ROLLBACK, train__steps=steps) == 0
     assert same(runs.tensors(tmp_path / "again", STEPS), runs.tensors(workdir, STEPS))
@@ -122,7 +122,7 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Back to step 5 and past batches 7 to 9, with a change at step 14. A resume at step 10 changes nothing."""
+    """The run goes back to step 5 and skips batches 7 to 9. The change at step 14 and a resume at step 10 are unaffected."""
     for i, name in enumerate("ab"):
         with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
             for _ in range(200):
@@ -138,7 +138,7 @@ def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
 
     monkeypatch.setattr(pipeline.Batches, "batch", poisoned)
     how = ROLLBACK | {
-        "data__max_segments": 4,  # as made-up data has: the step is compiled already
+        "data__max_segments": 4,  # as with synthetic data, for which the step is compiled already
         "data__source_schedule": f"14: {tmp_path}/a.tok=0.25,{tmp_path}/b.tok=0.75",
     }
     source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"

@@ -39,7 +39,7 @@ MODEL = {
 
 
 def pairs_file(path, count=160, seed=0):
-    """Pairs of random letters; some completions are the end of a text alone."""
+    """Write pairs of random letters. Some completions are only the end of the text."""
     rng = np.random.default_rng(seed)
     with TokenWriter(path, tokenizer.info(BYTE), loss=True, made={PAIRS: True}) as writer:
         for _ in range(count):
@@ -59,7 +59,7 @@ def source(tmp_path_factory):
 
 @functools.cache
 def host_batch(source, seq_len=64, batch=8):
-    """A batch with references that differ from what any model says by a few nats."""
+    """Return a batch whose reference log-probabilities differ by a few nats from those of any model."""
     data = dataclasses.replace(helpers.tiny().data, source=source, tokenizer="byte", seq_len=seq_len)
     opened = pipeline.open_source(data, source, split="train", global_batch=batch, data_dir=".")
     assert opened.max_segments >= 6
@@ -72,7 +72,7 @@ def host_batch(source, seq_len=64, batch=8):
 
 
 def plain_dpo(hidden_BTD, head_VD, batch, spec):
-    """The formula, one document after another, of logits that are all held. On one device."""
+    """Return the loss and the rewards by the formula, one document after another, with all logits, on one device."""
     head = spec.whole_head(head_VD)
     log_p_BTV = jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", hidden_BTD, head, precision="highest"), -1)
     log_p_BT = batch["weights"] * jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], -1)[..., 0]
@@ -91,7 +91,7 @@ def plain_dpo(hidden_BTD, head_VD, batch, spec):
 
 
 def step(run, host, tensors):
-    """(loss, rewards, gradients by canonical name) of one step from these tensors."""
+    """Take one step from these tensors. Returns (loss, rewards, gradients by canonical name)."""
     made = helpers.program(run)
     homes = {k: a.sharding for k, a in abstract_tensors(made.state).items()}
     state = from_tensors(made.state, {k: jax.device_put(tensors[k], homes[k]) for k in homes})
@@ -103,7 +103,7 @@ def step(run, host, tensors):
 
 
 def off(got, wanted):
-    """The largest distance of a gradient, of its own length."""
+    """Return the largest relative difference of a gradient, in norm."""
     assert got.keys() == wanted.keys()
     return max(float(np.linalg.norm(got[k] - wanted[k]) / np.linalg.norm(wanted[k])) for k in wanted)
 
@@ -124,7 +124,7 @@ def one_device(source):
 def test_the_formula_by_autodiff_of_whole_logits(source, one_device, monkeypatch):
     tensors, (value, rewards, grads) = one_device
     monkeypatch.setitem(loss.LOSSES, "dpo", dataclasses.replace(loss.LOSSES["dpo"], function=plain_dpo))
-    run = config_of(source, {"train.steps": 21})  # another program
+    run = config_of(source, {"train.steps": 21})  # another config gives another program
     plain_value, plain_rewards, plain_grads = step(run, host_batch(source), tensors)
     assert value == pytest.approx(plain_value, rel=1e-6)
     assert rewards == pytest.approx(plain_rewards, rel=1e-5)
@@ -184,7 +184,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", helpers.few(OTHERS, "experts", "adapters"))
 def test_other_models_and_trained_parts(other, source):
-    """Losses that keep experts even are added as ever: the same on a mesh."""
+    """The losses that balance experts are added as usual. On a mesh the results are the same."""
     model, layout = OTHERS[other]
     run = config_of(source, model)
     tensors = dict(helpers.initial_tensors(run))
@@ -223,7 +223,7 @@ def test_settings_that_cannot_be(keys, named, source, tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A config, a base that is trained a little, and training and held-out pairs."""
+    """Write a config, a base that was trained for a few steps, and training and held-out pairs."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "small.py").write_text(runs.SMALL.replace("cosine", "constant"))
     pairs_file(folder / "train.tok", 200)
@@ -259,13 +259,13 @@ def losses(folder, name):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """A run of all weights that nothing disturbs."""
+    """Train all weights without interruption, as a reference for other tests."""
     assert dpo_run(folder, "whole") == 0
     return folder
 
 
 def test_training_begins_at_the_reference(whole):
-    """No difference from it, so the loss of every pair is log 2; then rewards come apart."""
+    """At first policy and reference are equal, so that the loss of every pair is log 2. Then the rewards differ."""
     found = lines(whole, "whole")
     assert found[1]["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert [found[1][name] for name in REWARD_METRICS[:2]] == pytest.approx([0, 0], abs=1e-5)
@@ -277,7 +277,7 @@ def test_training_begins_at_the_reference(whole):
 
 
 def stored(folder, name, of="train.tok"):
-    """The file of references of a token file, and what is in it."""
+    """Return a token file's file of references, and its contents."""
     file = TokenFile.open(folder / of)
     path = folder / name / references.FOLDER / f"{file.header['content_sha256'][:16]}.npz"
     with np.load(path) as found:
@@ -285,7 +285,7 @@ def stored(folder, name, of="train.tok"):
 
 
 def test_the_references_are_those_of_the_base(whole):
-    """For every document that fits into a row, `Scorer` gives the same log-probability."""
+    """`Scorer` gives the same log-probability for every document that fits into a row."""
     run, sampler, params, _ = generation.load(str(whole / "base"), jax.devices()[:2])
     scorer = Scorer(run, sampler, params)
     for name in ("train.tok", "held_out.tok"):
@@ -300,7 +300,7 @@ def test_the_references_are_those_of_the_base(whole):
 
 
 def test_a_pass_that_ends_in_the_middle_goes_on_there(whole, monkeypatch, capsys):
-    """With the losses of the run that nothing disturbed, to the bit."""
+    """The losses equal those of the uninterrupted run, to the bit."""
     right, read = references.NumberedRows.batch, []
 
     def batch(self, step, rows=None):
@@ -322,7 +322,7 @@ def test_a_pass_that_ends_in_the_middle_goes_on_there(whole, monkeypatch, capsys
 
 
 def test_a_run_resumes_with_its_references(whole, capsys):
-    """On another mesh too, where rounding differs."""
+    """The references are not computed again, even on another mesh with other rounding."""
     assert dpo_run(whole, "parts", train__steps=5) == 0
     assert dpo_run(whole, "parts", train__steps=8) == 0
     path, before, about = stored(whole, "parts")
@@ -337,7 +337,9 @@ def test_a_run_resumes_with_its_references(whole, capsys):
 
 
 def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
-    """The reference is not at hand any more: its file must be there, whole, and that of this run and these data."""
+    """The base's weights are no longer available: the file of references must be present, complete, and of
+    this run and data.
+    """
     shutil.copytree(whole / "parts", tmp_path / "parts")
     path, found, about = stored(tmp_path, "parts", whole / "train.tok")
     pairs_file(tmp_path / "other.tok", 50, seed=9)
@@ -363,7 +365,7 @@ def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
 
 
 def test_before_training_another_reference_is_made_anew(whole, capsys):
-    """The folder of a run that never saved, and then begins from another base."""
+    """The run never saved a checkpoint, and starts again from another base."""
     path, found, about = stored(whole, "whole")
     (whole / "stale" / references.FOLDER).mkdir(parents=True)
     other = whole / "stale" / references.FOLDER / path.name
@@ -402,7 +404,7 @@ ADAPTERS = {"lora__rank": 4, "optimizer__lr": 5e-3, "checkpoint__every_steps": 4
 
 
 def test_adapters_have_their_base_for_a_reference(whole, capsys):
-    """It is at hand all the time: a lost file is made again, and a new source of pairs has references of its own."""
+    """The base is always available: a lost file of references is computed again."""
     assert dpo_run(whole, "adapters", **ADAPTERS) == 0
     found = lines(whole, "adapters")
     assert found[1]["loss"] == pytest.approx(np.log(2), abs=1e-6) and abs(found[12]["rewards/chosen"]) > 0.01
@@ -421,7 +423,9 @@ def test_adapters_have_their_base_for_a_reference(whole, capsys):
 
 @pytest.mark.more
 def test_killed_three_times(folder, tmp_path):
-    """By SIGKILL in the middle of the reference pass, before the first checkpoint, and after one: the same losses."""
+    """SIGKILL comes in the middle of the reference pass, before the first checkpoint, and after one. The
+    losses are the same.
+    """
     pairs_file(tmp_path / "many.tok", 9000)
     over = {"data__source": tmp_path / "many.tok", "init__from": folder / "base", "loss__name": "dpo", "loss__beta": 0.5}
     over |= {"train__steps": 60, "optimizer__lr": 2e-3, "eval__every_steps": 0, "checkpoint__every_steps": 5}

@@ -1,6 +1,6 @@
-"""Every key of the config changes what it is for: a value, a size or a text of the program, or what a run leaves behind.
+"""Every key of the config has an effect: on a value, a size or the text of the program, or on the files of a run.
 
-A key that is in none of the tables here fails.
+A key without a row in one of the tables below fails the test.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ SPREAD = {**EXPERTS, "mesh.expert": 2, "mesh.fsdp": 2}
 YARN = {"model.rope_scaling": "yarn", "model.rope_original_len": 256, "model.head_dim": 16}
 WINDOWS = {"model.sliding_window": 9, "model.attention_pattern": "lg"}
 
-# ---- Keys whose value stands in the program as a constant
+# ---- Keys whose value is a constant of the program
 
-# What else must be set -> key -> (another value, the constant that follows from it). All keys of a row change at once.
+# Settings that the keys need -> key -> (another value, the constant that follows from it). All keys of a row change at once.
 CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
     (
         WINDOWS,
@@ -57,10 +57,10 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
             "model.local_rope_base": (107.0, 107.0),
             "loss.z_loss": (1.7e-3, 1.7e-3),
             "train.loss_spike_sigma": (5.7, 5.7),
-            "train.steps": (43, 43 - 4),  # of the schedule, behind the warm-up
+            "train.steps": (43, 43 - 4),  # steps of the schedule after the warm-up
             "optimizer.lr": (2.3e-3, 2.3e-3),
-            "optimizer.lr_min": (2.7e-4, 2.7 / 23),  # as a part of the peak
-            "optimizer.warmup_steps": (4, -2.3e-3 * 3 / 4),  # from its first step to its last
+            "optimizer.lr_min": (2.7e-4, 2.7 / 23),  # relative to the peak
+            "optimizer.warmup_steps": (4, -2.3e-3 * 3 / 4),  # the change from the first step of the warm-up to the last
             "optimizer.weight_decay": (0.23, 0.23),
             "optimizer.beta1": (0.83, 1 - 0.83),
             "optimizer.beta2": (0.93, 1 - 0.93),
@@ -91,7 +91,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, tuple[Any, float]]]] = [
 
 
 def constants(run: RunConfig) -> np.ndarray:
-    """All constants of a run's program that are one number."""
+    """Return all scalar constants of a run's program."""
     return np.array([float(x) for x in set(re.findall(r"dense<(-?[\d.]+(?:[eE][-+]?\d+)?)>", helpers.lowered(run)))])
 
 
@@ -105,11 +105,11 @@ def test_values_of_keys_stand_in_the_program(row):
         assert not np.isclose(before, expected, rtol=1e-6, atol=0).any(), f"key {key}: {expected:g} is there without it"
 
 
-# ---- Keys that set sizes, types and places of what the program takes
+# ---- Keys that set sizes, types and shardings of a program's arrays
 
 
 def tensor(name: str) -> Callable[[Program], Any]:
-    """Of a program: a tensor of its state, by its name in checkpoints."""
+    """Return a function that finds a tensor of a program's state, by its name in checkpoints."""
     return lambda program: state.abstract_tensors(program.state)[name]
 
 
@@ -139,7 +139,7 @@ def adapted(program: Program) -> str:
 
 
 def without_moments(program: Program) -> str:
-    """The blocks of a layer whose weights are not trained."""
+    """Return the blocks of a layer whose weights are not trained."""
     moments = [name for name in state.abstract_tensors(program.state) if name.startswith("optimizer.mu.layers.0.")]
     return ",".join(f"layers.{x}.*" for x in ("mlp", "attention") if not any(f".{x}." in name for name in moments))
 
@@ -163,7 +163,7 @@ LATENT = {
     "model.qk_rope_head_dim": 8,
     "model.v_head_dim": 12,
 }
-# Key -> (another value, what else must be set for it to matter, where a program shows that very value).
+# Key -> (another value, settings that the key needs, a function that finds the value in a program).
 SHOWN: dict[str, tuple[Any, dict[str, Any], Callable[[Program], Any]]] = {
     "model.num_layers": (1, {}, layers),
     "model.d_model": (32, {}, size("params.embed.embedding", 1)),
@@ -219,9 +219,9 @@ def test_a_program_shows_the_value_of_a_key(key):
     assert shown(helpers.program(helpers.tiny(BASE | given))) != value
 
 
-# ---- Keys whose effect is in the text of the compiled step, in shardings, or in the batches
+# ---- Keys that change the compiled step's text, shardings, or batches
 
-# Key -> another value, and what else must be set for the key to matter. That they change it rightly is proved beside each part.
+# Key -> (another value, settings that the key needs). Tests of each part check that the change is right.
 PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "precision": ("bf16", {}),
     "fp8.exclude": ("wo,down", {"precision": "fp8"}),
@@ -263,7 +263,7 @@ PROGRAM: dict[str, tuple[Any, dict[str, Any]]] = {
     "remat.every": (2, {"remat.policy": "full"}),
     "dtypes.grads": ("bf16", {}),
     "dtypes.reduce": ("f32", {"precision": "bf16"}),
-    "data.source": ("synthetic,", {}),  # replaced by a token file
+    "data.source": ("synthetic,", {}),  # the test puts a token file here
     "data.packing": ("none", {}),
     "data.max_segments": (2, {}),
     "data.seed": (1, {}),
@@ -283,7 +283,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facets(run: RunConfig) -> list[Callable[[], Any]]:
-    """Ways to look at a run's program, cheap ones first."""
+    """Return functions that each describe one aspect of a run's program, cheap ones first."""
 
     def arrays(tree: Any) -> list[Any]:
         return [
@@ -323,15 +323,15 @@ def test_key_changes_the_program(key, text):
 
 
 def test_the_same_config_gives_the_same_program():
-    """Without this, every key would seem to change something."""
+    """Otherwise every key would seem to change the program."""
     one = helpers.tiny(BASE)
-    other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, seed=5))  # another entry of the caches
+    other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, seed=5))  # another key of the caches
     assert one != other
     assert not differs(one, other)
 
 
 def test_heads_are_split_together():
-    """heads and kv_heads change the program together; one without the other, and a split head_dim, are refused."""
+    """heads and kv_heads change the program together. One of them alone, and a sharded head_dim, are refused."""
     both = {"sharding.rules.heads": "", "sharding.rules.kv_heads": ""}
     assert differs(helpers.tiny(BASE | SPLIT | both), helpers.tiny(BASE | SPLIT)), "heads and kv_heads change nothing"
     for key, value in (*both.items(), ("sharding.rules.head_dim", "tensor")):
@@ -340,11 +340,11 @@ def test_heads_are_split_together():
             make_placement(run, helpers.devices_of(run))
 
 
-# ---- Keys of the loop, seen in what two runs leave behind that differ in many keys at once
+# ---- Keys of the loop, seen in the files of two runs that differ in many keys at once
 
 
 class Runs:
-    """Two whole runs of four steps, each made when first asked for."""
+    """Two whole runs of four steps, each trained when it is first needed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -403,12 +403,12 @@ def logged(kind: str) -> Callable[[Path], list[int]]:
 
 
 def saves(workdir: Path) -> list[int]:
-    """The steps at which a checkpoint was written, whatever became of it."""
+    """Return the steps at which a checkpoint was written, even if it was deleted later."""
     return [int(step) for step in re.findall(r"checkpoint (\d+): ", (workdir / "log.txt").read_text())]
 
 
 def kept(workdir: Path) -> list[int]:
-    """Complete checkpoints, here or elsewhere."""
+    """Return the complete checkpoints, in the run's folder or in "elsewhere"."""
     here = workdir / "checkpoints"
     return Checkpoints(here if here.exists() else workdir.parent / "elsewhere").steps()
 
@@ -417,14 +417,14 @@ def has_any(pattern: str) -> Callable[[Path], bool]:
     return lambda workdir: any(workdir.glob(pattern))
 
 
-# Key -> (what a run's folder shows of it, what is expected of "base" and of "other").
+# Key -> (a function of a run's folder, its result for "base", its result for "other").
 LEFT: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
     "log.every_steps": (logged("train"), [1, 2, 3, 4], [2, 4]),
     "log.tensorboard": (has_any("tb/*"), True, False),
     "eval.every_steps": (logged("eval"), [2, 4], [1, 2, 3, 4]),
     "checkpoint.dir": (has_any("checkpoints/*"), True, False),
     "checkpoint.every_steps": (saves, [2, 4], [1, 2, 3, 4]),
-    "checkpoint.keep": (kept, [4], [2, 3, 4]),  # of "other" the two newest, and the multiples of 2
+    "checkpoint.keep": (kept, [4], [2, 3, 4]),  # "other" keeps the two newest, and the multiples of 2
     "checkpoint.keep_every": (kept, [4], [2, 3, 4]),
     "profile.start": (has_any("profile/plugins/profile/*/*.xplane.pb"), False, True),
     "profile.steps": (lambda workdir: "Tracing steps 1 to 2." in (workdir / "log.txt").read_text(), False, True),
@@ -440,17 +440,17 @@ def test_a_key_changes_what_a_run_leaves_behind(key, runs):
 
 
 def eval_sequences(runs):
-    """The same weights, fewer sequences: another mean."""
+    """With the same weights, fewer sequences have another mean loss."""
     files = (metrics.read(runs.workdir(name) / "metrics.jsonl") for name in ("base", "other"))
     base, other = ({(line["kind"], line["step"]): line["loss"] for line in lines} for lines in files)
     assert base["train", 2] == other["train", 2] and base["eval", 2] != other["eval", 2]
 
 
-# ---- Keys of what is asked before a run, or apart from it
+# ---- Keys that act before a run, or outside of it
 
 
 def start(runs: Runs, **changes: Any) -> Any:
-    """Where a run in the folder of "other" would begin."""
+    """Return the start of a run that resumes in the folder of "other"."""
     run = runs.config("other", **changes)
     runs.workdir("other")
     return choose_start(run, Checkpoints(runs.folder / "elsewhere"), helpers.program(run))
@@ -469,7 +469,7 @@ def checkpoint_allow_change(runs):
 
 
 def initial(**changes: Any) -> dict[str, np.ndarray]:
-    """The first matrices of a model, by name."""
+    """Return the initial matrices of a model, by name."""
     tensors = helpers.initial_tensors(helpers.tiny(BASE | {key.replace("__", "."): x for key, x in changes.items()}))
     return {name: x for name, x in tensors.items() if name.startswith("params.") and x.ndim > 1}
 
@@ -480,7 +480,7 @@ def train_seed(runs):
 
 
 def model_init_std(runs):
-    """The same draws, as much wider."""
+    """The random numbers are the same, with another standard deviation."""
     usual, wide = initial(), initial(model__init_std=0.05)
     for name, x in usual.items():
         np.testing.assert_allclose(np.std(wide[name]) / np.std(x), 0.05 / config.Model().init_std, rtol=1e-3)
@@ -501,7 +501,7 @@ def sampling(runs):
 
 
 def log_peak_tflops(runs):
-    """Known or not, the rate of the last step is a number only where the peak is given and a step was counted."""
+    """The MFU of the last step is a number only if the peak is set and a step was counted."""
     rates = {}
     for name, peak in (("base", 0.0), ("other", 1.0)):
         measured = measure_rates(runs.config("base", **{"log.peak_tflops": peak}), None)
@@ -515,7 +515,7 @@ def log_peak_tflops(runs):
 
 
 def data_prefetch(runs):
-    """A thread has made so many batches before one is asked for, and holds one more."""
+    """The thread prepares `prefetch` batches before the first request, and holds one more."""
     program = helpers.program(runs.config("base"))
     for prefetch in (1, 3):
         made: list[int] = []
@@ -530,7 +530,7 @@ def data_prefetch(runs):
 
 
 def train_deterministic(runs):
-    """On GPUs, in XLA's options; and a run keeps what XLA chose by trying."""
+    """The key sets XLA's options on GPUs, and makes a run store XLA's autotuning results."""
     for asked in (True, False):
         program = helpers.program(runs.config("base", **{"train.deterministic": asked, "compiler.defaults": False}))
         chosen = compiler.choose(program, compiler.card(141.0)).options
@@ -541,7 +541,7 @@ def train_deterministic(runs):
 
 
 def paths_data(runs):
-    """The stdlib corpus is made where the config says. Two modules of it are enough here."""
+    """The stdlib corpus is written to the config's folder. Two of its modules are enough here."""
     with pytest.MonkeyPatch.context() as patch:
         files = stdlib.list_files()
         sides = [next(f for f in files if stdlib.is_validation(f[0]) == side) for side in (False, True)]
@@ -554,7 +554,7 @@ def paths_data(runs):
 
 
 def paths_cache(runs):
-    """Programs for several CPU devices are not kept there."""
+    """For several CPU devices the compile cache stays off, so the test fakes a single device."""
     told: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.config, "update", told.__setitem__)
@@ -598,7 +598,8 @@ ELSEWHERE = {
     "train.memory_fraction",  # tests/unit/test_config.py
     "train.max_minutes",  # tests/unit/test_timelimit.py
     "train.timeouts",  # tests/unit/test_watchdog.py
-    "sharding.rules.layers",  # of '' or stage, test_mesh_rules.py: without stages nothing, and with them nothing else
+    # '' or stage: without stages the key has no effect, and with stages no other value is allowed (test_mesh_rules.py)
+    "sharding.rules.layers",
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",

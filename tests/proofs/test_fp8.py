@@ -1,4 +1,4 @@
-"""FP8: matmuls against what the formats define, what is not finite, layouts, remat, exclusions, and the compiler's program."""
+"""FP8: matmuls against the formats' definitions, values that are not finite, layouts, remat, exclusions, and the program."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ NODE = parse("h200:8")
 
 @pytest.mark.parametrize("dtype", F8)
 def test_scales(dtype):
-    """A power of two, by which the largest element fits and half of which it would not, or only just."""
+    """The scale is a power of two. The largest element fits, and with half of the scale it would not, or only just."""
     most = float(jnp.finfo(dtype).max)
     amax = np.array([1e-30, 3e-5, 0.7, 1.0, most, 2 * most, 1e4, 3e38], np.float32)
     scale = np.asarray(jax.jit(fp8.scale_of, static_argnums=1)(amax, dtype))
@@ -53,7 +53,7 @@ AXES = {"BTD,DF->BTF": ("embed", "mlp"), "BTNH,DNH->BTD": ("embed", "heads", "he
 
 
 def product(eqn, x, w, dy):
-    """y, dx, dw of a weight held in 8 bits, on one device."""
+    """Return y, dx and dw of a weight in FP8, on one device."""
     run = helpers.tiny({"precision": "fp8"})
     zero = make_zero(run, helpers.program(run).placement, numerics_of(run))
 
@@ -70,14 +70,14 @@ def arrays(eqn, seed=0):
     (x_shape, w_shape), keys = PRODUCTS[eqn], jax.random.split(jax.random.key(seed), 3)
     y_shape = jax.eval_shape(lambda x, w: jnp.einsum(eqn, x, w), *(jnp.zeros(s) for s in (x_shape, w_shape))).shape
     x, dy = (jax.random.normal(k, s, jnp.bfloat16) for k, s in ((keys[0], x_shape), (keys[1], y_shape)))
-    # Gradients of very different sizes, of which e5m2 keeps what e4m3 would lose.
+    # Gradients of very different sizes, some of which only e5m2 can represent.
     dy *= jnp.exp2(jax.random.randint(keys[1], y_shape, -18, 1).astype(jnp.bfloat16))
     return x, 0.02 * jax.random.normal(keys[2], w_shape), dy
 
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
 def test_matmuls_are_those_of_rounded_numbers(eqn):
-    """All three, up to one rounding to bfloat16 (2^-9 of the result) and sums in float32 (2^-24 of each term, at most)."""
+    """y, dx and dw agree up to one rounding to bfloat16 (2^-9 of the result) and float32 sums (2^-24 of each term, at most)."""
     x, w, dy = arrays(eqn)
     x8, w8, dy8 = emulated(x, fp8.E4M3), emulated(w, fp8.E4M3), emulated(dy, fp8.E5M2)
     inputs, y = eqn.split("->")
@@ -91,8 +91,10 @@ def test_matmuls_are_those_of_rounded_numbers(eqn):
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
 def test_matmuls_against_exact_ones(eqn):
-    """Off by no more than the formats allow: half a unit in the last of 3 (e4m3) or 2 (e5m2) bits of each factor, or half of
-    the smallest number times the scale where that is more."""
+    """The error is at most the formats': half a unit in the last of 3 (e4m3) or 2 (e5m2) bits of each factor.
+
+    For small factors it is half of the smallest number times the scale.
+    """
     x, w, dy = arrays(eqn, 1)
 
     def error(a, dtype):
@@ -111,13 +113,13 @@ def test_matmuls_against_exact_ones(eqn):
         both = np.einsum(formula, abs(exact[a]) + off[a], abs(exact[b]) + off[b])
         allowed = both - np.einsum(formula, abs(exact[a]), abs(exact[b]))
         assert (abs(got - want) <= allowed + 2.0**-8 * both).all(), formula
-        assert abs(got - want).max() > 2.0**-8 * abs(want).max()  # it was rounded at all
+        assert abs(got - want).max() > 2.0**-8 * abs(want).max()  # the result was rounded at all
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 def test_what_is_not_finite_stays_so(where, bad):
-    """A conversion to e4m3 that saturates would make 448 of infinity, and nobody would know that the run diverged."""
+    """A saturating conversion to e4m3 would turn infinity into 448, and the run would not notice that it diverged."""
     eqn = "BTD,DF->BTF"
     given = dict(zip(("x", "w", "dy"), arrays(eqn), strict=True))
     given[where] = given[where].at[(0,) * given[where].ndim].set(bad)
@@ -133,7 +135,9 @@ def test_zeros():
 
 
 def feed_forward(x, weights, dy, activation, bounded):
-    """y, dx and the gradients of gate, up and down, and the projections: by `gated_linear`, or by three `dot`s."""
+    """Return y, dx, and the gradients of gate, up and down, by `gated_linear` or by three `dot`s. Also
+    return the projections.
+    """
 
     @jax.jit
     def run(x, weights, dy):
@@ -154,11 +158,11 @@ def feed_forward(x, weights, dy, activation, bounded):
 @pytest.mark.parametrize("size", [0.1, 30.0])
 @pytest.mark.parametrize("activation", layers.NONLINEARITIES)
 def test_gradients_scaled_by_a_bound(activation, size):
-    """Beside three plain matmuls. The output and down's gradient are the same bits.
+    """Compare `gated_linear` with three plain matmuls. The output and down's gradient have equal bits.
 
     The gradients of gate and up have other scales. The largest gradient of their product h is at most dh = sum of |dy| |w|, so
     their scales are at most s = 2 SLOPE dh max(|gate|, |up|) / 57344, and an element differs by at most s 2^-16: half of the
-    smallest number with each scale. The results are rounded to bfloat16, and dx is a sum of two that are.
+    smallest number with each scale. The results are rounded to bfloat16, and dx is a sum of two rounded results.
     """
     B, T, D, F, u = 2, 24, 32, 48, 2.0**-8
     keys = jax.random.split(jax.random.key(0), 5)
@@ -181,7 +185,7 @@ def test_gradients_scaled_by_a_bound(activation, size):
 
 @pytest.mark.parametrize("activation", layers.NONLINEARITIES)
 def test_slopes_of_activations(activation):
-    """With four roundings to bfloat16: of the activation's slope, of two products and of a factor."""
+    """Four roundings to bfloat16 are allowed: of the activation's slope, of two products and of a factor."""
     f = layers.NONLINEARITIES[activation]
     slopes = jax.vmap(jax.grad(f))(jnp.linspace(-30, 30, 60_001))
     assert float(f(0.0)) == 0 and 1 < float(abs(slopes).max()) * (1 + 2.0**-8) ** 4 < fp8.SLOPE
@@ -194,7 +198,7 @@ def test_slopes_of_activations(activation):
     "name",
     helpers.few(
         (
-            "2 queries a key: tensor8",  # each key/value head on two devices
+            "2 queries a key: tensor8",  # two devices share each key/value head
             "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
             "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
         ),
@@ -202,7 +206,7 @@ def test_slopes_of_activations(activation):
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
-    """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
+    """Differences are within the bounds of rounding (parity/compare.py). Each device has its own scales."""
     comparison = matrix.against_one_device(name, "fp8")
     assert not comparison.wrong, comparison.wrong
 
@@ -216,12 +220,12 @@ FSDP = {"mesh.fsdp": 2, "remat.policy": "full"}
     [
         pytest.param({}, {"remat.policy": "full"}, marks=pytest.mark.more),
         ({}, {"remat.policy": "dots"}),
-        pytest.param(FSDP | {"sharding.gather": "forward"}, FSDP, marks=pytest.mark.more),  # the last layer apart
+        pytest.param(FSDP | {"sharding.gather": "forward"}, FSDP, marks=pytest.mark.more),  # the last layer is outside the loop
     ],
     ids=["full", "dots", "last apart"],
 )
 def test_remat_gives_the_same_gradients(one, other):
-    """Bit for bit: what is kept in 8 bits is what would be computed again."""
+    """Gradients are equal, bit for bit: saved FP8 arrays equal the recomputed ones."""
     kept, again = first_gradients(helpers.tiny(SMALL | one)), first_gradients(helpers.tiny(SMALL | other))
     for name, a in kept.items():
         assert np.array_equal(a, again[name]), name
@@ -229,20 +233,20 @@ def test_remat_gives_the_same_gradients(one, other):
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """Over 20 steps, in which the loss falls; benchmarks.numerics compares 300, docs/evidence/fp8_training.md has its table."""
+    """The losses agree over 20 steps. benchmarks.numerics compares 300 steps; docs/evidence/fp8_training.md has its table."""
     eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
     assert eight[-1] < 0.95 * eight[0]
     assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
 
 
 def test_checkpoints_do_not_change():
-    """A run in bfloat16 goes on in FP8, and back: the state has the same tensors, types and layouts."""
+    """A bfloat16 run continues in FP8, and back: the state has the same tensors, types and layouts."""
     eight, sixteen = (helpers.program(helpers.tiny(SMALL | {"precision": p})).state for p in ("fp8", "bf16"))
     assert abstract_tensors(eight) == abstract_tensors(sixteen)
     assert {str(a.dtype) for a in jax.tree.leaves(eight)} == {"float32", "int32"}
 
 
-# ---- What is in 8 bits
+# ---- Which matmuls are in FP8
 
 
 @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ def test_gpus_without_fp8_are_refused(sm, wrong):
     assert not wrong or "FP8 needs a GPU of compute capability 8.9" in str(found[0])
 
 
-# ---- What the compiler makes of it
+# ---- The compiled program
 
 
 def planned(machine):
@@ -299,7 +303,9 @@ def plan():
 
 @pytest.mark.more
 def test_every_matmul_is_an_fp8_call_on_one_gpu_too():
-    """Nothing is gathered there, and so nothing stands between rounding a stack of weights and taking a layer from it."""
+    """On one GPU nothing is gathered, so the compiler could merge the rounding of a stack of weights with
+    the slice of a layer.
+    """
     _, _, made = planned(parse("h200:1"))
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
 
@@ -314,7 +320,9 @@ def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
 
 
 def test_weights_that_do_not_learn_have_fewer_products():
-    """Two each, and in the first layer, before which nothing learns, one; adapters' own are wide, and a few of them named."""
+    """Frozen weights have two matmuls each, and one in the first layer. Matmuls of adapters stay in
+    bfloat16; a few are listed.
+    """
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))
     assert not [*warnings.fp8_warnings(run, program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
@@ -323,7 +331,7 @@ def test_weights_that_do_not_learn_have_fewer_products():
 
 
 def test_gradients_are_added_up_in_full(plan):
-    """cuBLASLt adds up faster, and with less care, where XLA is asked for the default precision: forward only."""
+    """With XLA's default precision, cuBLASLt sums faster and less exactly. Only forward matmuls use it."""
     _, compiled, _ = plan
     calls = [line for line in compiled.text.splitlines() if 'custom_call_target="__cublas$lt$matmul$f8"' in line]
     asked = {
@@ -337,8 +345,8 @@ def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
     run, compiled, made = plan
     gathers = [c for c in made.collectives if c.kind == "all-gather"]
     assert any("f8e4m3fn" in c.dtype for c in gathers)
-    # One byte for each weight of a layer, twice a microbatch but for the last layer, and two for each of the head; some travel
-    # as plain bytes. Scales of norms, and segments, are combined with them.
+    # One byte for each weight of a layer, twice a microbatch but once for the last layer, and two bytes for each weight of the
+    # head. Some weights are sent as plain bytes. Scales of norms, and segments, are combined with them.
     counts = flops.parameters(run.model)
     layer = (counts["attention"] + counts["mlp"]) / run.model.num_layers
     sent = run.train.grad_accum * (layer * (2 * run.model.num_layers - 1) + 2 * counts["head"]) * 7 / 8
@@ -352,7 +360,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
 
 
 def test_rates_differ_by_type(plan):
-    """As measured by others: 1,280 TFLOP/s against 720 in bfloat16."""
+    """FP8 runs at the measured 1,280 TFLOP/s, bfloat16 at 720."""
     run, _, made = plan
     least = bound.bound(run, NODE, made.rates)
     assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib

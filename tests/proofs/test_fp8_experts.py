@@ -1,4 +1,4 @@
-"""Experts in FP8: matmuls against what the formats define, layouts, rounds, and the compiler's program."""
+"""Experts in FP8: matmuls against the formats' definitions, layouts, rounds, and the compiled program."""
 
 import functools
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def held(w_EDF: jax.Array) -> fp8.Float8:
 
 @functools.cache
 def arrays(experts: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows of D and of F, each forward and as a gradient of very different sizes; weights."""
+    """Return rows x (R, D), h (R, F), gradients of very different sizes (R, F), and weights (E, D, F)."""
     keys = jax.random.split(jax.random.key(experts), 4)
     x_RD, h_RF = (jax.random.normal(k, (experts * R, n), jnp.bfloat16) for k, n in zip(keys, (D, F), strict=False))
     spread = jnp.exp2(jax.random.randint(keys[2], (experts * R, F), -18, 1).astype(jnp.bfloat16))
@@ -42,7 +42,7 @@ def arrays(experts: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 def close(got: jax.Array, eqn: str, a: np.ndarray, b: np.ndarray) -> bool:
-    """Up to one rounding to bfloat16 and sums in float32."""
+    """Return whether a result agrees with the exact einsum, up to one rounding to bfloat16 and sums in float32."""
     want, terms = np.einsum(eqn, a, b), np.einsum(eqn, abs(a), abs(b))
     off = abs(np.asarray(got, np.float64).reshape(want.shape) - want)
     return bool(np.count_nonzero(want) and (off <= 2.0**-8 * abs(want) + 128 * 2.0**-24 * terms).all())
@@ -50,7 +50,7 @@ def close(got: jax.Array, eqn: str, a: np.ndarray, b: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("experts", [1, 3])
 def test_matmuls_are_those_of_rounded_numbers(experts):
-    """Of every expert with its own rows; which of the rows are a gradient decides their type."""
+    """Each expert multiplies its own rows. Rows that are gradients have type e5m2, others e4m3."""
     x_RD, h_RF, d_RF, w_EDF = arrays(experts)
     x, h, d = ((emulated(a, t).reshape(experts, R, -1)) for a, t in ((x_RD, fp8.E4M3), (h_RF, fp8.E4M3), (d_RF, fp8.E5M2)))
     w, w8 = emulated(w_EDF, fp8.E4M3), held(w_EDF)
@@ -62,11 +62,11 @@ def test_matmuls_are_those_of_rounded_numbers(experts):
     assert close(eight.outer(x_RD, h_RF, experts, jnp.bfloat16, "D"), "ERD,ERF->EDF", dy, h5)
 
 
-SIZES = (40, 0, 29)  # of 72 rows; the last 3 are nobody's
+SIZES = (40, 0, 29)  # of 72 rows; the last 3 belong to no expert
 
 
 def by_rows(a: np.ndarray, w: np.ndarray, eqn: str) -> np.ndarray:
-    """Return each row times its own expert's weight, and zeros for those of nobody."""
+    """Return each row times its own expert's weight, and zeros for rows without an expert."""
     used = sum(SIZES)
     made = np.einsum(eqn, a[:used], np.repeat(w, SIZES, axis=0))
     return np.concatenate([made, np.zeros((len(a) - used, made.shape[1]))])
@@ -74,7 +74,7 @@ def by_rows(a: np.ndarray, w: np.ndarray, eqn: str) -> np.ndarray:
 
 @pytest.mark.parametrize("impl", ["ragged", "pallas"])
 def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
-    """Both sums, of both types; rows of nobody hold NaN, and neither a product nor the scale meets it."""
+    """Both contractions, with both types. Rows without an expert hold NaN, which neither a result nor the scale may contain."""
     reset_gpu_interpret_mode_state()
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
     x_RD, _, d_RF, w_EDF = arrays(3)
@@ -92,7 +92,7 @@ def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(bad):
-    """In all rows of a device, other experts' too: they share a scale."""
+    """All rows of the device become NaN, of other experts too: they share a scale."""
     x_RD, _, d_RF, w_EDF = arrays(3)
     x_RD = x_RD.at[0, 0].set(bad)
     assert np.isnan(np.asarray(eight.times(x_RD, held(w_EDF), "D", gradient=False), np.float32)).all()
@@ -114,7 +114,7 @@ def test_what_is_not_finite_stays_so(bad):
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
-    """As far apart as rounding may bring them (parity/compare.py). Each device has scales of its own."""
+    """Differences are within the bounds of rounding (parity/compare.py). Each device has its own scales."""
     comparison = matrix.against_one_device(name, "fp8")
     assert not comparison.wrong, comparison.wrong
 
@@ -130,7 +130,7 @@ def losses(*given) -> np.ndarray:
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """Over 20 steps in which the loss falls, with one expert a device and none dropped."""
+    """The losses agree over 20 steps, with one expert a device and no dropped tokens."""
     wide, eight_bits = losses(("precision", "bf16")), losses()
     assert eight_bits[-1] < 0.95 * eight_bits[0]
     assert (abs(eight_bits / wide - 1) < 0.01).all() and (eight_bits != wide).any()
@@ -138,23 +138,25 @@ def test_losses_follow_those_in_bfloat16():
 
 @pytest.mark.more
 def test_further_rounds_lose_nothing():
-    """A buffer that half of the tokens fit in takes two rounds, whose rows have scales of their own: powers of two."""
+    """A buffer for half of the tokens takes two rounds. The rows of each round have their own scale, a power of two."""
     assert (abs(losses(("moe.buffer", 0.5)) / losses() - 1) < 1e-3).all()
 
 
 @pytest.mark.more
 def test_remat_gives_the_same_gradients():
-    """Bit for bit: a gathered weight's bits and scale are what would be computed again."""
+    """Gradients are equal, bit for bit: a gathered weight's bits and scale equal the recomputed ones."""
     kept, again = (first_gradients(helpers.tiny(MOE | ALONE | {"remat.policy": p})) for p in ("none", "full"))
     for name, a in kept.items():
         assert np.array_equal(a, again[name]), name
 
 
-Products = list[tuple[str, str, bool | str]]  # times or outer; what is contracted, or ""; which rows are a gradient
+Products = list[tuple[str, str, bool | str]]  # (times or outer, the contracted axis or "", which rows are a gradient)
 
 
 def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tuple[Products, Products]:
-    """Products in 8 bits of one block of experts, as they are traced: forward, and in the backward pass."""
+    """Return the FP8 matmuls of one block of experts, in the order of tracing: of the forward pass, and of
+    the backward pass.
+    """
     run = helpers.tiny(MOE | given)
     placement, numerics, model = helpers.program(run).placement, numerics_of(run), run.model
     zero = make_zero(run, placement, numerics)
@@ -211,13 +213,13 @@ def test_gradients_of_weights_of_uneven_rows_are_not_in_8_bits(monkeypatch):
 
 
 def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
-    """What a second round computes anew has the types of the first; the backward pass repeats gate and up."""
+    """A second round recomputes with the types of the first. The backward pass repeats gate and up."""
     forward, backward = products(ALONE | {"moe.buffer": 0.5}, monkeypatch)
     assert set(forward) == {*FORWARD} and len(forward) >= 2 * len(FORWARD)
     assert set(backward) == {*FORWARD[:1], *BACKWARD} and len(backward) >= 2 * len(BACKWARD) + 2
 
 
-# ---- What is in 8 bits
+# ---- Which matmuls are in FP8
 
 
 def test_all_matmuls_of_a_model_with_experts_are_in_8_bits():
@@ -232,7 +234,7 @@ def test_all_matmuls_of_a_model_with_experts_are_in_8_bits():
 
 @pytest.mark.more
 def test_rows_in_groups_with_a_capacity_train():
-    """What the refusal of uneven rows names (test_mesh_rules.py)."""
+    """The settings that the refusal of uneven rows recommends (test_mesh_rules.py)."""
     run = helpers.tiny(MOE | {"mesh.expert": 2, "mesh.fsdp": 4, "moe.capacity_factor": 2.0})
     assert "layers.mlp.gate" in names(run)
     assert helpers.train(run, 2).loss[-1] > 0
@@ -247,12 +249,12 @@ def planned(*overrides: str) -> result.Plan:
     return read_plan(compile_step(run, NODE), run, NODE)
 
 
-ROUTER = 3  # products of a layer's router: float32
+ROUTER = 3  # matmuls of a layer's router, in float32
 
 
 @pytest.mark.more
 def test_products_of_uneven_rows_are_fp8_calls():
-    """But for the gradients of three weights."""
+    """All matmuls are FP8 calls except those of three weights' gradients."""
     made = planned("--config.mesh.expert=2", "--config.mesh.fsdp=4")
     assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (18.0, 21.0 + ROUTER)
     assert not [w for w in made.warnings if "fp8" in w]
@@ -265,7 +267,7 @@ def test_products_of_uneven_rows_are_fp8_calls():
     ids=["one each", "capacity"],
 )
 def test_every_matmul_is_an_fp8_call(layout):
-    """Of one expert a device, and of four with a place each for the same number of rows."""
+    """The layouts: one expert a device, and four experts with a capacity, which makes their numbers of rows equal."""
     made = planned(*layout)
     assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (21.0, 21.0 + ROUTER)
     assert all("router" in name for name in made.matmuls.wide)

@@ -1,4 +1,4 @@
-"""Frozen parameters: they stay as they are to the bit, and nothing is computed, held or sent for them."""
+"""Frozen parameters keep their bits, and the step computes, stores and sends nothing for them."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ from jaxtrain import flops
 SMALL = {"model.num_layers": 2, "model.num_kv_heads": 2, "train.global_batch": 8, "optimizer.weight_decay": 0.5}
 PATTERNS = "embed.*,layers.mlp.*,layers.attention.wk,head"
 FROZEN = re.compile(r"params\.(embed\.|layers\.\d\.mlp\.|layers\.\d\.attention\.wk|head)")
-# Every way in which a step holds weights and adds gradients up; of 2 key/value heads each of 4 ranks has a copy.
+# Every way in which a step stores weights and accumulates gradients. Each of 4 ranks copies one of 2 key/value heads.
 LAYOUTS = {
     "loop, last layer apart": {"mesh.fsdp": 2, "mesh.tensor": 4, "train.grad_accum": 2},
     "unrolled, added by layer": {"mesh.data": 2, "mesh.fsdp": 2, "train.grad_accum": 2, "parallel.scan_layers": False},
     "gathered once, moments on the host": {"mesh.fsdp": 2, "mesh.seq": 2, "sharding.zero": 1, "optimizer.offload": "moments"},
 }
-CLIP = {"optimizer.clip_norm": 0.0}  # the norm is of what is trained, and so would scale by another number
+CLIP = {"optimizer.clip_norm": 0.0}  # the norm covers trained parameters alone, so clipping would use another factor
 
 
 def frozen(names):
@@ -29,7 +29,7 @@ def frozen(names):
 
 @pytest.mark.more
 def test_the_rest_goes_as_it_would():
-    """One step: of all other parameters the gradients, and so their first moments, are those of a run that freezes nothing."""
+    """After one step, the gradients and first moments of all other parameters are those of a run without frozen parameters."""
     one, other = (helpers.train(helpers.tiny(SMALL | CLIP | more), 1).tensors for more in ({}, {"train.freeze": PATTERNS}))
     moments = [name for name in other if name.startswith("optimizer.mu.")]
     assert len(moments) == len([name for name in one if name.startswith("optimizer.mu.")]) - (2 + 2 * 4)
@@ -54,7 +54,7 @@ def test_what_is_frozen_stays_on_every_layout(layout):
 
 
 def dots(run):
-    """How many matrix products the compiled step has; how many numbers it sums over devices; how many scatters it has."""
+    """Return the numbers of matmuls, of elements in all-reduces, and of scatters in the compiled step."""
     text = helpers.train_step(run).as_text()
     assert text is not None
     summed = re.findall(r"= ([^=]*) (?:all-reduce|reduce-scatter)(?:-start)?\(", text)
@@ -70,7 +70,7 @@ def size(run, pattern):
 
 
 def test_nothing_is_computed_for_what_is_frozen():
-    """Unrolled, each weight's gradient is one product and one sum over devices."""
+    """In unrolled layers, each weight's gradient is one matmul and one sum over devices."""
     layout = {"mesh.fsdp": 2, "parallel.scan_layers": False, "remat.policy": "full"}
     everything = helpers.tiny(SMALL | layout)
     less = helpers.tiny(SMALL | layout | {"train.freeze": "layers.attention.w*,layers.mlp.*,head"})

@@ -1,4 +1,4 @@
-"""Golden plans: their files, what is a difference and what is not, and the command that writes them.
+"""Golden plans: their files, which changes count as differences, and the command that writes them.
 
 Broken steps are two layers of Llama 3 8B, compiled for described H200s.
 """
@@ -28,7 +28,7 @@ H200S = topology.parse("h200:8")
 
 
 def test_every_shipped_config_has_a_golden_plan():
-    """But the one that trains on CPUs, and the one whose model is that of its base."""
+    """Two configs have none: the one that trains on CPUs, and the one that uses its base's model."""
     files = {config.partition(":")[0] for config, _ in SHIPPED.values()}
     assert files == {f"configs/{file.name}" for file in (launch.REPO / "configs").glob("*.py")} - {
         "configs/tiny.py",
@@ -37,11 +37,11 @@ def test_every_shipped_config_has_a_golden_plan():
     assert {file.stem for file in golden_plans.FOLDER.iterdir()} == set(SHIPPED)
 
 
-# Warnings that shipped configs deserve: beginnings of their texts.
+# Expected warnings of shipped configs: the beginnings of their texts.
 DESERVED = {
     # Routing statistics are summed over all devices in each layer.
     "gpt_oss_20b": ("exposed communication",),
-    # Experts wait for their tokens, and routers are gathered in the float32 in which they are stored.
+    # The wait for the experts' tokens is exposed, and routers are gathered in float32, in which they are stored.
     "deepseek_v3": ("exposed communication", "float32 all-gather over fsdp+expert"),
 }
 
@@ -62,7 +62,7 @@ def test_golden_files_are_what_they_say(name, tmp_path):
 
 
 def planned_now() -> Plan:
-    """The plan of the program that the code makes at this moment."""
+    """Return the plan of the program that the current code makes."""
     return make_plan(config(TWO, *ONE_EACH), H200S, rates=datasheet(H200S.gpu, "bf16"), name="configs/llama3_8b.py")
 
 
@@ -72,12 +72,12 @@ def healthy() -> Plan:
 
 
 def test_a_healthy_step_gives_no_warning(healthy):
-    """But that of two layers alone, which leave little to overlap with. The golden plans have none at all."""
+    """The one warning is that two layers leave little to overlap with. Golden plans have no warning at all."""
     assert [w for w in healthy.warnings if not w.startswith("exposed communication")] == []
 
 
 def named(differences, what):
-    """The sentence about one figure."""
+    """Return the sentence about one figure."""
     (found,) = [d for d in differences if d.startswith(f"{what}: ")]
     return found
 
@@ -87,7 +87,7 @@ def warned(differences):
 
 
 def test_float32_gathers_are_found(healthy, monkeypatch):
-    """Clipped before it is cast, a weight is gathered in float32. A cast alone the compiler moves in front of the gather."""
+    """A weight is clipped before its cast, so it is gathered in float32. XLA would move a cast alone before the gather."""
 
     def gather(w, how):
         for dim, over in how.dims:
@@ -106,7 +106,7 @@ def test_float32_gathers_are_found(healthy, monkeypatch):
 
 
 def test_a_head_that_is_gathered_for_every_chunk_is_found(healthy, monkeypatch):
-    """A loss called for one chunk of tokens after the other. The barrier keeps the compiler from gathering once after all."""
+    """The loss is called for one chunk of tokens after another. A barrier keeps XLA from gathering the head only once."""
 
     def by_chunk(hidden, head, batch, spec):
         def parts(a):
@@ -146,11 +146,11 @@ def test_replicated_moments_are_found(healthy, monkeypatch):
     assert "optimizer.mu.layers.*.mlp" in moments or "optimizer.mu.head" in moments
 
 
-# ---- What is a difference, and what is not
+# ---- Changes that count as differences, and changes that do not
 
 
 def moved(plan: Plan, instruction: str, **fields) -> Plan:
-    """The plan with other fields in one of its collectives."""
+    """Return the plan with changed fields in one of its collectives."""
     changed = [dataclasses.replace(c, **fields) if c.instruction == instruction else c for c in plan.collectives]
     return dataclasses.replace(plan, collectives=tuple(changed))
 
@@ -199,7 +199,8 @@ def test_an_added_gather_is_found_with_its_line(healthy):
     assert f"; from jaxtrain/models/transformer.py:999 ({one.count} launch" in d
     (d,) = compare(from_plan(healthy), moved(healthy, one.instruction, wire_gib=one.wire_gib + 1.0))
     assert "+1.07 GB" in d and f"{one.source} (" in d and "before" in d
-    (d,) = compare(from_plan(healthy), moved(healthy, one.instruction, count=2 * one.count))  # the same bytes in smaller parts
+    # the same bytes in smaller collectives
+    (d,) = compare(from_plan(healthy), moved(healthy, one.instruction, count=2 * one.count))
     assert f"; +0 GB (+0.0%), {one.count:+,} launches" in d
     gone = tuple(c for c in healthy.collectives if c.kind != "all-to-all")
     (d,) = compare(from_plan(healthy), dataclasses.replace(healthy, collectives=gone))
@@ -250,7 +251,7 @@ def test_what_cannot_be_compared_is_refused(healthy, tmp_path):
 
 @pytest.fixture
 def run(capsys, tmp_path):
-    """Return a function that runs the command with a plan that is there already. None: it could not be made."""
+    """Return a function that runs the command with a ready plan; None: the plan could not be made."""
 
     def command(plan: Plan | None, write: bool = False) -> tuple[int, str]:
         def plan_many(requests, *, on_done):
@@ -280,7 +281,7 @@ def test_the_command_writes_compares_and_prints_what_changed(healthy, tmp_path, 
     code, text = run(more, write=True)
     assert code == 0 and "+2.00 GiB" in text
     assert run(more)[0] == 0
-    # If a file is written, a change within the margins is printed too.
+    # With `write`, a change within the margins is printed too.
     code, text = run(remembering(more, peak_gib=more.memory.peak_gib + 0.01), write=True)
     assert code == 0 and "peak memory" in text
 

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 against float32, tensor by tensor, on real text: sums over many tokens must not be rounded midway."""
+"""Gradients in bfloat16 against float32, tensor by tensor, on real text: sums over many tokens keep their precision."""
 
 import helpers
 import jax
@@ -18,7 +18,7 @@ EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 @pytest.mark.parametrize("mesh", [{}, {"mesh.data": 2, "mesh.fsdp": 2}, EIGHT])
 def test_a_frequent_token_gets_all_of_its_gradient(mesh):
-    """3,000 occurrences of one token with equal gradients: a bfloat16 sum would stop at 256 of them."""
+    """One token occurs 3,000 times with equal gradients. A sum in bfloat16 would stop growing at 256 of them."""
     run = helpers.tiny(mesh)
     p = make_placement(run, helpers.devices_of(run))
     V, D, B, T = 16, 8, 8, 512
@@ -38,8 +38,8 @@ def test_a_frequent_token_gets_all_of_its_gradient(mesh):
     assert jnp.array_equal(got, jnp.broadcast_to(counts[:, None].astype(jnp.float32), (V, D)))
 
 
-# Less than 25 rounded operations lie between a weight and the loss on any path here, each off by up to 2^-8, and their errors
-# add up like a random walk.
+# Any path from a weight to the loss has fewer than 25 rounded operations, each off by up to 2^-8, and their errors add up like
+# a random walk.
 BOUND = 25**0.5 * 2**-8
 
 
@@ -49,7 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def gradients(text: str, **overrides) -> dict[str, np.ndarray]:
-    """Gradient of every parameter on one batch of real text, times 1 - beta1: the first moment after a step from zero."""
+    """Return every parameter's gradient on one batch of real text, times 1 - beta1: the first moment after a step from zero."""
     run = helpers.tiny(
         {
             "data.source": text,
@@ -76,7 +76,7 @@ def off(got: np.ndarray, true: np.ndarray) -> float:
 
 
 def errors_of(got: dict[str, np.ndarray], true: dict[str, np.ndarray]) -> dict[str, float]:
-    # The keys' bias shifts all scores of a query alike, which softmax does not see: its true gradient is zero.
+    # The keys' bias shifts all scores of a query alike, so softmax cancels it: its true gradient is zero.
     return {name: off(got[name], g) for name, g in true.items() if "bk" not in name}
 
 
@@ -93,7 +93,7 @@ def test_bfloat16_gradients_are_those_of_float32(text, mesh):
 
 @pytest.mark.parametrize("zero", helpers.few((0, 1, 2), 2))
 def test_gradients_of_bfloat16_weights_are_float32(text, zero):
-    """A weight held in bfloat16 does not round its gradient: sums over microbatches and devices are those of float32."""
+    """Weights in bfloat16 have unrounded gradients: sums over microbatches and devices are in float32."""
     layout = EIGHT | {"train.grad_accum": 2, "sharding.zero": zero, "dtypes.reduce": "f32"}
     got = gradients(text, precision="bf16", **layout)
     errors = errors_of(got, gradients(text))
@@ -104,7 +104,7 @@ def test_gradients_of_bfloat16_weights_are_float32(text, zero):
 
 
 def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
-    """Weights a thousandth as large, whose sum is below 1: the same mean loss and gradients, not ones a thousandth as large."""
+    """With weights a thousandth as large, whose sum is below 1, mean loss and gradients stay the same."""
     run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": 2})
     program, host = helpers.program(run), helpers.host_batch(run, 0)
     params = helpers.fresh_state(run).params
@@ -124,13 +124,13 @@ def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
 
 
 def test_microbatches_weigh_as_many_targets_as_they_have():
-    """The mean is over all targets, and no mean of the microbatches' means."""
+    """The mean is over all targets; it is not the mean of the microbatches' means."""
     found = []
     for accum in (1, 2):
         run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": accum})
         program, host = helpers.program(run), dict(helpers.host_batch(run, 0))
         host["weights"] = host["weights"].copy()
-        host["weights"][:6] = 0  # of the 8 rows of the first microbatch
+        host["weights"][:6] = 0  # in the 8 rows of the first microbatch
         batch = place_batch(host, program.batch, program.context)
         (loss, _), grads = program.gradients(helpers.fresh_state(run).params, batch)
         found.append((float(loss), jax.tree.leaves(grads)))

@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: all families give the logits of transformers, and come back as they were."""
+"""Import and export of Hugging Face models: all families give transformers' logits, and a round trip changes nothing."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     assert off(logits(TOKENS, SEGMENTS), name) < SAME
 
 
-# Family -> what is switched off: keys of config.Model, or parts of the family's structure.
+# Family -> features that are switched off: keys of config.Model, or fields of the family's structure.
 OFF = [
     ("llama", {"rope_scaling": "none"}),
     ("llama", {"rope_base": 10_000.0}),
@@ -109,14 +109,14 @@ def test_without_any_one_option_they_are_not(tmp_path, name, change, monkeypatch
 
 @pytest.mark.parametrize("form", [4, 5])
 def test_yarn_turns_as_in_transformers(form):
-    """The factor and the frequencies of each of its settings; read from either form of config.json, and written to both."""
+    """The factor and frequencies agree for each form of config.json, which is read and written."""
     tree = hugging_face.settings("qwen3_yarn", form)
     for settings, (factor, *frequencies) in zip(YARN, GOLDEN["yarn"], strict=True):
         rotary = {"rope_type": "yarn", **settings}
         old, new = {"rope_theta": 3000.0, "rope_scaling": rotary}, {"rope_parameters": {"rope_theta": 3000.0, **rotary}}
         model = model_of({**tree, **(old if form == 4 else new)})
         np.testing.assert_allclose(rotary_factor(model), factor, rtol=1e-12)
-        # A power in float32 is off by some ten roundings, here and there.
+        # A power in float32 may be off by some ten roundings.
         np.testing.assert_allclose(rotary_frequencies(model), frequencies, rtol=2e-6)
         run = helpers.tiny({f"model.{key}": value for key, value in dataclasses.asdict(model).items()})
         written = exporting.config_json(run, "f32", 0)
@@ -143,7 +143,7 @@ def packed_documents() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_gradients_are_those_of_transformers(tmp_path, name):
-    """Of every parameter, from two documents in one row, that transformers computes one by one: norm and direction."""
+    """Every parameter's gradient agrees in norm and direction. Two documents share a row; transformers computes each alone."""
     folder = open_folder(hugging_face.write(tmp_path, name))
     shape = {f"model.{k}": v for k, v in dataclasses.asdict(folder.model).items()}
     how = {"data.seq_len": sum(DOCUMENTS), "train.global_batch": 1, "data.max_segments": len(DOCUMENTS)}
@@ -160,14 +160,14 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
     got = np.array([[np.linalg.norm(g), (g * hugging_face.random_weight(n, g.shape)).sum()] for n, g in sorted(theirs.items())])
     wanted = hugging_face.GOLDEN[f"{name}_gradients"]
     assert got.shape == wanted.shape and (wanted[:, 0] > 0).mean() > 0.9
-    # Sums of a few thousand terms in float32, in another order: some 1e-6 of the norm.
+    # Sums of a few thousand float32 terms in another order differ by some 1e-6 of the norm.
     np.testing.assert_allclose(got[:, 0], wanted[:, 0], rtol=1e-5, atol=1e-6)
     assert (np.abs(got[:, 1] - wanted[:, 1]) <= 1e-5 * wanted[:, 0] + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_logits_of_packed_documents_are_those_of_transformers(tmp_path, name):
-    """Of two documents in one row, that transformers computes one by one."""
+    """Two documents share a row; transformers computes each alone."""
     batch = packed_documents()
     logits = logits_of(open_origin(str(hugging_face.write(tmp_path, name))))
     assert np.abs(logits(batch["tokens"], batch["segments"])[0] - GOLDEN[f"{name}_documents"]).max() < SAME
@@ -175,7 +175,7 @@ def test_logits_of_packed_documents_are_those_of_transformers(tmp_path, name):
 
 
 def test_documents_of_a_row_do_not_see_each_other(tmp_path):
-    """Segments: each document's logits are those of the document by itself."""
+    """With segments, each document's logits equal those of the document alone."""
     logits = logits_of(open_origin(str(hugging_face.write(tmp_path, "gemma3"))))
     segments = np.repeat([[1, 2]], (20, 12), axis=1)
     both = logits(TOKENS[:1], segments)
@@ -192,7 +192,9 @@ def test_logits_are_those_of_all_experts_whatever_capacity_a_run_had(tmp_path):
 
 @pytest.mark.parametrize("name", helpers.few(FAMILIES, "qwen2", "gemma3", "mixtral", "deepseek_v3"))
 def test_round_trip(tmp_path, name):
-    """Imported and exported: the same tensors bit for bit, a config that reads the same, and transformers' own logits."""
+    """After import and export, the tensors are equal bit for bit, the config reads the same, and transformers' logits are
+    equal.
+    """
     folder, ours, said = imported(tmp_path, name)
     assert "0 unused, 0 missing; stored as f32" in said[0]
     out = tmp_path / "back"
@@ -215,7 +217,7 @@ def test_logits_command(tmp_path, capsys):
 
 
 def test_a_key_that_is_missing_can_be_said(tmp_path, capsys):
-    """Llama 2's config.json has no rope_theta."""
+    """Llama 2's config.json has no rope_theta, so the user sets it."""
     folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=None)
     args = ["import", str(folder), f"--out={tmp_path / 'ours'}"]
     assert command.main(args) == 2
@@ -226,7 +228,7 @@ def test_a_key_that_is_missing_can_be_said(tmp_path, capsys):
 
 
 def test_an_imported_run_can_be_moved(tmp_path, capsys, monkeypatch):
-    """Its tokenizer goes with it; adapters name their base, wherever it is, by --base."""
+    """The tokenizer moves with the run. --base gives adapters the new path of their base."""
     theirs = hugging_face.write(tmp_path / "theirs", "llama", vocab=264)
     write_byte_tokenizer(theirs)
     assert command.main(["import", str(theirs), f"--out={tmp_path / 'first' / 'model'}"]) == 0
@@ -268,7 +270,7 @@ def test_an_import_that_cannot_be_saved_is_an_error(tmp_path, monkeypatch, capsy
 
 
 def test_peft_finds_the_base_by_its_name(tmp_path):
-    """A folder of the hub's cache has a name there; what jaxtrain trained has none."""
+    """PEFT finds a base in the hub's cache by its hub name. A base that jaxtrain trained has no hub name."""
     cached = hugging_face.write(tmp_path / "models--some--model-1B" / "snapshots" / "0123abcd", "llama")
     assert peft.base_name(str(cached)) == "some/model-1B"
     import_folder(open_folder(cached), tmp_path / "ours", "auto", lambda line: None)
@@ -298,7 +300,9 @@ def test_export_refuses_what_no_family_holds(tmp_path):
 
 
 def test_a_replaced_export_survives_a_kill(tmp_path, monkeypatch):
-    """At every moment the old or the new model is in a folder that no later export deletes before it has a whole one."""
+    """At every moment a folder holds the old or the new model. No later export deletes that folder before it has a complete
+    model.
+    """
     _, ours, _ = imported(tmp_path, "llama")
     out, moved = tmp_path / "out", tmp_path / "out.replaced"
     exported(ours, out)
@@ -307,7 +311,7 @@ def test_a_replaced_export_survives_a_kill(tmp_path, monkeypatch):
         killed = saved.killed_after(monkeypatch, out, changes, lambda: exported(ours, out, force=True))
         kept = out if out.exists() else moved
         assert tensors_of(kept).keys() == old.keys() and is_folder(kept), changes
-        if not out.exists():  # the next export may be killed, too, and needs no --force
+        if not out.exists():  # the next export may be killed too, and needs no --force
             assert saved.killed_after(monkeypatch, out, 1, lambda: exported(ours, out))
             assert is_folder(moved)
             exported(ours, out)
@@ -330,7 +334,7 @@ def test_an_export_needs_the_name_of_a_folder(tmp_path, capsys, monkeypatch):
 
 
 def test_a_checkpoint_is_listed_once_however_many_tensors_are_exported(tmp_path, monkeypatch):
-    """In a bucket each listing and each reading of meta.json is a request."""
+    """In a bucket each listing and each read of meta.json is a request."""
     _, ours, _ = imported(tmp_path, "llama")
     calls: list[str] = []
 

@@ -1,8 +1,8 @@
 """Every other kernel against its definition in float64, over random values, on one device and on eight.
 
-As in test_attention_properties.py, errors are held against bounds that follow from the types, element by element: `e` is the
-roundoff of float32, in which all sums are made, `u` that of the compute dtype, to which results are rounded, and `r` that of
-the reduce dtype, in which the parts of a sum travel: each of P parts is rounded, and so may each of their P - 1 sums be.
+As in test_attention_properties.py, error bounds follow from the types, element by element. `e` is the roundoff of float32, in
+which all sums are made. `u` is that of the compute dtype, to which results are rounded. `r` is that of the reduce dtype, in
+which P partial sums are communicated: each of them is rounded, and so may each of their P - 1 sums be.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxtrain.train.loss import LossSpec
 from jaxtrain.zero import Zero
 
 MESHES = {"one device": {"mesh.fsdp": 1}, "eight": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}}
-TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # compute, reduce
+TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # (compute, reduce)
 B, T, D, F, H, V = 4, 6, 16, 24, 8, 40
 
 seeds = st.integers(0, 999)
@@ -46,7 +46,7 @@ def parts(mesh: str) -> int:
 
 
 def normal(seed: int, *shapes: tuple[int, ...], dtype: str = "f32", size: float = 1.0) -> list[np.ndarray]:
-    """Numbers that the dtype has; the first array is `size` as large."""
+    """Return random arrays whose numbers the dtype represents exactly. `size` scales the first array."""
     rng = np.random.default_rng(seed)
     sizes = (size, *(1.0,) * (len(shapes) - 1))
     return [
@@ -75,7 +75,7 @@ def zero_of(mesh: str, types: str) -> Zero:
 
 
 def on_shards(mesh: str, ins: tuple, outs: tuple):
-    """Run a function on the shards of arrays with these logical axes."""
+    """Return a decorator that runs a function on the shards of arrays with these logical axes."""
     p = placement(mesh)
     return lambda f: jax.jit(p.shard_map(f, tuple(map(p.spec, ins)), tuple(map(p.spec, outs))))
 
@@ -87,7 +87,7 @@ on = pytest.mark.parametrize(
 
 @on
 def test_dot(mesh, types):
-    """y = x w: D terms. dx = dy w^T: F terms, in parts. dw = x^T dy: B T terms, in parts, each made in the compute dtype."""
+    """y = x w: D terms. dx = dy w^T: F terms, in partial sums. dw = x^T dy: B T terms, in partial sums in the compute dtype."""
     n, u, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual, weight, hidden = ("batch", "residual", None), ("embed", "mlp"), ("batch", "sequence", "mlp")
@@ -112,7 +112,7 @@ def test_dot(mesh, types):
 
 @on
 def test_dot_of_heads(mesh, types):
-    """y = x w', each device's heads a term: F products in parts. dx: D terms. dw = x^T dy: B T terms, in parts."""
+    """y = x w': F terms, in partial sums by device. dx: D terms. dw = x^T dy: B T terms, in partial sums."""
     n, u, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual, weight, heads = ("batch", "residual", None), ("embed", "heads", "head_dim"), ("batch", "sequence", "heads", None)
@@ -143,9 +143,11 @@ def test_dot_of_heads(mesh, types):
 @on
 @pytest.mark.parametrize(("axes", "offset"), [(("batch", "residual", None), 0.0), (("batch", "sequence", "heads", None), 1.0)])
 def test_norm(mesh, types, axes, offset):
-    """1 / rms is off by c = (D / 2 + 8) e of itself: a mean of D squares, halved by the root. With n = x / rms, d = dy w and
-    m = mean(d n): y = n w and dx = (d - n m) / rms, dw = sum(n dy) over tokens, in parts, each rounded to
-    the compute dtype."""
+    """1 / rms is off by c = (D / 2 + 8) e of itself: a mean of D squares, halved by the root.
+
+    With n = x / rms, d = dy w and m = mean(d n): y = n w and dx = (d - n m) / rms. dw = sum(n dy) over tokens, in partial sums,
+    each rounded to the compute dtype.
+    """
     _, u, r = numerics(types)
     P, eps, zero = parts(mesh), 1e-5, zero_of(mesh, types)
     shape = (B, T, D) if len(axes) == 3 else (B, T, 4, H)
@@ -178,8 +180,10 @@ def test_norm(mesh, types, axes, offset):
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_rope(dtype):
-    """A pair is turned by its position times a frequency. The frequency, a power, is off by some 64 e of itself, and the angle
-    is rounded; sine and cosine add 4 e. Then two products and a sum. The gradient is the turn back."""
+    """A pair is rotated by its position times a frequency. The frequency, a power, is off by some 64 e of itself.
+
+    The angle is rounded; sine and cosine add 4 e. Then come two products and a sum. The gradient is the rotation back.
+    """
     base, u = 10_000.0, ROUNDOFF[dtype]
 
     @jax.jit
@@ -208,16 +212,18 @@ def test_rope(dtype):
 
 
 def test_stretched_frequencies():
-    """Of 4,096 positions: pairs that turn more than 4 times stay, those that turn less than once go 8 times slower."""
+    """For 4,096 positions, pairs with more than 4 turns keep their frequency, and pairs with less than one turn are 8 times
+    slower.
+    """
     freq = 2 * np.pi / np.array([100.0, 1024.0, 2048.0, 4096.0, 40000.0])
     got = rope.llama3_scaling(jnp.asarray(freq), 8.0, 1.0, 4.0, 4096)
-    share = np.array([1.0, 1.0, 1 / 3, 0.0, 0.0])  # of the frequency that is kept: linear in the number of turns
+    share = np.array([1.0, 1.0, 1 / 3, 0.0, 0.0])  # the fraction of the frequency that stays: linear in the number of turns
     np.testing.assert_allclose(got, freq * (share + (1 - share) / 8), rtol=1e-5)
     np.testing.assert_allclose(rope.linear_scaling(jnp.asarray(freq), 4.0), freq / 4, rtol=1e-6)
 
 
 def test_whole_head():
-    """The head for a loss of one's own: all of it on every device, and its gradient the sum of those of all devices."""
+    """A user's own loss gets the whole head on every device. The head's gradient is the sum over all devices."""
     p, zero = placement("eight"), zero_of("eight", "f32")
     spec = LossSpec(zero.numerics, p, zero, chunk=1, logit_softcap=0.0)
     (w,), (shares,) = normal(0, (V, D)), normal(1, (8, V, D))
@@ -236,7 +242,7 @@ def test_whole_head():
 
 @on
 def test_embedding(mesh, types):
-    """Rows as they are, rounded. A token's gradient is the sum of those of its occurrences, in parts."""
+    """Output rows are the table's rows, rounded. A token's gradient is the sum over its occurrences, in partial sums."""
     n, _, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual = ("batch", "residual", None)
@@ -268,9 +274,12 @@ def test_embedding(mesh, types):
     ("dtype", "chunk", "softcap", "z_loss"), [("f32", 7, 0.0, 0.0), ("f32", 30, 2.0, 0.1), ("bf16", 7, 0.0, 0.1)]
 )
 def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
-    """A logit l is off by d = (D + 2) e |x| |w|, and under a soft cap by 8 e c more; so a token's loss by what its logits are
-    off by and (V + 8) e, and its probabilities q by Q = q (d + sum(q d) + (V + 8) e). dl = weight (q - target) is rounded. The
-    z-loss z log(Z)^2 adds its slope 2 z log(Z) times q to that, and what log(Z) is off by times the slope to the loss."""
+    """A logit l is off by d = (D + 2) e |x| |w|, and with a soft cap by 8 e c more.
+
+    So a token's loss is off by the error of its logits plus (V + 8) e, and its probabilities q by Q = q (d + sum(q d) + (V + 8)
+    e). dl = weight (q - target) is rounded. The z-loss z log(Z)^2 adds its slope 2 z log(Z) times q to dl. The loss's error
+    grows by the error of log(Z) times the slope.
+    """
     n, u = 30, ROUNDOFF[dtype]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:split]), ("tensor",))
     of_head = jax.sharding.PartitionSpec(None, "tensor")

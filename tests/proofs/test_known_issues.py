@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.parity --known-issues`: it finds no bug here, and each bug of its three classes when that is planted."""
+"""`python -m jaxtrain.parity --known-issues`: it finds no bug in jaxtrain, and finds planted bugs of its three classes."""
 
 import json
 import os
@@ -23,12 +23,13 @@ FEW = (
 def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
-        monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
+        # The command sets these variables; monkeypatch restores them for later tests.
+        monkeypatch.setenv(name, os.environ[name])
 
 
 @pytest.fixture
 def retraced():
-    """Let JAX trace again: it keeps what it traced of a function, whatever was planted."""
+    """Clear JAX's caches: JAX would use a function's earlier trace, without the planted bug."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -75,7 +76,7 @@ def test_documents_that_leak_are_found(where, monkeypatch, retraced):
 
 
 def test_wrong_gradients_are_found(monkeypatch, capsys, tmp_path, retraced):
-    """A gradient is summed once too often over `data`. The command ends with 1, and names layout and tensor."""
+    """A gradient is summed twice over `data`. The command exits with 1, and names the layout and the tensor."""
     right = sharding.reduce_gradient
     monkeypatch.setattr(
         sharding, "reduce_gradient", lambda g, how: right(2 * g if g.ndim == 3 and "data" in how.summed else g, how)
@@ -101,7 +102,7 @@ def test_a_layout_that_cannot_run_is_wrong():
 @pytest.mark.more
 @pytest.mark.parametrize("planted", [False, True])
 def test_data_that_depends_on_processes_is_found(planted, monkeypatch):
-    """Planted: each process reads the first rows of a batch, whichever rows are its own."""
+    """The planted bug: each process reads the first rows of a batch instead of its own."""
     bug = """
 from jaxtrain.data.pipeline import Batches
 right = Batches.batch

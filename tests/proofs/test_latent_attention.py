@@ -1,6 +1,6 @@
-"""Latent attention and dense layers: the cache of latents, values narrower than keys, names in checkpoints, refusals.
+"""Latent attention and dense layers: the latent cache, values narrower than keys, names in checkpoints, refusals.
 
-Layouts are in matrix.py, parity with transformers in test_hf_models.py.
+matrix.py has the layouts; test_hf_models.py compares with transformers.
 """
 
 import functools
@@ -43,10 +43,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", helpers.few(CASES, "two tensor ranks", "adapters"))
 def test_a_cache_of_latents_decodes_what_expanded_keys_give(name):
-    """A prompt and then token by token: the logits are those of the whole text, which never sees a cache."""
+    """A prompt, then one token at a time: the logits equal those of the whole text, which uses no cache."""
     run = helpers.tiny(CASES[name])
     made, params = helpers.program(run), helpers.fresh_state(run).params
-    if run.lora.rank:  # an adapter begins as nothing
+    if run.lora.rank:  # a new adapter would add nothing
         params = jax.tree.map(lambda w: w + 0.1 * jnp.cos(jnp.arange(w.size, dtype=w.dtype).reshape(w.shape)), params)
     tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (1, 24)).astype(np.int32)
     sampler = Sampler(run, made.placement)
@@ -61,7 +61,7 @@ def test_a_cache_of_latents_decodes_what_expanded_keys_give(name):
     decode, cache = jax.jit(sampler.decode), sampler.empty_cache(1, 64)
     for first, last in ((0, 20), (20, 21), (21, 22)):
         logits, cache = decode(params, cache, tokens[:, first:last])
-        # Two orders of three matmuls in float32.
+        # The three matmuls may run in two orders, in float32.
         assert np.abs(logits - wanted[:, last - 1]).max() < 2e-5 * np.abs(wanted).max()
 
 
@@ -81,7 +81,7 @@ def rows():
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
 def test_values_may_be_narrower_than_keys(kernel):
-    """Output and gradients are those of values that zeros fill up."""
+    """Output and gradients equal those of values that are padded with zeros."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, k = (jax.random.normal(key, (1, 64, 4, 24)) for key in keys[:2])
     v, by = (jax.random.normal(key, (1, 64, 4, 16)) for key in keys[2:])
@@ -150,7 +150,7 @@ SMALLER = (
 
 
 def test_a_step_on_h200s_computes_what_the_formula_says():
-    """DeepSeek-V3 on a smaller scale, compiled for 8 H200s: cuDNN takes heads of 192 and 128 numbers."""
+    """A smaller DeepSeek-V3, compiled for 8 H200s: cuDNN supports heads of 192 (keys) and 128 (values) numbers."""
     made = plans.plan("h200:8", *SMALLER, of="configs/deepseek_v3.py")
     calls = [
         i for i, _, _, _ in hlo.walk(plans.module("h200:8", *SMALLER, of="configs/deepseek_v3.py")) if "fmhaSoftmax" in i.target

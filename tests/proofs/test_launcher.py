@@ -1,6 +1,6 @@
-"""run.sh installs and starts commands, without installing anything: uv, the environment's Python and nvidia-smi are stand-ins.
+"""run.sh installs packages and starts commands; uv, the environment's Python and nvidia-smi are fakes here.
 
-The real thing, a clean clone with an empty home, is `tests/campaign/fresh_clone.sh`, which downloads everything.
+`tests/campaign/fresh_clone.sh` tests the real installation: a clean clone with an empty home, which downloads everything.
 """
 
 import re
@@ -26,7 +26,7 @@ def test_no_arguments_install_once_and_train_tiny(machine: Machine):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"python <-m> <jaxtrain.runtime> <main> <--config={machine.repo}/configs/tiny.py>",
-        f"cwd {machine.cwd}",  # paths in arguments stay the caller's
+        f"cwd {machine.cwd}",  # paths in arguments are relative to the caller's folder
         f"path {machine.repo}",
         f"prefix {str(machine.repo / 'run.sh').replace(' ', f'{chr(92)} ')}",
     ]
@@ -39,7 +39,9 @@ def test_no_arguments_install_once_and_train_tiny(machine: Machine):
 
 
 def test_a_change_installs_again(machine: Machine):
-    """Requirements that changed; another Python, which takes a new environment; an installation that failed before."""
+    """The changes: other requirements, another Python, which needs a new environment, and an installation
+    that failed before.
+    """
     failed = machine.run(FAKE_SYNC_EXIT="1")
     assert (failed.returncode, failed.stdout) == (1, "") and "installation failed" in failed.stderr
     machine.calls()
@@ -63,7 +65,7 @@ def test_the_second_jax_stays_until_the_first_is_asked_for(machine: Machine):
 
 
 def test_the_exit_code_and_the_arguments_are_the_commands_own(machine: Machine):
-    """Whatever is in the arguments; the caller's PYTHONPATH stays behind the repository; a link leads here too."""
+    """Arguments may hold any text. The caller's PYTHONPATH comes after the repository. run.sh may be called through a link."""
     folder = machine.cwd / "linked folder"
     folder.symlink_to(machine.repo)
     (machine.cwd / "train").symlink_to("linked folder/run.sh")
@@ -95,7 +97,7 @@ def test_notebooks_open_in_their_folder_and_stay_installed(machine: Machine):
 
 
 def test_the_site_is_built_anew_and_its_tools_stay_installed(machine: Machine):
-    """A page that was deleted would stay in an old build, and a warning about an unchanged page would not be repeated."""
+    """In an old build, a deleted page would stay, and a warning about an unchanged page would not be repeated."""
     old = machine.repo / "build/docs/old.html"
     old.parent.mkdir(parents=True)
     old.touch()
@@ -114,9 +116,10 @@ def test_the_site_is_built_anew_and_its_tools_stay_installed(machine: Machine):
 @pytest.mark.parametrize(
     ("arguments", "env", "said"),
     [
-        ("trian", {}, r"^error: command = 'trian': is unknown\. Fix: \S*/run\.sh --config=FILE\.$"),  # near `train`
+        ("trian", {}, r"^error: command = 'trian': is unknown\. Fix: \S*/run\.sh --config=FILE\.$"),  # resembles `train`
         ("lnit", {}, r"^error: command = 'lnit': is unknown\. Fix: \S*/run\.sh lint\.$"),
-        ("config", {}, r"^error: command = 'config': is unknown\. Fix: one of main, preflight, "),  # a module, and no command
+        # a module that is no command
+        ("config", {}, r"^error: command = 'config': is unknown\. Fix: one of main, preflight, "),
         ("docs --open", {}, r"^run\.sh: docs --open: it takes --serve alone\. Fix: ./run\.sh docs --serve$"),
         ("../x", {}, r"^error: command = '\.\./x': is unknown\."),
         ("setup", {"JAXTRAIN_CUDA": "11"}, "JAXTRAIN_CUDA=11: must be 12 or 13; unset it"),
@@ -151,7 +154,7 @@ def test_a_dry_run_of_training_is_the_supervisors_where_it_is_installed(machine:
 
 
 def test_python_takes_the_launchers_place_with_a_stdin(machine: Machine):
-    """So that it gets the signals itself. A daemon's stdin may be closed."""
+    """Python replaces the launcher, so it gets signals itself. stdin may be closed, as a daemon's."""
     script(machine.bin / "venv-python", "#!/bin/bash\n[[ $1 == -c ]] && echo 3.12 && exit\necho $$ $(readlink /dev/fd/0)\n")
     machine.run("setup")
     for words in ([], ["data"], ["preflight", "--nodes=a,b"]):
@@ -169,7 +172,7 @@ def test_sourced_it_refuses_and_leaves_the_shell_alone(machine: Machine):
 
 
 def test_packages_are_chosen_once_and_kept(machine: Machine):
-    """CUDA where a GPU is or by request; on a login node too it stays."""
+    """CUDA is installed if there is a GPU or on request, and stays installed on a login node."""
     script(machine.bin / "nvidia-smi", "#!/bin/bash\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
     machine.run("setup")
     assert machine.installed() == ["cuda12"], "a GPU that only nvidia-smi shows"
@@ -196,7 +199,7 @@ def test_cudnn_is_chosen_and_kept(machine: Machine):
 
 def test_a_uv_that_does_not_run_is_replaced_by_a_private_one(machine: Machine):
     (machine.bin / "uv").rename(machine.bin / "good-uv")
-    script(machine.bin / "uv", "#!/bin/bash\nexit 127\n")  # as a pyenv shim of another version
+    script(machine.bin / "uv", "#!/bin/bash\nexit 127\n")  # a pyenv shim for another Python version exits like this
     script(
         machine.bin / "python3",
         """#!/bin/bash
@@ -215,7 +218,7 @@ esac
 
 
 def test_a_start_outside_the_environment_ends_with_a_sentence(tmp_path: Path):
-    """In a Python without packages, which -S gives."""
+    """-S starts Python without its packages, as outside the environment."""
     for module in ("jaxtrain.main", "jaxtrain.data", "jaxtrain"):
         command = [sys.executable, "-S", "-m", module, "--help"]
         done = subprocess.run(command, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path, capture_output=True, text=True)

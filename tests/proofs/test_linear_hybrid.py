@@ -1,6 +1,6 @@
-"""The recipe of a layer type from outside the package (recipes/linear_hybrid): its arithmetic, layouts, counts and refusals.
+"""The recipe of a layer type from outside the package (recipes/linear_hybrid): arithmetic, layouts, counts and refusals.
 
-As processes it trains, resumes and is planned in campaign/test_linear_hybrid_runs.py.
+campaign/test_linear_hybrid_runs.py trains, resumes and plans it in child processes.
 """
 
 import dataclasses
@@ -23,28 +23,28 @@ from jaxtrain.parity import compare
 from jaxtrain.sharding import LayoutError
 from jaxtrain.train.step_log import measure_rates
 
-sys.path.append(str(REPO / "recipes"))  # as PYTHONPATH has it for a user
+sys.path.append(str(REPO / "recipes"))  # a user sets PYTHONPATH to this folder
 recipe = importlib.import_module("linear_hybrid.gated_delta_net")
 
 SMALL = {
     **contract.SIZES,
     "model.family": "linear_hybrid.gated_delta_net:small",
     "model.num_layers": 4,
-    # The norm of an output divides by its length. At a document's first token that is |q . k| |v|, which may be as good as 0:
-    # with the usual 1e-5 it would multiply the rounding of q by up to 300.
+    # The norm of an output divides by its length. At a document's first token the length is |q . k| |v|, which may be nearly 0:
+    # with the usual 1e-5 the norm would multiply the rounding of q by up to 300.
     "model.norm_eps": 1e-2,
     "model.qk_norm": True,
     "train.global_batch": 8,
 }
 CHUNK, B, T, N, K, V = 16, 2, 90, 3, 8, 12
-# Documents that fill a chunk, begin at its border, begin and end within one, and reach over several; then padding.
+# Documents that fill a chunk, begin at its border, begin and end within one, and span several; then padding.
 LENGTHS = [[16, 16, 3, 1, 40, 14], [1, 50, 5, 25, 4, 5]]
 SEGMENTS = np.stack([np.repeat([1, 2, 3, 4, 5, 0], lengths) for lengths in LENGTHS]).astype(np.int32)
 ROUNDOFF = 2.0**-24
 
 
 def arguments(T: int = T) -> list[np.ndarray]:
-    """q, k, v, log decay and beta, which float32 holds exactly. Keys are a little shorter than 1."""
+    """Return q, k, v, log decay and beta, which float32 represents exactly. Keys are a little shorter than 1."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((B, T, N, width)) for width in (K, K, V))
     k /= 1.001 * np.linalg.norm(k, axis=-1, keepdims=True)
@@ -54,7 +54,7 @@ def arguments(T: int = T) -> list[np.ndarray]:
 
 
 def by_definition(q, k, v, log_decay, beta, segments):
-    """The delta rule token by token, and the length of the state that each token finds, in float64."""
+    """Return the delta rule, token by token in float64, and the length of the state before each token."""
 
     def one(before, token):
         q, k, v, log_decay, beta, starts = token
@@ -70,7 +70,7 @@ def by_definition(q, k, v, log_decay, beta, segments):
 
 
 def inverse_and_error(system, error):
-    """The inverse of 1 + system as the recipe computes it, and how far float32 may be from it; `error`: of the system."""
+    """Return the inverse of 1 + system as the recipe computes it, and its float32 error bound. `error`: the error of system."""
     size, block = len(system), 1
     row, column = np.indices(system.shape)
     x, dx = np.eye(size), np.zeros_like(system)
@@ -86,18 +86,18 @@ def inverse_and_error(system, error):
 
 
 def bound(q, k, v, log_decay, beta, segments):
-    """How far outputs in float32 may be from the definition, (B, T, N).
+    """Return the error bound of outputs in float32, (B, T, N).
 
     To first order in the roundoff e, with lengths of vectors and Frobenius norms of matrices. A sum of C log decays has an
-    error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1): so a decay has one of at most ((C + 1) / exp(1) + 4) e. Sums of C
-    or K products, and the factors of each, add up to c = (C + K + 4) e + 2 (that of a decay). Of a chunk that begins with the
-    state S, with X the inverse of 1 + A and r = beta (|v| + |k| |S|):
+    error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1): so a decay's error is at most ((C + 1) / exp(1) + 4) e. Sums of C
+    or K products, and the factors of each, add up to c = (C + K + 4) e + 2 (the error of a decay). For a chunk that begins with
+    the state S, with X the inverse of 1 + A and r = beta (|v| + |k| |S|):
 
         A    c beta_i |k_i| |k_j|
-        X    dX, as `inverse_and_error` follows it
+        X    dX, as `inverse_and_error` computes it
         u    du = (dX + c |X|) r; u itself is no longer than |X| r
         S    c |S| + sum of |k_j| (du_j + c |u_j|), and the error of the S before: a token multiplies it by
-             decay (1 - beta k k^T), which lengthens nothing
+             decay (1 - beta k k^T), which lengthens no vector
         o    |q| times the same, over the tokens up to its own
     """
     lengths = np.asarray(by_definition(q, k, v, log_decay, beta, segments)[1])
@@ -139,7 +139,7 @@ def test_chunks_compute_the_definition():
 
 @pytest.mark.parametrize("chunk", [1, 16, 128])
 def test_gradients_are_those_of_the_definition(chunk):
-    """In float64, where 1e-12 is a thousand times its rounding: any error of the formulas is larger."""
+    """In float64 the tolerance of 1e-12 is a thousand times the rounding: any error of the formulas is larger."""
     given = arguments()
     by = np.random.default_rng(4).standard_normal((B, T, N, V))
     with jax.enable_x64(True):
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_the_definition(chunk):
 
 
 def test_state_and_convolution_stay_in_their_document():
-    """Other numbers in one document change no bit of another."""
+    """Other values in one document change no bit of another document."""
     given = [jnp.asarray(x, jnp.float32) for x in arguments()]
     second = (SEGMENTS == 2)[..., None]
     changed = [jnp.where(second.reshape(B, T, *[1] * (x.ndim - 2)), 0.9 * x, x) for x in given]
@@ -167,7 +167,7 @@ def test_state_and_convolution_stay_in_their_document():
 
 
 def test_convolution_sees_the_tokens_before():
-    """The last tap is the token's own, the first that of three tokens before."""
+    """The last tap multiplies the token itself, and the first tap the token three positions before."""
     x, taps = 100 * jnp.arange(1.0, 7.0)[None, :, None, None], jnp.asarray([[[1000.0, 100.0, 10.0, 1.0]]])
     y = recipe.short_convolution(x, taps, jnp.asarray([[1, 1, 1, 1, 1, 2]]))[0, :, 0, 0]
     np.testing.assert_allclose(y / 100, [1, 12, 123, 1234, 2345, 6], rtol=1e-6)  # where silu is the identity
@@ -190,7 +190,7 @@ def test_convolution_sees_the_tokens_before():
     ids=lambda mesh: " ".join(f"{key[5:]}={size}" for key, size in mesh.items() if key.startswith("mesh")),
 )
 def test_layouts_take_the_steps_of_one_device(mesh):
-    """Loss, gradients and weights, within what parity tests allow float32."""
+    """Loss, gradients and weights agree within the parity tests' bounds for float32."""
     one, many = (helpers.train(helpers.tiny(SMALL | more), 2).taken for more in ({}, mesh))
     found = compare.compare(many, one, compare.bounds(one, None, 1, 1))
     assert not found.wrong, found.wrong
@@ -212,7 +212,7 @@ def test_contract(test):
 
 
 def test_counts_are_those_of_its_own_layers():
-    """Parameters are counted in the model. FLOPs are the family's own, 2 for each weight but those of embedding and norms."""
+    """Parameters are counted in the model. FLOPs are the family's own: 2 for each weight except embedding and norms."""
     made = helpers.program(helpers.tiny(SMALL))
     run, shapes = made.run, made.definition.abstract
     assert made.parameters == sum(a.size for a in jax.tree.leaves(shapes))
@@ -235,7 +235,7 @@ def test_counts_are_those_of_its_own_layers():
 
 
 def test_a_stack_is_as_long_as_its_array():
-    """Four layers are one period, so there is no loop over layers, and eight have one trip before the last period."""
+    """Four layers are one period, so there is no loop over layers. Eight layers have one trip before the last period."""
     assert [helpers.program(helpers.tiny(SMALL | {"model.num_layers": n})).layer_trips for n in (4, 12)] == [0, 2]
 
 

@@ -1,4 +1,4 @@
-"""Scores and texts for the evaluation harness, against the model's own logits: one text at a time, on one device, in numpy."""
+"""Scores and texts for the evaluation harness, compared with the model's logits: one text at a time, one device, in NumPy."""
 
 import functools
 import json
@@ -21,15 +21,15 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.scoring import Scored, Scorer
 from jaxtrain.train.state import to_tensors
 
-# Weights large enough that some tokens are far likelier than others.
+# Weights are so large that some tokens are far more likely than others.
 MODEL = {"model.num_layers": 1, "model.init_std": 0.2, "data.seq_len": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
 EOT = ByteTokenizer.eot
-LONGEST = 80  # of the texts here
+LONGEST = 80  # length of the longest text here
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a checkpoint of the initial weights."""
+    """Write a run's folder with a checkpoint of the initial weights."""
     run = helpers.tiny(MODEL)
     place = tmp_path_factory.mktemp("run") / "a, run=1"
     saver = Checkpoints(place / "checkpoints")
@@ -41,13 +41,13 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(workdir: Path) -> Any:
-    """On eight devices: rows are divided among them, and so are weights."""
+    """Return the harness's model on eight devices, which shard rows and weights."""
     return lm_eval.harness_model()(workdir=str(workdir), batch_size=3)
 
 
 @functools.cache
 def forward() -> Any:
-    """The logits of a text of LONGEST tokens, (T, V)."""
+    """Return a function that computes the logits (T, V) of a text of LONGEST tokens."""
     run = helpers.tiny(MODEL)
     params = helpers.fresh_state(run).params
 
@@ -60,7 +60,7 @@ def forward() -> Any:
 
 
 def log_probs(tokens: list[int]) -> np.ndarray:
-    """log p of every token given those before it: float64 (len - 1, V)."""
+    """Return the log-probability of every token of the vocabulary after each prefix: float64 (len - 1, V)."""
     seen = tokens[:-1]
     logits_TV = np.asarray(forward()(jnp.asarray(seen + [0] * (LONGEST - len(seen)), jnp.int32)), np.float64)[: len(seen)]
     return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
@@ -72,7 +72,7 @@ def expected(tokens: list[int], count: int) -> tuple[float, bool]:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    """The likeliest token, `count` times, each time from the whole text."""
+    """Return the likeliest next token, `count` times, each time computed from the whole text."""
     made: list[int] = []
     for _ in range(count):
         made.append(int(log_probs([*prompt, *made, 0])[-1].argmax()))
@@ -84,13 +84,13 @@ def requests(*arguments: Any) -> list[Any]:
 
 
 def test_scores_are_those_of_the_logits(model: Any) -> None:
-    """Of contexts and continuations of many lengths, more than a batch has rows, in any order; a likeliest one among them."""
+    """Contexts and continuations of many lengths, in any order, fill more than one batch. One continuation is the likeliest."""
     byte = ByteTokenizer()
     asked = [("def f(", "x):"), ("a", "b"), ("", "whole"), ("two words ", "here")]
     asked += [("x" * n, "yz") for n in (3, 9, 27)] + [("c" * 20, "d" * 5)]
     given = model.loglikelihood(requests(*asked), disable_tqdm=True)
     for (context, continuation), (score, is_likeliest) in zip(asked, given, strict=True):
-        bare = context.rstrip()  # the harness gives the space to the word behind it
+        bare = context.rstrip()  # the harness moves the space to the word after it
         before, continuation = byte.encode(bare) or [EOT], context[len(bare) :] + continuation
         want, want_likeliest = expected([*before, *byte.encode(continuation)], len(byte.encode(continuation)))
         assert score == pytest.approx(want, abs=2e-4)
@@ -102,7 +102,7 @@ def test_scores_are_those_of_the_logits(model: Any) -> None:
 
 
 def test_long_inputs_lose_their_left(model: Any) -> None:
-    """The model sees 32 tokens: the last one of 33 is predicted from the 32 before it."""
+    """The model sees 32 tokens: the last of 33 tokens is predicted from the 32 before it."""
     tokens = ByteTokenizer().encode("".join(chr(ord("a") + i % 26) for i in range(50)))
     ((score, _),) = model.scorer.score([Scored(tokens, 4)])
     assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
@@ -125,7 +125,7 @@ def test_rolling_scores_every_token_once(model: Any) -> None:
 
 
 def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tokenizer that puts a token before every text: before contexts, prompts and whole texts, and nowhere twice."""
+    """The tokenizer puts a token before every text. It comes once before contexts, prompts and whole texts."""
     byte = ByteTokenizer()
     monkeypatch.setattr(byte, "bos", (7,), raising=False)
     monkeypatch.setattr(model, "ids", byte)
@@ -139,7 +139,7 @@ def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_texts_are_the_likeliest_tokens(model: Any) -> None:
-    """Prompts of different lengths in one batch; each ends where it should, whatever its neighbours do."""
+    """Prompts of different lengths share a batch. Each text ends at its own end, independently of the others."""
     byte = ByteTokenizer()
     prompts = ["d", "def f(x", "a longer prompt here", "", "z" * 60]
     seen = [byte.encode(p)[-(32 - 8) :] or [EOT] for p in prompts]
@@ -190,7 +190,7 @@ def test_chunks_of_logits_change_nothing(workdir: Path, monkeypatch: pytest.Monk
     assert scores[0][0] == pytest.approx(scores[1][0], abs=1e-4) == pytest.approx(expected(tokens, 12)[0], abs=2e-4)
 
 
-# ---- The harness itself, with tasks of its own format and no network
+# ---- The harness itself, with made-up tasks and no network
 
 CHOICE = """
 task: own_choice
@@ -221,7 +221,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 def test_tasks_of_the_harness(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its command line: scores in its own file are what the logits say."""
+    """The harness runs by its command line, and the scores in its file follow from the logits."""
     byte = ByteTokenizer()
     questions = [("one", [" a", " bb"]), ("two ", ["x", "y", "z"]), ("three", ["!", "?"]), ("f", ["oo", "rr"])]
     best = [

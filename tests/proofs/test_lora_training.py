@@ -1,4 +1,4 @@
-"""Low-rank adapters in programs and runs: gradients, checkpoints, and the base they stand beside."""
+"""Low-rank adapters in programs and runs: gradients, checkpoints, and the base of the adapters."""
 
 import dataclasses
 import json
@@ -26,14 +26,14 @@ from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 RANK, ALPHA = 3, 6.0
 MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2, "train.global_batch": 8, "optimizer.clip_norm": 0.0}
 LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
-# Of 2 key/value heads each of 4 ranks has a copy.
+# Each of 4 ranks copies one of 2 key/value heads.
 LAYOUTS = {
     "one device": {},
     "loop": {"mesh.fsdp": 2, "mesh.tensor": 4, "train.grad_accum": 2},
     "unrolled": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.seq": 2, "train.grad_accum": 2, "parallel.scan_layers": False},
     "moments on the host": {"mesh.fsdp": 2, "sharding.zero": 1, "optimizer.offload": "moments"},
 }
-# Our weight's letters: inputs and outputs, written down again.
+# The axes of our weights, inputs and outputs, written down independently.
 DELTA = {
     **dict.fromkeys(("wq", "wk", "wv"), "DR,RNH->DNH"),
     "wo": "NHR,RD->DNH",
@@ -45,7 +45,7 @@ PREFIX = "params."
 
 
 def begun(run):
-    """Tensors of a run's initial state, with numbers in b too."""
+    """Return the tensors of a run's initial state, with random numbers in b, which starts at zero."""
     tensors = dict(helpers.initial_tensors(run))
     for i, name in enumerate(sorted(tensors)):
         if name.startswith(PREFIX) and name.endswith("_b"):
@@ -55,7 +55,7 @@ def begun(run):
 
 
 def step(run, tensors):
-    """(loss, gradients by canonical name, tensors) of one step from these tensors."""
+    """Take one step from these tensors. Returns (loss, gradients by canonical name, tensors)."""
     made = helpers.program(run)
     shapes = {k: a.sharding for k, a in abstract_tensors(made.state).items()}
     state = from_tensors(made.state, {k: jax.device_put(tensors[k], shapes[k]) for k in shapes})
@@ -69,7 +69,7 @@ def step(run, tensors):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Loss and gradients of adapters by the chain rule: those of W + s a b, in a model without adapters."""
+    """Return the tensors, the loss, and the adapters' gradients by the chain rule from a model whose weights are W + s a b."""
     run = helpers.tiny(MODEL | LORA)
     tensors = begun(run)
     plain = helpers.tiny(MODEL)
@@ -92,7 +92,7 @@ def expected():
 
 @pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "unrolled"))
 def test_gradients_are_those_of_the_merged_weights(layout, expected):
-    """And nothing else moves: the base stays as it is to the bit."""
+    """The base keeps its bits."""
     tensors, loss, grads = expected
     run = helpers.tiny(MODEL | LORA | LAYOUTS[layout])
     found, mine, after = step(run, tensors)
@@ -106,19 +106,20 @@ def test_gradients_are_those_of_the_merged_weights(layout, expected):
 
 
 def test_nothing_is_computed_for_the_base():
-    """Unrolled and recomputed in full, by count: no product for a gradient of the base, and no embedding's gradient."""
+    """The count of matmuls, unrolled and with full recompute, leaves none for gradients of the base or of the embedding."""
     run = helpers.tiny(MODEL | LORA | {"parallel.scan_layers": False, "lora.targets": "wq,up"})
     text = helpers.train_step(run).as_text()
     assert text is not None
-    layers, adapters, attention = 2 * 7 * 2, 2 * 2 * 6, 2 * 6  # forward and dx; three each of two; two and four
-    first = 6  # nothing needs the gradient of the first layer's input: wq, wk, wv and their adapters' down
+    # layers: forward and dx. adapters: three matmuls for each of a and b. attention: two forward, four backward
+    layers, adapters, attention = 2 * 7 * 2, 2 * 2 * 6, 2 * 6
+    first = 6  # the first layer's input needs no gradient: none by wq, wk, wv and their adapters' a
     found = len(re.findall(r" dot\(", text))
     assert layers + adapters + attention + 2 - first <= found <= layers + adapters + attention + 2
     assert not re.findall(r" scatter\(", text)
 
 
 def test_an_fp8_base():
-    """What is in 8 bits is the base alone."""
+    """Only the base is in FP8."""
     text = helpers.lowered(helpers.tiny(MODEL | LORA | {"precision": "fp8", "mesh.fsdp": 2}))
     assert "f8E4M3FN" in text
 
@@ -128,7 +129,7 @@ def test_an_fp8_base():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A base, and adapters beside it, on short instructions."""
+    """Train a base, and adapters for it, on short instructions."""
     folder = tmp_path_factory.mktemp("lora")
     config = folder / "small.py"
     config.write_text(runs.SMALL)
@@ -180,7 +181,7 @@ def test_checkpoints_hold_adapters_alone_and_name_the_base(trained):
 
 @pytest.mark.more
 def test_resumes_to_the_bit(trained):
-    """Ended after step 8, and gone on with."""
+    """The run ends after step 8 and continues."""
     parts, again = over(trained), trained / "again"
     assert runs.train(trained / "small.py", again, **parts, train__steps=8) == 0
     assert runs.train(trained / "small.py", again, **parts, train__steps=16) == 0
@@ -190,7 +191,7 @@ def test_resumes_to_the_bit(trained):
 
 
 def test_what_was_saved_can_be_used(trained):
-    """Sampling and evaluation get the base and the adapters: the same logits as of merged weights."""
+    """Sampling and evaluation load base and adapters, and give the logits of the merged weights."""
     run, sampler, params, at = generation.load(str(trained / "adapters"), jax.devices()[:2])
     assert (at, run.lora.rank) == (16, 4)
     prompt = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
@@ -232,7 +233,7 @@ def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
 
 @pytest.mark.more
 def test_another_base_is_refused(trained, tmp_path, capsys):
-    """Under the same path, and gone."""
+    """The base at the same path has changed, or is gone."""
     folder = tmp_path / "copy"
     shutil.copytree(trained / "adapters", folder)
     shutil.copytree(trained / "base", tmp_path / "base")

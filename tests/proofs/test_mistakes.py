@@ -1,4 +1,4 @@
-"""The classic mistakes of a layout: plans of layouts that make them, beside the same without."""
+"""Classic mistakes of a layout: plans of layouts with a mistake, beside plans without it."""
 
 import re
 
@@ -11,7 +11,7 @@ from jaxtrain.plan.result import Plan
 
 
 def plan(machine: str, *overrides: str) -> Plan:
-    """Two layers in a loop, which is what most configs have."""
+    """Return a plan of two layers in a loop, as most configs have it."""
     return plans.plan(machine, TWO, LOOP, *overrides)
 
 
@@ -30,7 +30,7 @@ def test_tensor_groups_across_nodes():
     made = plan("h200:2x2", "mesh.tensor=4", "train.global_batch=2", "train.grad_accum=2")
     (warning,) = told(made, "across nodes")
     assert "tensor groups of 4 reach across nodes of 2 GPUs" in warning and "set mesh.tensor=2 or less" in warning
-    # What it costs is what the table of collectives says.
+    # The table of collectives lists its cost.
     over = [c for c in made.collectives if c.axis == "tensor"]
     sent = float(re.findall(r"sends ([\d.]+) GB", warning)[0])
     assert sent == pytest.approx(sum(c.network_gib for c in over) * 2**30 / 1e9, abs=0.01)

@@ -1,6 +1,6 @@
-"""The model against an independent numpy transformer, on packed documents; remat, sampling, and the loss.
+"""The model against an independent NumPy transformer, on packed documents; remat, sampling, and the loss.
 
-What every family must keep to stands in test_contract.py.
+test_contract.py has the properties that every family needs.
 """
 
 import collections
@@ -36,7 +36,7 @@ SMALL = {
     "model.num_heads": 4,
     "model.num_kv_heads": 2,
     "model.d_ff": 48,
-    "model.init_std": 0.2,  # large enough that every part of the model shows in the logits
+    "model.init_std": 0.2,  # so large that every part of the model affects the logits
     "data.seq_len": 24,
     "train.global_batch": 4,
 }
@@ -44,18 +44,18 @@ SMALL = {
 
 @functools.cache
 def params_of(run):
-    """Initial parameters; norms' scales and biases are made random too, or they would not be tested."""
+    """Return the initial parameters, with random norms' scales and biases, so that the comparison covers them."""
     params = helpers.program(run).definition.init(jax.random.key(1))
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(0)
     noise = [0.3 * rng.standard_normal(a.shape).astype(np.float32) for a in leaves]
-    # Matrices keep their size; one-dimensional things, stacked over layers or not, are moved.
+    # Matrices keep their values. Vectors, stacked over layers or not, get random changes.
     return jax.tree.unflatten(tree, [a + n if np.ptp(np.asarray(a)) == 0 else a for a, n in zip(leaves, noise, strict=True)])
 
 
 @functools.cache
 def forward(run):
-    """Jitted (params, tokens, segments, positions) -> logits."""
+    """Return a jitted function (params, tokens, segments, positions) -> logits."""
     definition = helpers.program(run).definition
 
     @jax.jit
@@ -70,7 +70,7 @@ def forward(run):
 
 
 def oracle(params, m: Model, tokens, segments, positions) -> np.ndarray:
-    """Logits (B, T, V) in float64."""
+    """Return the logits (B, T, V), computed in NumPy in float64."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
 
     def norm(x, scale):
@@ -137,7 +137,7 @@ VARIANTS["everything"] = {k: v for variant in list(VARIANTS.values())[:-1] for k
 
 
 def logits_of(run) -> tuple[np.ndarray, np.ndarray]:
-    """(ours, the oracle's) on one packed batch whose last tokens are padding."""
+    """Return (our logits, the NumPy logits) of one packed batch whose last tokens are padding."""
     batch = helpers.host_batch(run, 0)
     segments, positions = batch["segments"].copy(), batch["positions"].copy()
     segments[1:, -3:] = positions[1:, -3:] = 0
@@ -202,7 +202,7 @@ def test_remat_gives_the_same_gradients(policy):
 
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_gradients_of_a_stack_are_those_of_autodiff(policy, monkeypatch):
-    """remat.Plan.run, of a stack that comes as StackWeight weights, or autodiff, where a model does not say uses_plan_run."""
+    """Some models run their layers by remat.Plan.run, with StackWeight weights. Others use autodiff, without uses_plan_run."""
     given = {"remat.policy": policy, "mesh.fsdp": 2, "train.grad_accum": 2}
     run = helpers.tiny(SMALL | REMAT | given | {"train.accumulate": "microbatch"})
     learnt = gradients(run)
@@ -215,7 +215,7 @@ def test_gradients_of_a_stack_are_those_of_autodiff(policy, monkeypatch):
 
 @pytest.mark.more
 def test_offloaded_tensors_go_to_host_memory():
-    """Compiled for 8 described H200: CPUs have one memory, and run an offloading policy without moving anything.
+    """The step is compiled for 8 described H200s: CPUs have one memory, so an offloading policy moves nothing there.
 
     The host holds the offloaded activation of every layer but the last, of each device's own sequences, and nothing else.
     """
@@ -233,13 +233,13 @@ def test_offloaded_tensors_go_to_host_memory():
         }
     )
     compiled = compile_step(run, parse("h200:8")).executable
-    # The last layer's backward pass comes at once: what it keeps stays on the device.
+    # The last layer's backward pass comes at once: its saved activations stay on the device.
     mlp_up_bytes = (run.model.num_layers - 1) * (run.train.global_batch // 8) * run.data.seq_len * run.model.d_ff * 2
     assert compiled.memory_analysis().host_temp_size_in_bytes == mlp_up_bytes
 
 
 def residuals(overrides: dict) -> collections.Counter:
-    """Return (shape, dtype) of what the loop over layers keeps, in bf16 so that gathered weights are recognised."""
+    """Return (shape, dtype) of the arrays that the loop over layers saves. bf16 tells gathered weights from activations."""
     run = helpers.tiny(SMALL | REMAT | {"precision": "bf16", "dtypes.reduce": "f32"} | overrides)
     program, batch = helpers.program(run), helpers.host_batch(run, 0)
     definition, zero = program.definition, make_zero(run, program.placement, numerics_of(run))
@@ -260,18 +260,18 @@ def test_policies_keep_what_they_say():
     B, T, D, N, K, H, F = 4, 20, 32, 4, 2, 8, 56
 
     def kept(iterations: int, overrides: dict) -> tuple[int, ...]:
-        """Return how many of queries, of keys and values, of the feed-forward block, and of the residual stream."""
+        """Return the numbers of saved queries, of keys and values, of feed-forward arrays, and of residual streams."""
         found = residuals(overrides)
-        # Outputs of matmuls have tokens on one dimension.
+        # Outputs of matmuls have the tokens on one dimension.
         shapes = [[(iterations, *tokens, *rest) for tokens in ((B, T), (B * T,))] for rest in ((N, H), (K, H), (F,), (D,))]
         return tuple(sum(found[shape, "bfloat16"] for shape in either) for either in shapes)
 
-    # The last group of layers is not in the loop, but under `dots`.
+    # The last group of layers is outside the loop, except under `dots`.
     assert kept(3, {"remat.policy": "full"}) == (0, 0, 0, 1)
     assert kept(3, {"remat.policy": "attention"}) == (2, 2, 0, 1)
     *dots, stream = kept(4, {"remat.policy": "dots"})
     assert dots == [1, 2, 2]
-    assert 2 <= stream <= 3  # mlp_down is the output of a GEMM, but nothing in the block's backward pass needs it
+    assert 2 <= stream <= 3  # mlp_down is the output of a matmul, but no backward pass of the block needs it
     none = kept(3, {"remat.policy": "none"})
     assert none[2] > dots[2] and sum(none) > sum(dots) + stream
     assert kept(3, {"remat.policy": "custom", "remat.tensors": "mlp_up=keep,k=keep"}) == (0, 1, 1, 1)
@@ -303,7 +303,7 @@ def draw(run, prompt=(3, 1, 4, 1, 5), params=None, **changes) -> list[int]:
 
 
 def test_temperature_0_takes_the_likeliest_token_of_the_whole_model():
-    """Of a prompt longer than the 64 places that a cache has at least."""
+    """The prompt is longer than the 64 positions of the smallest cache."""
     run, prompt = helpers.tiny(SMALL | {"data.seq_len": 80}), [i * 37 % 251 for i in range(70)]
     tokens = list(prompt)
     for token in draw(run, prompt, temperature=0.0, max_tokens=5):
@@ -317,7 +317,7 @@ def test_temperature_0_takes_the_likeliest_token_of_the_whole_model():
 
 
 def test_draws_follow_the_seed_and_the_place():
-    """Where all logits are alike the noise alone chooses: another token at each place, and with another seed."""
+    """With equal logits the noise alone chooses: each position has another token, and so has another seed."""
     run = helpers.tiny(SMALL)
     alike = params_of(run) | {"head": 0 * params_of(run)["head"]}
     made = draw(run, params=alike)

@@ -1,6 +1,6 @@
-"""Experts: routing and gradients against a plain model of them, exchanges between devices, grouped matmuls, even loads.
+"""Experts: routing and gradients against a plain model, dispatch between devices, grouped matmuls, balanced loads.
 
-Layouts of whole models stand in matrix.py, with all others.
+matrix.py has layouts of whole models with experts.
 """
 
 import dataclasses
@@ -69,12 +69,12 @@ class Case:
         return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
 
     def __call__(self, params, x, real):
-        """y, this device's term of it, and statistics, of local shards."""
+        """Return y, this device's term of y, and the statistics, for local shards."""
         model = self.definition.bind(params)
         return model.ctx.zero.gather_module(model)(x, real)
 
     def jitted(self, f, out_specs):
-        """`f` of local shards of (params, x, real, what y is multiplied by), as a function of whole arrays."""
+        """Return jitted `f` of local shards of (params, x, real, y's multiplier), as a function of global arrays."""
         of_params, of_x = self.specs
         return jax.jit(
             self.placement.shard_map(f, (of_params, of_x, self.placement.spec(("batch", "sequence")), of_x), out_specs)
@@ -82,18 +82,18 @@ class Case:
 
     @property
     def specs(self):
-        """Of parameters, and of x."""
+        """Return the PartitionSpecs of parameters, and of x."""
         return self.definition.specs(self.placement), self.placement.spec(("batch", "sequence", None))
 
 
 @functools.cache
 def compiled(case: Case):
-    """(params, x, real, what y is multiplied by) -> y, statistics, gradients of params and x."""
+    """Return a compiled function (params, x, real, y's multiplier) -> y, statistics, gradients of params and x."""
 
     def run(params, x, real, by):
         def share(params, x):
             y, statistics = case(params, x, real)
-            # Statistics are those of all devices.
+            # The statistics are summed over all devices.
             penalty = sum(FACTORS[name] * statistics[COLUMNS.index(name)] for name in FACTORS)
             return jnp.sum(y * by) + penalty / case.placement.mesh.size, (y, statistics)
 
@@ -108,7 +108,8 @@ LENGTHS = (T, T - 3, T, 1, T, T, T - 5, 0)  # real tokens of each row
 
 def inputs(model=(), seed=0):
     params = Case(model=model).definition.init(jax.random.key(seed))
-    for i, name in enumerate(name for name in params if name.endswith("_bias") and name != "router_bias"):  # they start at zero
+    # biases start at zero
+    for i, name in enumerate(name for name in params if name.endswith("_bias") and name != "router_bias"):
         params[name] = 0.3 * jax.random.normal(jax.random.key(100 + i), params[name].shape)
     keys = jax.random.split(jax.random.key(seed + 1), 2)
     x, by = (jax.random.normal(key, (B, T, D)) for key in keys)
@@ -117,7 +118,7 @@ def inputs(model=(), seed=0):
 
 
 def plain(params, x, real, model, keep=None, moe=NO_LOSSES):
-    """Every expert of every token, and of those the chosen: what a block of experts computes, without any of its code.
+    """Return the outputs of a block of experts, written independently: every expert of every token, then the chosen ones.
 
     keep: bool (B, T, K), False for a choice that is dropped.
     """
@@ -126,10 +127,10 @@ def plain(params, x, real, model, keep=None, moe=NO_LOSSES):
 
 
 def of_kept_groups(ranked, model):
-    """Return scores, -inf outside of each token's best groups: found by sorting, group by group."""
+    """Return scores, -inf outside of each token's best groups, found by sorting the groups."""
     groups = ranked.reshape(*ranked.shape[:-1], model.router_groups, -1)
     best = jnp.sort(groups, -1)[..., -2:].sum(-1)
-    place = jnp.argsort(jnp.argsort(-best, -1), -1)  # 0: the best
+    place = jnp.argsort(jnp.argsort(-best, -1), -1)  # rank 0 is the best
     return jnp.where((place < model.groups_per_token)[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
 
@@ -155,7 +156,7 @@ def _plain(params, x, real, model, keep, moe):
     dropped = 0.0 if keep is None else (~keep & real[..., None]).sum() / (n * K)
     balance = E * (load * part.sum((0, 1)) / n).sum()
     rows = [(row, length) for row, length in enumerate(map(int, LENGTHS)) if length] if moe.sequence_balance_loss else []
-    # f_i P_i of DeepSeek-V3, row by row.
+    # f_i P_i of DeepSeek-V3, for each row.
     of_rows = [E / (K * n) * jax.lax.stop_gradient(chosen[b].sum(0)) * part[b].sum(0) / n for b, n in rows]
     of_rows = sum(x.sum() for x in of_rows) / max(1, len(rows))
     return y, jnp.concatenate([jnp.stack([balance, of_rows, z, entropy, dropped]), load]), best
@@ -207,10 +208,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_token_goes_through_its_experts(name):
-    """Outputs, statistics and all gradients are those of the plain model; padding has no part in them."""
+    """Outputs, statistics and all gradients are those of the plain model. Padding has no effect on them."""
     case = CASES[name]
     params, *rest = inputs(case.model)
-    if "router_bias" in params:  # of experts 0 and 3, that are in two groups
+    if "router_bias" in params:  # experts 0 and 3, which are in two groups
         params["router_bias"] = jnp.array([0.3, 0, 0, 0.2, 0, 0, 0, 0], jnp.float32)
     given = params, *rest
     assert_same(compiled(case)(*given), plain_gradients(*given, case.run.model, None, case.moe), given[2])
@@ -218,7 +219,9 @@ def test_every_token_goes_through_its_experts(name):
 
 @pytest.mark.parametrize("over", helpers.few(["expert", "fsdp"], "expert"))
 def test_sampling_splits_weights_and_not_tokens(over):
-    """Where each device has all tokens, and of the experts some, or at rest a part of D; and of every expert's width a part."""
+    """Each device has all tokens and some experts, or a shard of D of the stored weights, or a shard of
+    every expert's width.
+    """
     case = Case(((over, 4), ("tensor", 2)), Moe(buffer=1.0), SHARED, tokens_replicated=True)
     p, given = case.placement, inputs(SHARED)
     y = case.jitted(lambda params, x, real, by: to_residual(case(params, x, real)[0], p.mesh_axes("mlp"), p), jax.P())(*given)
@@ -227,7 +230,7 @@ def test_sampling_splits_weights_and_not_tokens(over):
     np.testing.assert_allclose(np.where(real[..., None], y, 0), np.where(real[..., None], wanted, 0), rtol=1e-4, atol=1e-4)
 
 
-# Biases of a router: of all tokens on the same two experts, and of loads in between. 0: the router's own.
+# Biases of a router: all tokens choose the same two experts; loads are uneven; the router's own choices (0).
 BIASES = {"two experts": (0, 0, 0, 10, 0, 0, 10, 0), "uneven": (0, 0.1, 0.05, -0.1, 0, 0.2, 0, -0.1), "own": (0,) * 8}
 ROUNDS = {f"expert={n}": Case((("expert", n),), Moe(buffer=1.0), SIGMOID) for n in (8, 4)}
 
@@ -240,7 +243,7 @@ def biased(name):
 @pytest.mark.parametrize("over", ROUNDS)
 @pytest.mark.parametrize("bias", BIASES)
 def test_uneven_loads_lose_no_token(bias, over):
-    """Devices get all tokens that their experts are chosen for, round by round."""
+    """Devices receive all tokens of their experts, round by round."""
     case, given = ROUNDS[over], biased(bias)
     got, wanted = compiled(case)(*given), plain_gradients(*given, case.run.model)
     loads = np.asarray(got[1][len(COLUMNS) :])
@@ -253,9 +256,9 @@ def test_uneven_loads_lose_no_token(bias, over):
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_rounds_lose_no_precision_in_bfloat16(bias):
-    """Against the plain model in float32, many small rounds are hardly further off than one with room for all.
+    """Compared with the plain model in float32, many small rounds are hardly less exact than one large round.
 
-    Gradients of weights round the first round's sum too, by at most 2^-9 of each element. It may be twice as large as the sum
+    Gradients of weights also round the first round's sum, by at most 2^-9 of each element. It may be twice as large as the sum
     of all rounds. Independent errors add up in squares.
     """
     given, off = biased(bias), []
@@ -273,10 +276,10 @@ def test_rounds_lose_no_precision_in_bfloat16(bias):
 
 @pytest.mark.parametrize(("parts", "alone", "further_room"), [(8, True, 1), (4, False, 2), (1, False, 8)])
 def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_room):
-    """By hand: 16 tokens of 2 choices on each device, all of them but one on one expert."""
+    """By hand: each device has 16 tokens with 2 choices; all tokens but one choose one expert."""
     exchange = Exchange(E, 16, K, ("expert",) if parts > 1 else (), parts, ("expert",) if parts > 1 else (), 0.0, 1.0, alone)
     assert (exchange.room, exchange.further_room) == (32 // parts, further_room)
-    chosen = jnp.full((16, K), 5, jnp.int32).at[0, 0].set(E)  # one is padding's
+    chosen = jnp.full((16, K), 5, jnp.int32).at[0, 0].set(E)  # one is a padding token's
     if parts == 1:
         made = exchange.plan(chosen)
         assert int(made.further[0]) == 0 and not exchange.overflows
@@ -290,7 +293,7 @@ def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_ro
 
 @pytest.mark.parametrize("parts", helpers.few([1, 4], 4))
 def test_a_capacity_drops_what_comes_last(parts):
-    """Of each device's tokens an expert takes the first that its buffer holds; the others are counted."""
+    """On each device an expert keeps the first tokens that fit into its buffer. The others are counted as dropped."""
     case = Case((("expert", parts),), Moe(capacity_factor=0.5))
     params, x, real, by = inputs()
     best = np.asarray(plain(params, x, real, case.run.model)[2])
@@ -308,7 +311,7 @@ def test_a_capacity_drops_what_comes_last(parts):
     assert_same(got, plain_gradients(params, x, real, by, case.run.model, keep), real)
 
 
-# ---- Grouped matmuls: against their definition in tests/gpu/test_gpu_experts.py
+# ---- Grouped matmuls. tests/gpu/test_gpu_experts.py compares them with their definition
 
 PRODUCTS = ("times D", "times F", "outer")
 HOPPER = Hardware("gpu", (9, 0))
@@ -316,7 +319,7 @@ HOPPER = Hardware("gpu", (9, 0))
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The Pallas kernels interpreted, with fewer columns and slots, which are filled again within a tile."""
+    """Interpret the Pallas kernels, with fewer columns and slots, so that slots are reused within a tile."""
     reset_gpu_interpret_mode_state()
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     monkeypatch.setattr(pallas, "TILES", {name: tile._replace(columns=128, stages=2) for name, tile in pallas.TILES.items()})
@@ -331,9 +334,9 @@ def product(name, impl, x_RD, h_RF, w_EDF, sizes):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_pallas_multiplies_like_xla(name, interpreted):
-    """Several tiles each way, tiles with rows of two experts, experts without rows, rows that are nobody's and hold NaN.
+    """Several tiles each way, tiles with rows of two experts, experts without rows, and rows without an expert that hold NaN.
 
-    The interpreter finds no race of a copy with what is loaded or stored.
+    The interpreter finds no race between copies and loads or stores.
     """
     (R, D, F), E = (330, 200, 136), 5
     keys = jax.random.split(jax.random.key(0), 3)
@@ -345,16 +348,16 @@ def test_pallas_multiplies_like_xla(name, interpreted):
         of_nobody = (jnp.where(nobody, jnp.nan, a) for a in (x, h))
         wanted, got = by_xla(x, h, w, jnp.array(sizes)), by_pallas(*of_nobody, w, jnp.array(sizes))
         assert got.dtype == wanted.dtype
-        # Both round sums in float32 once: to bfloat16 they differ by one unit in the last place at most.
+        # Both round float32 sums once: in bfloat16 they differ by one unit in the last place at most.
         one = 2.0**-7 if got.dtype == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=one, atol=1e-4)
         assert not get_races().races_found
 
 
 def test_pallas_through_a_block_of_experts(interpreted):
-    """Outputs and all gradients of a block are those with XLA's products.
+    """Outputs and all gradients of a block equal those with XLA's matmuls.
 
-    A sum that is rounded the other way changes a number by a unit of bfloat16's last place, at most; in the norm less.
+    A sum that rounds the other way changes a number by at most one unit in bfloat16's last place, and the norm by less.
     """
     params, x, real, by = inputs(SHARED)
     of_pallas, of_xla = (
@@ -366,13 +369,13 @@ def test_pallas_through_a_block_of_experts(interpreted):
         assert np.linalg.norm(got - wanted) <= 2.0**-8 * np.linalg.norm(wanted)
 
 
-# In the last case 128 rows that begin off a multiple of 8 need two tiles.
+# In the last case 128 rows need two tiles, because they start between multiples of 8.
 TILED = [(17, 0, 133, 101, 2), (0, 0, 330, 0, 0), (0,) * 5, (1, 7, 8, 9, 300), (330, 0, 0, 0, 0), (1, 128, 100, 0, 1)]
 
 
 @pytest.mark.parametrize("sizes", TILED)
 def test_every_row_has_one_tile(sizes):
-    """Tiles of an expert start at a multiple of 8, cover its rows without gaps, and are no more than the bound."""
+    """An expert's tiles start at a multiple of 8 and cover its rows without gaps. Their number is at most the bound."""
     visits, used = jax.jit(pallas.tiles_of, static_argnums=(1, 2))(jnp.array(sizes), 336, 128)
     seen, owner = [], np.repeat(np.arange(6), [*sizes, 336 - sum(sizes)])
     assert int(used[0]) <= len(visits)
@@ -385,7 +388,7 @@ def test_every_row_has_one_tile(sizes):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_pallas_lowers_for_a_gpu(name):
-    """The compiler for an H200 takes the kernels, and not the way around them."""
+    """The kernels compile for an H200, and the fallback is not used."""
     mesh = jax.sharding.Mesh(np.array(topology.devices(topology.parse("h200:1"))), ("device",))
     whole = jax.NamedSharding(mesh, jax.P())
     shapes = ((512, 256), "bfloat16"), ((512, 128), "bfloat16"), ((4, 256, 128), "bfloat16"), ((4,), "int32")
@@ -407,7 +410,7 @@ def test_pallas_lowers_for_a_gpu(name):
     ],
 )
 def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
-    """And what names pallas elsewhere is refused."""
+    """Elsewhere auto chooses another implementation, and pallas by name is refused."""
     assert grouped.choose("auto", hardware, jnp.dtype(dtype)) == impl
     assert grouped.choose("ragged", hardware, jnp.dtype(dtype)) == "ragged"
     for name in ("auto", "ragged", *(() if because else ("pallas",))):
@@ -417,11 +420,11 @@ def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
             grouped.check("pallas", hardware, jnp.dtype(dtype))
 
 
-# ---- Even loads
+# ---- Balanced loads
 
 
 def test_step_moves_the_bias_and_no_gradient_does():
-    """Of each layer by its own loads, in whole steps of its rate; no moment is kept of it. The loss is cross entropy alone."""
+    """Each layer's bias moves by its own loads, by one rate a step. It has no moment. The loss is cross entropy alone."""
     base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
     run = helpers.tiny(base | {"moe.bias_rate": 0.25})
     assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [
@@ -429,7 +432,8 @@ def test_step_moves_the_bias_and_no_gradient_does():
     ]
     state, batch = helpers.fresh_state(run), helpers.host_batch(run, 0)
     mlp = state.params["layers"]["mlp"]
-    began = np.array([[10.0, 10.0, 0.0, 0.0], [0.0, 10.0, 0.0, 10.0]], np.float32)  # scores are below 1: all go to these
+    # scores are below 1, so all tokens choose these experts
+    began = np.array([[10.0, 10.0, 0.0, 0.0], [0.0, 10.0, 0.0, 10.0]], np.float32)
     mlp["router_bias"] = jax.device_put(began, mlp["router_bias"].sharding)
     program = helpers.program(run)
     placed = place_batch(batch, program.batch, program.context)
@@ -447,7 +451,7 @@ def test_step_moves_the_bias_and_no_gradient_does():
 
 
 def test_losses_of_experts_by_hand():
-    """Means over the layers, each with its own factor; columns are those of kernels/experts/routing.py."""
+    """The losses are means over the layers, each with its own factor. The columns are those of kernels/experts/routing.py."""
     balance = Balance(Moe(balance_loss=0.5, sequence_balance_loss=7.0, z_loss=0.001), 2, (1, 0), (0, 1), {})
     rest = [0.0] * (len(COLUMNS) - 3)
     statistics = jnp.asarray([[1.0, 3.0, 30.0, *rest, 0.5, 0.5], [2.0, 4.0, 50.0, *rest, 0.0, 0.0]])
@@ -455,9 +459,9 @@ def test_losses_of_experts_by_hand():
 
 
 def test_microbatches_share_the_losses_and_metrics_of_experts():
-    """The same rows twice, as two microbatches, are what they are once: in metrics, and in the gradient of all losses.
+    """The same rows in two microbatches give the metrics and gradients of one.
 
-    So are rows whose tokens weigh a millionth of what they did.
+    The same holds for rows whose tokens have a millionth of the weight.
     """
     losses = {"model.num_layers": 1, "model.num_experts": 4, "moe.balance_loss": 0.5, "moe.z_loss": 0.1}
     once = helpers.host_batch(helpers.tiny(losses | {"train.global_batch": 8}), 0)
@@ -478,19 +482,19 @@ def test_microbatches_share_the_losses_and_metrics_of_experts():
             np.testing.assert_allclose(again[name], moment, rtol=1e-3, atol=1e-7, err_msg=f"{other}: {name}")
 
 
-# ---- Numbers and uses of a whole model
+# ---- Precision and uses of a whole model
 
 
 @pytest.mark.parametrize("zero", helpers.few([1, 2], 1))
 def test_a_router_is_float32_in_every_layout(zero):
-    """In bfloat16 runs: what it reports is the same to the last bit, however the step holds its weight and its bias."""
+    """In bfloat16 runs the router's metrics are equal to the last bit, however the step stores its weight and bias."""
     base = {"precision": "bf16", "model.num_layers": 1, "model.num_experts": 4, "mesh.fsdp": 2, "model.router_bias": True}
 
     def reported(more):
         run = helpers.tiny(base | more)
         state, program = helpers.fresh_state(run), helpers.program(run)
         mlp = state.params["layers"]["mlp"]
-        # No bfloat16 numbers; rounded, the biases were equal.
+        # These numbers are not in bfloat16: rounding would make the biases equal.
         mlp["router_bias"] = jax.device_put(0.3 + 1e-4 * jnp.arange(4.0)[None], mlp["router_bias"].sharding)
         placed = place_batch(helpers.host_batch(run, 0), program.batch, program.context)
         metrics = helpers.train_step(run)(state, placed)[1]
@@ -500,7 +504,7 @@ def test_a_router_is_float32_in_every_layout(zero):
 
 
 def test_what_is_no_training_drops_no_token():
-    """A capacity is for training: a prompt's tokens, and a text's that is scored, go through all their experts."""
+    """A capacity applies to training only: prompts and scored texts use all their experts."""
     base = {"model.num_layers": 1, "model.num_experts": 4, "model.init_std": 0.2}
     tokens = np.arange(12, dtype=np.int32)[None]
     params = helpers.fresh_state(helpers.tiny(base)).params

@@ -1,4 +1,4 @@
-"""Moments in 8-bit blocks: a run that has them, and its checkpoints in either form on any mesh."""
+"""Moments in 8-bit blocks: training, and checkpoints in either type on any mesh."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_moments_are_split_like_the_parameters():
 
 
 def test_training_tracks_float32():
-    """The long version is benchmarks/numerics.py; its table is in docs/evidence/moments.md."""
+    """benchmarks/numerics.py is the long version; docs/evidence/moments.md has its table."""
     wide, narrow = (helpers.train(helpers.tiny(SIZES | {"dtypes.m": m, "dtypes.v": m}), 20).loss for m in ("f32", "int8"))
     assert wide[0] == narrow[0]
     assert narrow[-1] < narrow[0] - 0.05
@@ -39,7 +39,7 @@ def test_training_tracks_float32():
 
 @pytest.mark.more
 def test_layouts_agree():
-    """Blocks are the same on any mesh: what differs is the order of sums."""
+    """Blocks are the same on any mesh, so that only the order of sums differs."""
     found = helpers.first_steps(helpers.tiny(SIZES | INT8 | SPLIT), 3)
     np.testing.assert_allclose(found.loss, helpers.train(helpers.tiny(SIZES | INT8), 3).loss, rtol=1e-4)
 
@@ -49,7 +49,7 @@ def test_layouts_agree():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """A checkpoint of an int8 run on one device, and its tensors."""
+    """Return a checkpoint of an int8 run on one device, and its tensors."""
     run, folder = helpers.tiny(SIZES | INT8), tmp_path_factory.mktemp("int8")
     return folder, save(run, trained(run), folder)
 
@@ -70,7 +70,8 @@ def test_from_blocks_to_float32_and_back(saved, tmp_path):
     exact = save(wide, current, tmp_path)
     back = {k: np.asarray(v) for k, v in state.to_tensors(resumed(helpers.tiny(SIZES | INT8 | ALLOWED), tmp_path)).items()}
     assert back.keys() == tensors.keys() != exact.keys()
-    np.testing.assert_array_equal(back[f"optimizer.nu.{name}.codes"], blocks.codes)  # no moment is negative, so none moves
+    # no second moment is negative, so none changes
+    np.testing.assert_array_equal(back[f"optimizer.nu.{name}.codes"], blocks.codes)
 
 
 def test_change_must_be_allowed(saved):

@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): definition, documents, experts, names in checkpoints.
 
-Layouts are in matrix.py.
+matrix.py has the layouts.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ LENGTHS = (20, 1, 30, 2, 7)  # documents of a row; the rest of the row is paddin
 
 
 def weighted_batch(run):
-    """Rows of documents as short as one token; targets count in part, and some not at all."""
+    """Return rows of documents as short as one token. Targets have fractional weights, some of them zero."""
     rng, rows = np.random.default_rng(1), run.train.global_batch
     tokens = rng.integers(0, run.model.vocab_size, (rows, T + 1)).astype(np.int32)
     segments = np.repeat([*range(1, len(LENGTHS) + 1), 0], [*LENGTHS, T - sum(LENGTHS)]).astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in (*LENGTHS, T - sum(LENGTHS))]).astype(np.int32)
     weights = rng.choice([0.0, 0.5, 1.0], (rows, T)).astype(np.float32)
-    weights[:, np.append(segments[1:] != segments[:-1], True)] = 0  # of last tokens of documents
+    weights[:, np.append(segments[1:] != segments[:-1], True)] = 0  # targets of documents' last tokens
     weights[:, segments == 0] = 0
     same = {name: np.repeat(x[None], rows, 0) for name, x in (("segments", segments), ("positions", positions))}
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights} | same
 
 
-# ---- The report's equations, of one document without its neighbours, with whole logits
+# ---- The report's equations, for one document alone, with all logits
 
 
 def norm(x, scale, eps):
@@ -65,7 +65,7 @@ def rotated(x_TNH, base):
 
 
 def block(x_TD, w, m):
-    """A Llama block: causal attention of one document, SwiGLU."""
+    """Return a Llama block's output: causal attention of one document, and SwiGLU."""
     h = norm(x_TD, w["attention_norm"]["scale"], m.norm_eps)
     a = w["attention"]
     q, k, v = (jnp.einsum("TD,DNH->TNH", h, a[name]) for name in ("wq", "wk", "wv"))
@@ -79,7 +79,7 @@ def block(x_TD, w, m):
 
 
 def losses(params, batch, run, hidden_BTD):
-    """The sum of weight x cross entropy of the model and of each module, and the weights' sums."""
+    """Return the weighted sums of cross entropy of the model and of each module, and the sums of weights."""
     m, D = run.model, run.model.mtp_layers
     sums, counts = [0.0] * (D + 1), [0.0] * (D + 1)
 
@@ -110,7 +110,7 @@ def losses(params, batch, run, hidden_BTD):
 
 @functools.cache
 def stepped(depth=2):
-    """A run, its batch, its parameters, and (loss, other sums) and gradients of a step."""
+    """Return a run, its batch, its parameters, and (loss, other sums) and gradients of a step."""
     run = helpers.tiny(MTP | {"model.mtp_layers": depth, "loss.mtp_weight": 0.4})
     made, params, batch = helpers.program(run), helpers.fresh_state(run).params, weighted_batch(run)
     return run, batch, params, made.gradients(params, place_batch(batch, made.batch, made.context))
@@ -118,7 +118,7 @@ def stepped(depth=2):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_loss_and_gradients_are_those_of_the_reports_equations(depth):
-    """main + weight / D x sum over k of the mean cross entropy of token i + k + 1, document by document."""
+    """The loss is main + weight / D x sum over k of the mean cross entropy of token i + k + 1, for each document."""
     run, batch, params, ((loss, sums), gradients) = stepped(depth)
     made = helpers.program(run)
 
@@ -136,7 +136,7 @@ def test_loss_and_gradients_are_those_of_the_reports_equations(depth):
     for (path, got), exact in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(wanted), strict=True):
         scale = np.abs(exact).max()
         assert scale > 0, path
-        # Sums of a few hundred terms in float32, in another order.
+        # Sums of a few hundred float32 terms, in another order.
         np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
 
 
@@ -171,7 +171,7 @@ def test_what_follows_a_document_plays_no_part_in_it():
 
 
 def test_a_model_without_modules_has_the_same_program():
-    """Whatever the weight: nothing of it is in the step, in its batch, or in its metrics."""
+    """With any weight, a model without modules has the same step, batch and metrics."""
     made = helpers.program(helpers.tiny(MTP))
     assert made.batch.keys() == BATCH_KEYS.keys() and "mtp" not in made.state.params
     assert helpers.lowered(helpers.tiny(MTP)) == helpers.lowered(helpers.tiny(MTP | {"loss.mtp_weight": 0.5}))
@@ -195,7 +195,7 @@ def test_evaluation_and_sampling_are_those_of_the_model_alone():
 
 
 def test_the_routers_of_modules_learn_to_spread_tokens():
-    """Their biases move toward even loads, their rows are in the experts' metrics and losses."""
+    """The biases of the modules' routers move toward balanced loads. Their rows are in the experts' metrics and losses."""
     run = helpers.tiny(MTP | EXPERTS | {"model.mtp_layers": 2})
     made, state = helpers.program(run), helpers.fresh_state(run)
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
@@ -219,7 +219,7 @@ def test_the_routers_of_modules_learn_to_spread_tokens():
 
 
 def test_a_checkpoint_with_a_module_goes_there_and_back(tmp_path):
-    """Every tensor, by DeepSeek-V3's names, bit by bit; embedding and head stand there once more."""
+    """Every tensor has DeepSeek-V3's name and the same bits. Embedding and head occur a second time in the module."""
     folder, ours, said = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
     assert "0 missing" in said[0] and not any("unused" in line for line in said[1:])
     assert json.loads((ours / "config.json").read_text())["model"]["mtp_layers"] == 1
@@ -238,7 +238,9 @@ def test_a_checkpoint_with_a_module_goes_there_and_back(tmp_path):
 
 
 def test_a_module_of_a_checkpoint_computes_by_its_own_names(tmp_path):
-    """Its projection, as published, takes the embedding's half first: eh_proj [enorm(embedding); hnorm(hidden state)]."""
+    """The module's projection, as published, multiplies the embedding's half first: eh_proj
+    [enorm(embedding); hnorm(hidden)].
+    """
     folder, ours, _ = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
     theirs, model = hugging_face.tensors_of(folder), open_folder(folder).model
     run = helpers.tiny({f"model.{key}": value for key, value in dataclasses.asdict(model).items()})
@@ -256,7 +258,7 @@ def test_a_module_of_a_checkpoint_computes_by_its_own_names(tmp_path):
 
 
 def test_a_folder_without_the_tensors_has_no_module(tmp_path):
-    """transformers writes num_nextn_predict_layers = 1, and drops the tensors."""
+    """transformers writes num_nextn_predict_layers = 1, but drops the tensors."""
     folder = hugging_face.write(tmp_path, "deepseek_v3")
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert open_folder(folder).model.mtp_layers == 0
@@ -284,7 +286,7 @@ def test_other_families_have_no_names_for_a_module():
 
 
 def test_a_model_without_modules_starts_from_weights_with_one(tmp_path):
-    """As with adapters and pairs, which are trained without; the other way round, weights are missing."""
+    """Adapters and preference pairs are trained without modules. A model with modules needs weights that contain them."""
     _, ours, _ = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
     of = importing.open_origin(str(ours)).run()
     tree = dict(config.flatten(config.to_dict(dataclasses.replace(of, data=helpers.tiny().data))))
@@ -328,7 +330,7 @@ def test_parameters_are_counted():
 
 
 def test_frozen_weights_save_what_they_save():
-    """Of modules alone that are trained, the model's layers have no backward pass."""
+    """If only the modules are trained, the model's layers have no backward pass."""
     run = helpers.tiny(MTP | {"model.mtp_layers": 1, "train.freeze": "embed.*,layers.*,final_norm.*,head"})
     m = run.model
     main = dataclasses.replace(m, mtp_layers=0)

@@ -1,4 +1,4 @@
-"""Muon against its definition by singular values, on one device and split; what is stored; resuming."""
+"""Muon against its definition by singular values, on one device and sharded; stored state; resumed runs."""
 
 import dataclasses
 import re
@@ -34,16 +34,16 @@ AXES = {
     "embed": {"embedding": ("vocab", "embed")},
     "layers": {
         "wq": ("layers", "embed", "heads", "head_dim"),
-        "wk": ("layers", "embed", None, "head_dim"),  # as where ranks share key/value heads
+        "wk": ("layers", "embed", None, "head_dim"),  # as if ranks shared key/value heads
         "down": ("layers", "embed", "mlp"),
-        "experts": ("layers", "experts", "expert_embed", "mlp"),  # each expert's matrix by itself
+        "experts": ("layers", "experts", "expert_embed", "mlp"),  # each expert's matrix separately
         "bq": ("layers", "heads", "head_dim"),
         "scale": ("layers", "embed"),
     },
 }
 SHAPES = {"embedding": (24, 8), "wq": (3, 8, 4, 6), "wk": (3, 8, 2, 2), "down": (3, 8, 16), "bq": (3, 4, 6), "scale": (3, 8)}
 SHAPES |= {"experts": (3, 4, 8, 12)}
-HIDDEN = {"wq": (8, 24), "wk": (8, 4), "down": (8, 16), "experts": (8, 12)}  # rows and columns
+HIDDEN = {"wq": (8, 24), "wk": (8, 4), "down": (8, 16), "experts": (8, 12)}  # (rows, columns)
 
 
 def toy(seed: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
     return {path[-1].key: np.asarray(x, np.float64) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-# ---- The definition, in float64: no iteration on matrices, but its polynomial on their singular values
+# ---- The definition, in float64: its polynomial is applied to singular values, not to matrices
 
 
 def about_orthogonal(x: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -84,7 +84,7 @@ def adam_step(p, g, m, v, t: int, decay: float, o: config.Optimizer, lr: float):
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, np.ndarray]]:
-    """Parameters of the toy after each of three steps."""
+    """Return the toy's parameters after each of three steps."""
     p = by_name(toy(0))
     m, v, out = {n: 0 * x for n, x in p.items()}, {n: 0 * x for n, x in p.items()}, []
     for t in (1, 2, 3):
@@ -105,7 +105,7 @@ def placed(mesh: dict[str, Any]) -> Any:
 
 
 def steps(o: config.Optimizer, dtypes: config.Dtypes, mesh: dict[str, Any], numerics: Numerics = FLOAT32, count: int = 3):
-    """The toy's parameters after each step, and the last state."""
+    """Return the toy's parameters after each step, and the last state."""
     placement = placed(mesh)
     tx = make_optimizer(o, dtypes, AXES, placement, numerics)
     homes = jax.tree.map(lambda p, a: placement.sharding(a), toy(0), AXES)
@@ -136,7 +136,7 @@ def test_first_three_steps_are_the_definitions(mesh, expected):
 
 
 def test_first_three_steps_of_a_run():
-    """Gradients as the momentum tells them: the whole path, with clipping, the schedule, and layers by their names."""
+    """The gradients are derived from the stored momentum. The run has clipping, a schedule, and named layers."""
     run = helpers.tiny(SMALL)
     rates = make_schedule(run.optimizer, run.train.steps)
     before, o = helpers.initial_tensors(run), run.optimizer
@@ -176,7 +176,7 @@ def test_orthogonal_at_any_scale_and_either_way_up(numerics):
 
 
 def test_devices_share_the_layers():
-    """Of 16 layers on 8 devices each multiplies 2 and never sees the others: matrices travel by all-to-all alone."""
+    """Each of 8 devices multiplies 2 of 16 layers and never sees the others: all-to-all is the only collective."""
     placement, axes = placed({"mesh.fsdp": 4, "mesh.tensor": 2}), {"layers": {"down": AXES["layers"]["down"]}}
     tx = make_optimizer(RECIPE, TYPES, axes, placement)
     home = placement.sharding(axes["layers"]["down"])
@@ -188,12 +188,12 @@ def test_devices_share_the_layers():
     assert re.search(r"f32\[2,6,6\]\S* dot\(", text) or re.search(r"f32\[2,6,6\]", text)
 
 
-# ---- What is stored
+# ---- Stored state
 
 
 @pytest.mark.parametrize(("m", "atol"), [("bf16", 0.02), ("int8", 0.04)])
 def test_momentum_is_stored_in_its_type(m, atol):
-    """Blocks need 4096 elements a layer; then the update is of the new momentum, before it is rounded."""
+    """Blocks need 4096 elements a layer. The update uses the new momentum before it is rounded."""
     axes = {"layers": {"w": ("layers", "embed", "mlp")}, "head": ("vocab", "embed")}
     rng = np.random.default_rng(0)
     trees = [
@@ -213,7 +213,7 @@ def test_momentum_is_stored_in_its_type(m, atol):
 
 
 def test_streamed_from_the_host():
-    """Layer by layer, and the same numbers, up to the order in which products of one matrix and of several are added up."""
+    """The update runs layer by layer. The numbers agree up to the order of sums in matmuls of one or several matrices."""
     placement = placed({"mesh.fsdp": 2})
     how = (RECIPE, TYPES, AXES, placement, FLOAT32)
     tx = make_optimizer(*how)
@@ -226,7 +226,7 @@ def test_streamed_from_the_host():
 
 
 def test_stopped_and_resumed(tmp_path):
-    """Two steps, a checkpoint, one more on what was read: bit for bit the three steps of one go."""
+    """Two steps, a checkpoint, a restore and one more step equal three steps, bit for bit."""
     run = helpers.tiny(SMALL)
     save(run, trained(run, 2), tmp_path)
     current = resumed(run, tmp_path)
@@ -241,7 +241,7 @@ def test_stopped_and_resumed(tmp_path):
 
 
 def test_bounds_count_what_is_held():
-    """Of searches: the state's bytes on a device; and the products, one by one."""
+    """The search counts the state's bytes on a device, and each matmul."""
     run = helpers.tiny(MUON | {"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.m": "bf16"})
     sizes = {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
     held = compiler.local_bytes(helpers.program(run).state.optimizer)

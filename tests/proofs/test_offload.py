@@ -1,4 +1,4 @@
-"""Moments in host memory: the same numbers and the same checkpoints. proofs/test_plan_memory.py has what a plan says of it."""
+"""Moments in host memory: equal numbers and checkpoints. proofs/test_plan_memory.py has the plan's figures."""
 
 from typing import Any
 
@@ -21,8 +21,9 @@ def moments(current: Any) -> dict[str, jax.Array]:
 
 @pytest.fixture(scope="module")
 def both() -> dict[str, Any]:
-    """States after two clipped steps, with float32 and 8-bit moments, without offload and with."""
-    mixed = SIZES | SPLIT | {"dtypes.m": "int8", "dtypes.v": "f32", "optimizer.clip_norm": 0.1}  # all gradients are longer
+    """Return states after two clipped steps, with float32 and 8-bit moments, without offload and with it."""
+    # every gradient's norm is above clip_norm, so every step clips
+    mixed = SIZES | SPLIT | {"dtypes.m": "int8", "dtypes.v": "f32", "optimizer.clip_norm": 0.1}
     return {name: trained(helpers.tiny(mixed | changes)) for name, changes in (("none", {}), ("moments", OFFLOAD))}
 
 
@@ -47,7 +48,7 @@ def test_checkpoints_do_not_tell_where_moments_rest(both, tmp_path):
         kinds = {a.sharding.memory_kind for a in moments(current).values()}
         assert kinds == {"pinned_host" if changes else "device"}
         assert_same(state.to_tensors(current), tensors)
-    changed = resumed(helpers.tiny(SIZES | OFFLOAD | ALLOWED), tmp_path)  # m in float32 from now on
+    changed = resumed(helpers.tiny(SIZES | OFFLOAD | ALLOWED), tmp_path)  # m is in float32 from here on
     assert {a.dtype.name for a in moments(changed).values()} == {"float32"}
     assert {a.sharding.memory_kind for a in moments(changed).values()} == {"pinned_host"}
 

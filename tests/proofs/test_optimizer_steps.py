@@ -1,4 +1,4 @@
-"""Steps of runs with other types: second moments in bfloat16, and master weights that are rounded at random."""
+"""Steps of runs with other types: second moments in bfloat16, and master weights with stochastic rounding."""
 
 import helpers
 import jax
@@ -19,7 +19,7 @@ from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 
 @pytest.mark.parametrize("beta2", helpers.few([0.95, 0.98, 0.99, 0.998, 0.999], 0.98, 0.99))
 def test_second_moments_in_bfloat16_follow_gradients_only_where_they_decay_fast(beta2):
-    """Gradients of three decades, then 0.03 times as large. Where updates are off by 1%, the config check refuses."""
+    """Gradients span three decades, then shrink to 0.03 times. The config check refuses decays whose updates are off by 1%."""
     rng, n = np.random.default_rng(0), 2048
     size = jnp.asarray(10 ** rng.uniform(-4, -1, n), jnp.float32)
 
@@ -52,7 +52,7 @@ def test_moments_of_a_run_have_the_types_the_config_names():
 
 def test_random_bits_of_weights_are_unbiased_and_of_each_step_layer_and_parameter():
     p = {"layers": {"a": jnp.ones((3, 64, 64), jnp.bfloat16), "b": jnp.ones((3, 64, 64), jnp.bfloat16)}}
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32) + 2**-10, p)  # an eighth of the way to the next number
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) + 2**-10, p)  # an eighth of the distance to the next number
 
     def rounded(step: int, seed: int = 0) -> dict[str, np.ndarray]:
         made = Rounding(seed).rounded(exact, p, jnp.int32(step))["layers"]
@@ -62,14 +62,14 @@ def test_random_bits_of_weights_are_unbiased_and_of_each_step_layer_and_paramete
     up = np.stack([[s["a"] > 1, s["b"] > 1] for s in steps])  # (steps, parameters, layers, 64, 64)
     n = up.size
     assert abs(up.mean() - 1 / 8) < 5 * np.sqrt(1 / 8 * 7 / 8 / n)
-    for axis in range(3):  # neighbours along steps, parameters and layers have nothing to do with each other
+    for axis in range(3):  # neighbouring steps, parameters and layers are independent
         here, there = np.take(up, 0, axis), np.take(up, 1, axis)
         assert abs((here & there).mean() - 1 / 64) < 6 * np.sqrt(1 / 64 / here.size)
     assert (rounded(7)["a"] == steps[7]["a"]).all() and (rounded(7, seed=1)["a"] != steps[7]["a"]).any()
 
 
 def test_random_bits_do_not_depend_on_the_layout():
-    """On four devices, on stages that hold the layers in another order, and layer by layer: the bits of one device."""
+    """The bits equal those of one device: on four devices, on stages with another order of layers, and layer by layer."""
     rng = np.random.default_rng(0)
     w, e = rng.standard_normal((6, 8, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(np.float32)
     exact = {"embed": jnp.asarray(e), "layers": {"w": jnp.asarray(w)}}
@@ -86,7 +86,7 @@ def test_random_bits_do_not_depend_on_the_layout():
     assert len(four["embed"].sharding.device_set) == 4
     jax.tree.map(np.testing.assert_array_equal, four, one)
 
-    order = Arrangement(6, 2, 2).order  # 2, 2, 1 and 1 layers, interleaved: two places are empty
+    order = Arrangement(6, 2, 2).order  # 2, 2, 1 and 1 layers, interleaved: two positions are empty
     assert None in order and [i for i in order if i is not None] != list(range(6))
     placed = jnp.asarray(np.stack([np.zeros_like(w[0]) if i is None else w[i] for i in order]))
     home = jax.NamedSharding(mesh, jax.P("stage", "fsdp"))
@@ -100,14 +100,14 @@ def test_random_bits_do_not_depend_on_the_layout():
 
 
 def test_a_streamed_update_is_that_of_all_at_once():
-    """Layer by layer, from the host: clipped and rounded to the same bits, and other ones in each layer."""
+    """The update runs layer by layer from the host, with equal clipping and rounding. Layers have different random bits."""
     axes = {"embed": ("vocab", "embed"), "layers": {"w": ("layers", "embed", "mlp")}}
     types = config.Dtypes("bf16", "bf16", "f32", "f32", "f32")
     placement = make_placement(helpers.tiny(), jax.devices()[:1])
     how = (config.Optimizer(), types, axes, placement, FLOAT32)
     tx = make_optimizer(*how)
     params = {"embed": jnp.ones((6, 8), jnp.bfloat16), "layers": {"w": jnp.ones((3, 8, 64), jnp.bfloat16)}}
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-7, jnp.float32), params)  # near eps: clipping shows in the update
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-7, jnp.float32), params)  # near eps: clipping changes the update
     given = (tx.init(params), params, jnp.float32(0.5), jnp.float32(1e-3), True, jnp.int32(4))
     whole, parts = (jax.jit(update)(grads, *given) for update in (at_once(tx, Rounding(0)), streamed(*how, Rounding(0))))
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
@@ -132,7 +132,7 @@ STREAMED, MUON = {"optimizer.offload": "moments"}, {"mesh.fsdp": 4, "optimizer.n
 
 @pytest.mark.parametrize("more", helpers.few([{}, STREAMED, MUON], {}))
 def test_all_weights_move_where_masters_are_bfloat16(more):
-    """At a learning rate of 1e-4 an update of 1.0, or of most weights, is far below half of bfloat16's steps."""
+    """At a learning rate of 1e-4, an update of 1.0 is far below half of a bfloat16 step of most weights."""
     run = helpers.tiny(BF16_MASTERS | more)
     before, after = helpers.initial_tensors(run), helpers.train(run, 5).tensors
     moved = {name: (after[name] != x).mean() for name, x in before.items() if name.startswith("params.")}
@@ -142,8 +142,8 @@ def test_all_weights_move_where_masters_are_bfloat16(more):
         assert before[name].dtype == after[name].dtype == (np.float32 if name in vectors else jnp.bfloat16), name
         assert moved[name] == 1.0 if name in vectors and "bk" not in name else moved[name] > 0, (name, moved[name])
 
-    # In the first step, which has the same gradients, as much as float32 masters do on average. Rounded to nearest, weights
-    # above 0.03 would stay as they are.
+    # In the first step, which has equal gradients, weights move on average as float32 masters do. With rounding to nearest,
+    # weights above 0.03 would not move.
     wide = helpers.tiny(BF16_MASTERS | more | {"dtypes.params": "f32"})
     for name in ("params.layers.0.mlp.gate", "params.layers.1.attention.wq"):
         first, start = ([of(r)[name].astype(np.float64) for r in (run, wide)] for of in (one_step, helpers.initial_tensors))

@@ -1,7 +1,7 @@
-"""Rows of conversations at the lengths of two published sets: padding, whole conversations, and the same rows in any process.
+"""Rows of conversations at the lengths of two published sets: padding, whole conversations, equal rows in any process.
 
-recorded/conversation_lengths.json has 401 quantiles of the tokens of a conversation, with their sources: of requests with
-answers to a service (Azure), and of HH-RLHF's conversations by a byte-level BPE of 2,500 tokens.
+recorded/conversation_lengths.json has 401 quantiles of the number of tokens in a conversation, with their sources: requests and
+answers of a service (Azure), and HH-RLHF's conversations by a byte-level BPE of 2,500 tokens.
 """
 
 import itertools
@@ -25,7 +25,7 @@ END = 1 << 20  # an id above the numbers of all conversations
 
 
 def write(path: Path, lengths: list[int]) -> Path:
-    """Conversation k has its number as each of its tokens, and counts from its middle on."""
+    """Write conversations. Every token of conversation k is k, and the second half counts in the loss."""
     with TokenWriter(path, {**tokenizers.info(BYTE), "vocab_size": END + 1, "eot": END}, loss=True) as writer:
         for k, n in enumerate(lengths):
             writer.write(np.full(n - 1, k), n, np.arange(n - 1) >= n // 2, n)
@@ -40,7 +40,7 @@ def drawn(which: dict, count: int) -> list[int]:
 @pytest.mark.parametrize("seq_len", [4096, 8192])
 @pytest.mark.parametrize("which", SETS, ids=lambda which: which["name"].split()[0])
 def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: int) -> None:
-    """By default: less than 3% padding, each conversation in one row once, and before each answer its whole prompt."""
+    """By default padding is below 3%, each conversation is in one row once, and each answer follows its whole prompt."""
     lengths = drawn(which, which["conversations"])
     source = write(tmp_path / "a.tok", lengths)
     data = config.Data(source=str(source), seq_len=seq_len)
@@ -61,13 +61,11 @@ def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: i
                 own = np.flatnonzero(segment == number)
                 k = int(token[own[0]])
                 met.append(k)
-                # A document's last target may be the row's last one, which is no input.
+                # A document's last target may be the row's last target, which is no input.
                 assert (token[own[:-1]] == k).all() and (position[own] == np.arange(len(own))).all()
                 if fits[k]:
                     assert lengths[k] - 1 <= len(own) <= lengths[k]
-                    assert (
-                        np.flatnonzero(weight[own])[0] == lengths[k] // 2 - 1
-                    )  # the target after the last token of the prompt
+                    assert np.flatnonzero(weight[own])[0] == lengths[k] // 2 - 1  # the target after the prompt's last token
     assert sorted(met) == [k for k in range(len(lengths)) if fits[k] or lengths[k] // 2 <= seq_len]
     longer = batches.truncated[0]
     print(f"{which['name']}, {seq_len}: {len(lengths)} conversations, {longer} longer, {padding / tokens:.2%} padding")
@@ -92,8 +90,9 @@ for step in range(first, last):
 
 
 def test_rows_are_the_same_in_any_number_of_processes_and_after_a_resume(tmp_path: Path) -> None:
-    """One, two and four real processes, each with its rows of 12 batches of a mixture that changes, and processes that begin
-    later."""
+    """One, two and four real processes read their rows of 12 batches. The mixture changes at step 6, and
+    some runs start later.
+    """
     for k, which in enumerate(SETS):
         write(tmp_path / f"{k}.tok", [min(n, 1500) for n in drawn(which, 400)])
     source, schedule = f"{tmp_path}/0.tok=0.5,{tmp_path}/1.tok=0.5", f"6: {tmp_path}/0.tok=0.2,{tmp_path}/1.tok=0.8"
@@ -120,7 +119,7 @@ def test_rows_are_the_same_in_any_number_of_processes_and_after_a_resume(tmp_pat
 
 
 def test_fifty_conversations_train_with_the_defaults(tmp_path: Path) -> None:
-    """`data prepare --chat` and a run of the command line, with the default config: a short last row is padded."""
+    """`data prepare --chat` and a run from the command line, with the default config: a short last row is padded."""
     talk = [{"role": "user", "content": "What is {}?"}, {"role": "assistant", "content": "It is {}, of course."}]
     rows = [{"messages": [m | {"content": m["content"].format(k)} for m in talk]} for k in range(50)]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

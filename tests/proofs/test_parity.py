@@ -1,7 +1,7 @@
-"""Every layout takes the same steps: losses, gradients and parameters on 8 fake devices against one.
+"""Every layout takes the same steps: losses, gradients and parameters on 8 fake devices against one device.
 
-jaxtrain/parity/compare.py says what is compared and how far apart rounding may bring it. The layouts are in matrix.py: a sample
-runs every time, in float32 and bfloat16; `./run.sh test tests/proofs/test_parity.py --campaign` runs all of them.
+jaxtrain/parity/compare.py defines the comparison and its bounds. matrix.py has the layouts. A sample runs every time, in
+float32 and bfloat16; `./run.sh test tests/proofs/test_parity.py --campaign` runs all of them.
 """
 
 import helpers
@@ -30,7 +30,7 @@ STEPS = 20
 
 
 def test_the_sample_has_every_model_and_every_pair_of_settings():
-    """All 414 pairs of settings that any of the 230 layouts combines. Triples are left to the campaign."""
+    """The sample has all 414 pairs of settings that any of the 230 layouts combines. Triples are left to the campaign."""
     sample = [*matrix.SAMPLE, *matrix.SAMPLE_BF16]
     assert {*sample} <= matrix.MATRIX.keys()
     assert {model for model, _ in matrix.MATRIX.values()} == {matrix.MATRIX[name][0] for name in sample}
@@ -41,7 +41,7 @@ def test_the_sample_has_every_model_and_every_pair_of_settings():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_documents_straddle_shards(ranks):
-    """The premise: at each border between two chunks of the zigzag order some row has one document on both sides."""
+    """The test's premise: each border between two chunks of the zigzag order is inside a document of some row."""
     segments = helpers.host_batch(matrix.config("window", "one", "f32"), 0)["segments"]
     assert (segments.max(axis=1) >= 4).all()
     chunk = segments.shape[1] // (2 * ranks)
@@ -54,14 +54,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         every = ledger.is_campaign(metafunc.config)
         chosen = {"f32": matrix.MATRIX if every else matrix.SAMPLE, "bf16": matrix.MATRIX if every else matrix.SAMPLE_BF16}
         cases = [(entry, p) for p, names in chosen.items() for entry in names]
-        # Named here: pytest numbers cases with long names, and a number means another layout in a campaign.
+        # The names are explicit: pytest would replace long names by numbers, and a number is another layout in a campaign.
         metafunc.parametrize(("entry", "precision"), cases, ids=["-".join(case) for case in cases])
 
 
 def test_matrix(entry, precision, request):
     """A layout takes the steps of one device, and its state stays sharded (helpers.first_steps)."""
     if ledger.is_campaign(request.config):
-        jax.clear_caches()  # two hundred programs in one process
+        jax.clear_caches()  # else one process would hold two hundred programs
     comparison = matrix.against_one_device(entry, precision)
     assert not comparison.wrong, comparison.wrong
 
@@ -99,7 +99,7 @@ def test_no_device_holds_more_than_its_share(mesh):
     [(4, {}), pytest.param(2, {"mesh.fsdp": 4}, marks=pytest.mark.more), (4, {"mesh.fsdp": 2, "mesh.seq": 2})],
 )
 def test_evaluation_loss_does_not_depend_on_batches_and_layouts(accum, mesh):
-    """37 sequences of which 16, 8 or 4 are a batch, on one device and on meshes; padding fills the last batch."""
+    """37 sequences in batches of 16, 8 or 4, on one device and on meshes. Padding fills the last batch."""
     assert held_out_loss(accum, mesh) == pytest.approx(held_out_loss(1, {}), abs=1e-6)
 
 
@@ -112,7 +112,7 @@ def held_out_loss(accum: int, mesh: dict[str, int]) -> float:
     params = from_tensors(made.state, jax.device_put(initial, homes)).params
     held_out = helpers.batches(run.data, run.train.global_batch // accum, "validation")
     how = (params, held_out, made.eval_batch, made.context, run.eval.sequences)
-    mean = evaluate.evaluate(lambda params, batch: (batch["weights"].sum(), 1.0, {}), *how)  # of a batch's weight
+    mean = evaluate.evaluate(lambda params, batch: (batch["weights"].sum(), 1.0, {}), *how)  # the mean of the batches' weights
     weights = [held_out.batch(i)["weights"].sum(1) for i in range(-(-37 // held_out.global_batch))]
     assert mean["loss"] * len(weights) == np.concatenate(weights)[:37].sum()
     return evaluate.evaluate(made.eval_step, *how)["loss"]
@@ -138,7 +138,7 @@ def assert_same_steps(run, reference, steps: int = STEPS) -> None:
     ("mesh", "accum"), [*((mesh, 1) for mesh in MESHES), ("data=2 x fsdp=4", 2), ("fsdp=2 x tensor=2 x seq=2", 2), ("one", 4)]
 )
 def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
-    """While the loss falls, on rows of several documents, and microbatches with different numbers of targets."""
+    """The loss falls over 20 steps. Rows hold several documents, and microbatches have different numbers of targets."""
     source = {"data.source": text}
     batch = helpers.host_batch(helpers.tiny(source), 0)
     assert (batch["segments"].max(axis=1) > 1).mean() > 0.3
@@ -151,7 +151,7 @@ def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
 
 @pytest.mark.more
 def test_every_feature_on_a_mesh():
-    """All that can be switched on at once."""
+    """All optional features are on at once."""
     plain = matrix.MODELS["everything"]
     more = {"remat.policy": "attention", "remat.every": 3, "attention.impl": "chunked", "train.grad_accum": 2}
     assert_same_steps(helpers.tiny(MESHES["fsdp=2 x tensor=4"] | plain | more), helpers.tiny(plain), steps=8)

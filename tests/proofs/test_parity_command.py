@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.parity`: what it prints and returns, on layouts that agree, that differ and that cannot run."""
+"""`python -m jaxtrain.parity`: output and exit code for layouts that agree, that differ and that cannot run."""
 
 import json
 import os
@@ -26,17 +26,18 @@ SMALL = (
 def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
-        monkeypatch.setenv(name, os.environ[name])  # what the command sets would stay with the tests that follow
+        # The command sets these variables; monkeypatch restores them for later tests.
+        monkeypatch.setenv(name, os.environ[name])
 
 
 def row(printed: str, name: str) -> list[str]:
-    """The cells of a layout's line in the table."""
+    """Return the cells of a layout's line in the table."""
     (line,) = [line for line in printed.splitlines() if re.match(rf"{re.escape(name)}  ", line)]
     return line.split()[1:]
 
 
 def test_layouts_that_agree_differ_and_fail(monkeypatch, capsys, tmp_path):
-    """A gradient is summed once too often over `data`, which the bound of bfloat16 does not cover; one layout fails."""
+    """A gradient is summed twice over `data`, which exceeds the bound of bfloat16. Another layout fails."""
     reduce_gradient, train = sharding.reduce_gradient, compare.train
 
     def fails_over_seq(run, devices, steps):
@@ -75,7 +76,7 @@ def test_layouts_that_agree_differ_and_fail(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.more
 def test_a_machine_with_one_cpu_device():
-    """As a user runs it, on a machine that has one CPU device until the command asks for more."""
+    """The machine has one CPU device until the command sets more, as for a user."""
     argv = [*SMALL, "--meshes=one,fsdp2xseq2,tensor2/sharding.zero=1", "--steps=2"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""MaxText's step beside ours: what reads and prints the comparison, on a small step of ours. MaxText itself is not needed."""
+"""The comparison of MaxText's step with ours: its reading and printing, on a small step of ours. MaxText is not needed."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from jaxtrain.plan.topology import parse
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What --out keeps: one small step under the names of all."""
+    """Write the files of --out: one small step of ours, under the names of all steps."""
     out = tmp_path_factory.mktemp("peer")
     run = tiny({"model.num_layers": 2, "mesh.fsdp": 8, "precision": "bf16", "attention.impl": "cudnn"})
     compiled = compile_step(run, parse(peer_maxtext.TOPOLOGY))
@@ -43,7 +43,7 @@ def test_a_compiled_step_is_read(folder: Path):
     assert t.step_ms == pytest.approx(t.gemm_ms + t.attention_ms + t.memory_ms + t.exposed_ms + t.host_exposed_ms)
     assert min(t.gemm_ms, t.attention_ms, t.memory_ms, read.memory_gb, read.wire_gb) > 0
     assert read.mfu == pytest.approx(1e9 * 1000 / (t.step_ms / 1e3) / 989e12, rel=1e-3)
-    # Besides the heap at its fullest there are arguments, and results and constants that take no argument's place.
+    # Beside the heap's peak there are arguments, and results and constants that do not reuse an argument's memory.
     assert sum(gib for gib, _ in read.held) + read.arguments_gib == pytest.approx(read.peak_gib, rel=0.01)
     assert sum(m.exposed_ms for m in read.moved) == pytest.approx(t.exposed_ms)
 

@@ -1,6 +1,6 @@
-"""Programs of pipelines: their memory and bubble, and the steps of one device with frozen layers, adapters and the like.
+"""Programs of pipelines: their memory and bubble, and equal steps to one device with frozen layers, adapters and others.
 
-Layouts with stages are in tests/matrix.py; each case here asks something more of a step.
+tests/matrix.py has layouts with stages. Each case here adds another feature.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxtrain.train.batch import place_batch
 from jaxtrain.train.program import build
 from jaxtrain.train.stages import Schedule
 
-# Three layers on two stages: one place is empty.
+# Three layers on two stages: one position is empty.
 SMALL = {
     "model.num_layers": 3,
     "model.d_model": 32,
@@ -41,7 +41,7 @@ GROUPS = {"pipeline.schedule": "interleaved", "pipeline.groups": 2}
 
 
 def program_of(schedule: str, microbatches: int) -> Any:
-    """The jaxpr of a step of microbatches of 2 rows, of 4 layers on 2 stages."""
+    """Return the jaxpr of a step with microbatches of 2 rows, and 4 layers on 2 stages."""
     groups = {"pipeline.groups": 2} if schedule == "interleaved" else {}
     asked = {"mesh.stage": 2, "model.num_layers": 4, "pipeline.schedule": schedule, "train.grad_accum": microbatches}
     made = helpers.program(helpers.tiny(SMALL | asked | groups | {"train.global_batch": 2 * microbatches}))
@@ -49,7 +49,7 @@ def program_of(schedule: str, microbatches: int) -> Any:
 
 
 def loops(jaxpr: Any, times: int = 1) -> Any:
-    """Each equation of a program, with how often it is run."""
+    """Yield each equation of a program, and how often it runs."""
     for eqn in jaxpr.eqns:
         yield eqn, times
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
@@ -59,7 +59,7 @@ def loops(jaxpr: Any, times: int = 1) -> Any:
 
 
 def carried(jaxpr: Any) -> int:
-    """Bytes of all that the largest of a program's loops hands on."""
+    """Return the bytes that the largest of a program's loops carries."""
     made = [[v.aval for v in eqn.outvars] for eqn, _ in loops(jaxpr) if eqn.primitive.name == "scan"]
     return max(sum(a.size * a.dtype.itemsize for a in avals) for avals in made)
 
@@ -89,12 +89,12 @@ def test_compiled_memory_does_not_grow_with_the_microbatches():
 def test_the_program_has_the_ticks_of_the_formula(schedule: str):
     groups = 2 if schedule == "interleaved" else 1
     s = Schedule(schedule, 2, groups, 4)
-    # Each tick hands on what a unit made: one array forward, and one back.
+    # Each tick carries a unit's results: one array forward, and one back.
     ran = sum(times for eqn, times in loops(program_of(schedule, 4)) if eqn.primitive.name == "ppermute")
     assert (ran - 2 * s.units) / ran == s.bubble == 1 / (4 * groups + 1)
 
 
-# ---- The same numbers
+# ---- Equal numbers
 
 
 def steps_of(asked: dict[str, Any]) -> compare.Trained:
@@ -102,7 +102,7 @@ def steps_of(asked: dict[str, Any]) -> compare.Trained:
 
 
 def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
-    """Two steps on a layout are those of one device."""
+    """Check that two steps on a layout equal those on one device."""
     reference = steps_of(asked)
     run = helpers.tiny(SMALL | asked | layout)
     bounds = compare.bounds(reference, None, len(helpers.devices_of(run)), 8 * 32)
@@ -110,7 +110,7 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
 
 
 def test_a_custom_loss_sees_the_whole_vocabulary():
-    """With layers one by one, and gradients that are summed over `data` at the end of the step."""
+    """The layers are unrolled, and gradients are summed over `data` at the end of the step."""
     asked = {"loss.name": "helpers:whole_logits_loss", "model.tied_head": True, "model.num_layers": 2}
     same(asked, TWO | {"mesh.data": 2, "mesh.tensor": 2, "parallel.scan_layers": False})
 
@@ -139,7 +139,7 @@ def test_fp8_matmuls_run_on_a_stage():
 
 @pytest.mark.more
 def test_fp8_rounds_as_it_does_without_stages():
-    """A device has the same tokens, and so the same scales; only sums of its part of the head are others."""
+    """A device has the same tokens, and so the same scales. Only the sums of its shard of the head differ."""
     with_stages, without = (
         steps_of({"precision": "fp8", "mesh.fsdp": 2, "train.grad_accum": 2} | mesh) for mesh in ({"mesh.stage": 2}, {})
     )
@@ -167,7 +167,7 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
 
 
 class Louder(Transformer):
-    """What the layers give, twice as large: which a pipeline, that calls the parts, would not know."""
+    """A model that doubles the layers' output. A pipeline, which calls the parts of a model, would not apply that."""
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         return 2 * super().__call__(tokens_BT, segments_BT, positions_BT)

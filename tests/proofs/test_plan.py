@@ -1,6 +1,6 @@
 """Two layers of Llama 3 8B, compiled by XLA:GPU for described H200s: what a step communicates, shards and recomputes.
 
-Everything is read from the partitioned, scheduled program itself. Shipped configs are compiled whole by the campaign.
+All figures are read from the partitioned, scheduled program. The campaign compiles the shipped configs in full.
 """
 
 import math
@@ -22,8 +22,8 @@ from jaxtrain.train.state import shardings
 
 NODE = parse("h200:8")
 LAYERS = 2
-SHIPPED = ("h200:8", TWO, *ONE_EACH)  # without a loop over layers, as it ships; one microbatch
-RECOMPUTED = ("h200:8", TWO, *ONE_EACH, *FULL)  # every layer keeps its input only
+SHIPPED = ("h200:8", TWO, *ONE_EACH)  # unrolled layers, as shipped; one microbatch
+RECOMPUTED = ("h200:8", TWO, *ONE_EACH, *FULL)  # every layer saves its input only
 
 
 def moved(*which: str) -> list[collectives.Found]:
@@ -32,20 +32,20 @@ def moved(*which: str) -> list[collectives.Found]:
 
 
 def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int]]:
-    """Calls of a cuDNN kernel, and how often each runs in a step."""
+    """Return the calls of a cuDNN kernel, and how often each runs in a step."""
     calls = [(i, times) for i, _, times, _ in hlo.walk(module(*which)) if i.opcode == "custom-call"]
     return [(i, times) for i, times in calls if i.attributes["custom_call_target"] == f'"{target}"']
 
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_layers_communicate_no_float32(which):
-    """But for the loss and the gradient norm. test_golden_compare.py shows a step that does."""
+    """Only the loss and the gradient norm use float32. test_golden_compare.py has a step that does more."""
     found = [f for f in moved(*which) if "f32" in f.dtype and "layers" in f.op_name and "(loss)" not in f.op_name]
     assert not found
 
 
 def test_each_weight_is_gathered_twice_and_its_gradient_reduced_once():
-    """Forward and backward; the last layer's weights, and the head, once for both."""
+    """A weight is gathered in the forward and in the backward pass. The last layer's weights and the head are gathered once."""
     found = moved(*SHIPPED)
     inside = [f for f in found if "layers" in f.op_name and f.wire_bytes]
     assert {f.kind for f in inside} == {"all-gather", "reduce-scatter"} and {f.axis for f in inside} == {"fsdp"}
@@ -57,7 +57,7 @@ def test_each_weight_is_gathered_twice_and_its_gradient_reduced_once():
 
 
 def test_head_is_gathered_once_and_its_gradient_reduced_once():
-    """Once a microbatch, in bfloat16, and not in the loop over the chunks of the loss."""
+    """The head is gathered once a microbatch, in bfloat16, outside of the loop over the loss's chunks."""
     head = [f for f in moved(*SHIPPED) if "(loss)" in f.op_name and f.wire_bytes > 1 << 20]
     assert sorted((f.kind, f.count, f.dtype, f.loops) for f in head) == [
         ("all-gather", 1, "bf16", ()),
@@ -66,20 +66,20 @@ def test_head_is_gathered_once_and_its_gradient_reduced_once():
 
 
 def test_attention_is_cudnn_and_runs_forward_once():
-    """Output and logsumexp are saved. Full remat runs it again, in as many calls more."""
+    """The output and the log-sum-exp are saved. Full remat runs attention's forward pass again, in the same number of calls."""
     assert compiled(*SHIPPED)[1].program.kernel.name == "cudnn"
     for which, times in ((SHIPPED, 1), (RECOMPUTED, 2)):
         forward = attention_calls("__cudnn$fmhaSoftmax", *which)
         assert sum(times for _, times in forward) == times * LAYERS
         again = [times for i, times in forward if "rematted_computation" in i.op_name]
         assert sum(again) == (times - 1) * LAYERS
-    # Going backward in four parts, so that the workspace is small (kernels/attention/cudnn.py).
+    # The backward pass has four parts, so that the workspace is small (kernels/attention/cudnn.py).
     assert sum(times for _, times in attention_calls("__cudnn$fmhaSoftmaxBackward", *SHIPPED)) == 4 * LAYERS
 
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_no_matmul_runs_twice(which):
-    """What a step executes is what its formula says: XLA neither repeats a saved matmul nor recomputes on its own."""
+    """The step executes the formula's matmuls: XLA repeats no saved matmul and recomputes nothing on its own."""
     flops = plan(*which).flops
     assert flops.hardware_per_step == pytest.approx(flops.expected_per_step, rel=0.01)
 
@@ -109,7 +109,7 @@ def test_state_is_donated():
 
 
 def test_a_thousand_gpus():
-    """What leaves a node stands apart, and the way through 128 of them is counted."""
+    """Bytes on the network are listed separately, and the latency of 128 nodes is counted."""
     made = plan("h200:8x128", TWO, "mesh.data=1", of="configs/llama3_70b.py:gpus=1024")
     assert made.fits and made.mesh["fsdp"] == 1024
     rings = [c for c in made.collectives if c.kind in ("all-gather", "reduce-scatter") and c.group == 1024]
@@ -129,7 +129,7 @@ def test_a_plan_survives_json():
 
 
 def test_compiler_options_are_those_of_training():
-    """The scheduler's memory limit is what training may use."""
+    """The scheduler's memory limit is the memory that training may use."""
     _, step = compiled(*RECOMPUTED)
     made = plan(*RECOMPUTED)
     assert made.options == step.chosen.options and "xla_dump_to" not in made.options
@@ -148,7 +148,7 @@ def test_a_run_expects_what_the_plan_says():
     made = plan(*RECOMPUTED)
     expected = expect(run, step.program, step.executable, NODE.gpu, 8)
     assert expected.step_s == pytest.approx(made.time.step_ms / 1e3)
-    # On a GPU the executable has cuDNN's workspace itself. Here it has none.
+    # On a GPU the executable includes cuDNN's workspace. Here it does not.
     assert expected.peak_gib < made.memory.taken_gib <= expected.peak_gib + made.memory.workspace_gib
     assert made.time.expected_step_ms == pytest.approx([1e3 * s for s in expected.range_s or ()])
     assert expected.rates == made.rates.source == datasheet(NODE.gpu, "bf16").source
@@ -181,7 +181,9 @@ def test_a_run_that_is_not_as_planned_is_told_once():
 
 @pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")])
 def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
-    """Each byte once, replicas sharing the work; nothing moves between devices, and one layer at a time is held."""
+    """Each byte is copied once, and replicas share the copies. Devices do not communicate, and one layer
+    at a time is in use.
+    """
     params = build(config(*mesh), devices(NODE)).state.params
     gate, head = params["layers"]["mlp"]["gate"], params["head"]
     index = jax.ShapeDtypeStruct((), "int32")

@@ -1,6 +1,6 @@
-"""Sharded layouts, planned: the compiled programs of small models communicate and compute what the papers' formulas say.
+"""Sharded layouts, planned: the compiled programs of small models communicate and compute what the papers' formulas give.
 
-The layouts whose weights are sharded in other ways are in test_zero.py, with formulas of their own.
+test_zero.py has the layouts that shard weights in other ways, with their formulas.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ GIB = 2**30
 
 
 def rows(run: RunConfig, made: Plan) -> list[Row]:
-    """Collectives beside the formulas."""
+    """Return the collectives of a plan beside their formulas."""
     return collective_volumes.compare(made, collective_volumes.terms_of(run, made.mesh))
 
 
 def several(cases: dict, *often: str) -> list:
-    """Cases by name; those not named here are compiled by a campaign alone."""
+    """Return the names of the cases. Only a campaign compiles those not in `often`."""
     assert {*often} <= cases.keys()
     return [pytest.param(name, marks=() if name in often else pytest.mark.more) for name in cases]
 
@@ -44,12 +44,12 @@ def several(cases: dict, *often: str) -> list:
 # ---- Weights, tokens, stages and experts: Llama 3 8B's layers in the layouts of the literature
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS if layout.name not in ("DDP, ZeRO-0", "ZeRO-1", "ZeRO-3, FSDP")}
-LAYERS = {"pipeline parallel, 1F1B": 4, "pipeline parallel, interleaved": 8}  # one for each group of each stage
+LAYERS = {"pipeline parallel, 1F1B": 4, "pipeline parallel, interleaved": 8}  # one layer for each group of each stage
 
 
 def known(name: str) -> tuple[RunConfig, Plan]:
     layout = BY_NAME[name]
-    # Rings are unrolled, so a compilation takes as many times as long as they have places; the page has them on 8 GPUs.
+    # Rings are unrolled, so compile time grows with their length. The page has rings on 8 GPUs.
     short = name.startswith("context parallel")
     more = ("mesh.seq=4",) if short else (f"model.num_layers={LAYERS[name]}",) if name in LAYERS else ()
     sizes = ("model.num_layers=2", "model.vocab_size=32768", *layout.overrides, *more)
@@ -73,7 +73,7 @@ def test_tensor_parallelism_moves_no_weight_and_two_pairs_a_layer():
     forward = [c for c in made.collectives if "jvp(layers)" in c.op_name and "transpose(" not in c.op_name]
     count = {kind: sum(c.count for c in forward if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
     assert count == dict.fromkeys(count, 2 * run.model.num_layers)
-    # Each is the residual stream of one sequence, a seventh of it staying at home, and no weight is as large.
+    # Each collective has the residual stream of one sequence, of which a seventh stays local. No weight is as large.
     stream = 2 * 8192 * 4096 * 7 / 8
     assert {round(c.wire_gib * GIB / c.count / stream, 2) for c in forward} == {1.0}
 
@@ -129,9 +129,9 @@ def sharded(case: str) -> tuple[RunConfig, Plan]:
 
 @pytest.mark.parametrize("case", several(CASES, "short ring", "ulysses", "window"))
 def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
-    """What the program computes is what its formula says, which without a window is the same for every rank.
+    """FLOPs of the program equal the formula's, which without a window is the same for every rank.
 
-    The bounds of the search are below it.
+    The search's bounds are below them.
     """
     run, made = sharded(case)
     assert made.attention == "cudnn" and made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
@@ -146,7 +146,7 @@ def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
     assert from_json(to_json(made)) == made
 
 
-# A window and two groups of ranks have no formula in the papers. Full remat sends keys and values once more in the backward
+# The papers have no formula for a window or for two groups of ranks. Full remat sends keys and values again in the backward
 # pass, and XLA merges some of these transfers with those of the gradients.
 IN_PAPERS = {case: CASES[case] for case in CASES if case not in ("window", "ulysses x ring", "full remat")}
 
@@ -162,7 +162,7 @@ def test_ranks_of_a_sequence_communicate_what_the_papers_say(case):
 def test_pairs_of_each_rank():
     ring = make_context("ring", 0, 4, 8, 8)
     assert sum(pairs(ring, 4096)) == 4096**2 / 2 and len({*pairs(ring, 4096)}) == 1
-    # Chunks in the order of the text would be as uneven as can be; a window evens them out but for the first chunk.
+    # Chunks in the order of the text would be most uneven. A window evens them out, except for the first chunk.
     assert pairs(Context(1, 1), 4096) == [4096**2 / 2]
     windowed = pairs(ring, 4096, 256)
     assert sum(windowed) == pytest.approx(4096 * 256 - 256**2 / 2)
@@ -172,18 +172,18 @@ def test_pairs_of_each_rank():
 
 @pytest.mark.more
 def test_activations_grow_with_tokens_and_sends_are_hidden():
-    """Twice the tokens: at most twice the memory beside the state. With wide heads attention is long enough to send behind."""
+    """Twice the tokens need at most twice the memory beside the state. With wide heads attention overlaps with the sends."""
     wide = ("num_layers=2", "d_model=2048", "num_heads=16", "num_kv_heads=4", "head_dim=128", "d_ff=4096", "vocab_size=2048")
     sizes = (*(f"model.{s}" for s in wide), "train.global_batch=1", "train.grad_accum=1", "mesh.seq=4")
     short, long = (plan("h200:4", *sizes, f"data.seq_len={1 << n}") for n in (16, 17))
-    assert long.memory.temp_gib > 3  # activations, not the state, are what is compared
+    assert long.memory.temp_gib > 3  # activations are compared, not the state
     assert long.memory.temp_gib <= 2.02 * short.memory.temp_gib
     sent = [c for c in long.collectives if c.kind == "collective-permute"]
     assert sum(c.ms for c in sent) > 5
     assert sum(c.exposed_ms for c in sent) < 0.01 * long.time.attention_ms
 
 
-# ---- Stages and experts, beside the schedule's formulas
+# ---- Stages and experts, compared with the schedule's formulas
 
 SIZES = ("model.d_model=256", "model.d_ff=512", "model.head_dim=64", "model.vocab_size=2048", "data.seq_len=1024")
 SHAPE = ("precision=bf16", "model.num_layers=2", *SIZES, "data.max_segments=4", "data.packing=none")
@@ -195,12 +195,12 @@ ROUTED = (*UNSHARDED, "model.num_layers=1", "mesh.expert=2", *BATCH, "remat.poli
 
 
 def staged() -> tuple[RunConfig, Plan]:
-    """A stage on each of two nodes."""
+    """Return a run with a stage on each of two nodes, and its plan."""
     return config(*STAGED, of=TINY), plan("h100:1x2", *STAGED, of=TINY)
 
 
 def routed(load: float = 1.0) -> tuple[RunConfig, Plan]:
-    """Four experts on two GPUs of a node."""
+    """Return a run with four experts on two GPUs of a node, and its plan."""
     return config(*ROUTED, of=TINY), plan("h100:2", *ROUTED, of=TINY, experts_load=load)
 
 
@@ -210,10 +210,10 @@ def test_the_program_idles_as_the_schedule_says():
     assert pipe is not None and made.experts is None
     assert (pipe.schedule, pipe.stages, pipe.microbatches, pipe.layers) == ("1f1b", 2, 6, ("0", "1"))
     assert pipe.bubble == pytest.approx(1 / 7) and pipe.idle == pytest.approx(pipe.bubble)
-    # FLOPs of the compiled program, those of idle ticks included, which are no use.
+    # FLOPs of the compiled program include idle ticks, which do no useful work.
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
     assert made.time.hfu < made.flops.hardware_per_step / (parse("h100:1").gpu.bf16 * 1e12 * made.time.step_ms / 1e3)
-    # Queries, keys, values and the attention's output of one layer, of the microbatches that wait.
+    # Queries, keys, values and attention's output of one layer, for the microbatches in flight.
     kept = schedule.slots[2] * 1024 * 2 * (256 + 2 * run.model.num_kv_heads * 64 + 256)
     assert pipe.in_flight == schedule.in_flight and pipe.saved_gib >= kept / GIB
 
@@ -234,8 +234,8 @@ def test_tokens_go_to_experts_and_back_inside_a_node():
     assert made.pipeline is None and (x.experts, x.per_token, x.devices, x.rows, x.room) == (4, 2, 2, 2048, 3072)
     travel = [c for c in made.collectives if c.axis == "expert" and c.kind == "all-to-all" and "/experts/" in c.op_name]
     assert travel and not any(c.network_gib for c in made.collectives)
-    # Of the room for two experts a token half goes to the other GPU: there and back, there again for the backward pass, which
-    # computes the layer again, and there and back with gradients.
+    # Half of the buffer for two experts a token goes to the other GPU. It goes there and back in the forward pass, there again
+    # when the backward pass recomputes the layer, and there and back with gradients.
     rows = 2 * 1024 * 1.5 * 256 * 2 / 2
     assert x.layer_gib * GIB == pytest.approx(5 * rows, rel=0.15)
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
@@ -252,14 +252,14 @@ def test_stages_and_experts_communicate_what_their_formulas_say():
 
 
 def test_an_uneven_load_of_experts_is_priced():
-    """Three even shares of one expert, and a third of one of its neighbour: 1.67 take a round of 0.25 after that of 1.5."""
+    """One expert has three even shares, and its neighbour a third: 1.67 together, so one round of 1.5 and another of 0.25."""
     (_, even), (_, uneven) = routed(), routed(3.0)
     assert (even.experts.load, even.experts.rounds, uneven.experts.load, uneven.experts.rounds) == (1.0, 1, 3.0, 2)
     assert {n for name, n in uneven.trip_counts.items() if "further_rounds" in name} == {1}
     assert uneven.experts.layer_gib == pytest.approx((1.5 + 0.25) / 1.5 * even.experts.layer_gib, rel=0.1)
     assert uneven.time.step_ms > even.time.step_ms and uneven.memory == even.memory
-    # Each of the loops, forward and backward, asks for its end, and after a round once more. A second loop is around that of
-    # the backward pass, and alone asks where no round is needed. The host waits for nothing else.
+    # Each loop, forward and backward, reads its end on the host once, and again after each round. The backward loop is inside a
+    # second loop, which alone reads it if no round is needed. The host waits for nothing else.
     waits = [sorted(made.host_waits.values()) for made in (even, uneven)]
     assert waits == [[1, 1], [2, 4]]
     assert all("further_rounds" in name for made in (even, uneven) for name in made.host_waits)
@@ -313,7 +313,7 @@ def test_ticks_are_counted_by_what_goes_to_a_neighbour():
     def permute(count: int, gib: float) -> Collective:
         return Collective("collective-permute", "bf16", "stage", 4, count, gib, gib, 1.0, 0.0, "", "", "")
 
-    # 16 units each way, 3 ticks more; statistics that travel beside them are no ticks of their own.
+    # 16 units each way plus 3 ticks. Statistics that are sent beside them are no ticks.
     moved = [permute(19, 1.9), permute(19, 1.9), permute(19, 0.001)]
     assert pipeline_moe._idle(schedule, moved) == pytest.approx(3 / 19) == pytest.approx(schedule.bubble)
     assert pipeline_moe._idle(schedule, [permute(38, 3.8), permute(38, 0.01)]) == pytest.approx(3 / 19)
@@ -336,7 +336,7 @@ EARLY = {
 
 @pytest.mark.parametrize("case", several(EARLY, "zero 2", "gather step"))
 def test_the_bound_is_below_the_plan_of_one_microbatch(case):
-    """A config that the bound refuses is not compiled, so the bound may not be above a plan."""
+    """A config that the bound refuses is never compiled, so the bound may not exceed a plan."""
     asked = (*ONE_MICROBATCH, *EARLY[case])
     made = plan("h200:8", *asked)
     least = bound(config(*asked), parse("h200:8"), made.rates)
@@ -345,7 +345,7 @@ def test_the_bound_is_below_the_plan_of_one_microbatch(case):
 
 @pytest.mark.more
 def test_options_put_further_rounds_into_cuda_graphs(tmp_path):
-    """By the thunks that XLA writes, the options of docs/evidence/exchange.md leave no loop of further rounds outside."""
+    """In XLA's thunks, with the options of docs/evidence/exchange.md every loop of further rounds is in a CUDA graph."""
     (option,) = re.findall(
         r"^--config\.(compiler\.options=\S*WHILE\S*)$", (launch.REPO / "docs/evidence/exchange.md").read_text(), re.MULTILINE
     )
@@ -357,12 +357,12 @@ def test_options_put_further_rounds_into_cuda_graphs(tmp_path):
         compiler.compile_train(program, chosen.options, NO_TUNING | {"xla_dump_to": str(tmp_path / name)})
         (thunks,) = (tmp_path / name).glob("*thunk_sequence_after_thunk_passes.txt")
         outside[name] = loops_outside_graphs(thunks.read_text())
-    # The step has no other loop than one forward, and one around another backward.
+    # The step has no other loops than one in the forward pass, and one inside another in the backward pass.
     assert outside == {"XLA's own": 3, "graphs": 0}
 
 
 def loops_outside_graphs(thunks: str) -> int:
-    """The loops that no CUDA graph holds; thunks inside another have a deeper margin."""
+    """Return the number of loops outside of CUDA graphs. A thunk inside another is indented more."""
     graphs: list[int] = []
     outside = 0
     for line in thunks.splitlines():

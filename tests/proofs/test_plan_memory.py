@@ -1,6 +1,7 @@
-"""What a step holds: XLA's buffer assignment, replayed, adds up to XLA's own peak; classes and names are those of the config.
+"""Memory of a step: XLA's buffer assignment, replayed, gives XLA's own peak; classes and names are those of the config.
 
-Beside it cuDNN's workspace, moments on the host, and remat.policy=auto, which saves what fits. Compiled for described GPUs.
+Also cuDNN's workspace, moments on the host, and remat.policy=auto, which saves the activations that fit. Compiled for described
+GPUs.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ from jaxtrain.train import state
 from jaxtrain.train.memory import taken_gib
 from jaxtrain.train.program import build
 
-LAYERS = 8  # with few, XLA takes the loops apart, and some stacks with them
+LAYERS = 8  # with few layers, XLA unrolls loops, and some stacks disappear
 BASE = (f"model.num_layers={LAYERS}", *ONE_EACH, LOOP)
 TOKENS = 8192  # on each GPU
-STACKED = LAYERS - 1  # the last one's backward pass comes at once: what it keeps is in no stack
-STACK = STACKED * TOKENS * 2 / buffers.GIB  # GiB of one number per token and stacked layer in bfloat16
+STACKED = LAYERS - 1  # the last layer's backward pass comes at once: its saved activations are in no stack
+STACK = STACKED * TOKENS * 2 / buffers.GIB  # GiB of one bfloat16 number for each token and stacked layer
 MIB = 2**20
-NONE = assignment.Workspace({}, "formula")  # XLA's own figures are compared with, and are without cuDNN's
+NONE = assignment.Workspace({}, "formula")  # XLA's own figures, which are the reference, exclude cuDNN's workspace
 MATMULS = "q=keep,k=keep,v=keep,attention_out=keep,attention_lse=keep,residual=keep,mlp_gate=keep,mlp_up=keep"
 OFFLOAD = "q=keep,attention_out=keep,attention_lse=keep,residual=offload,mlp_up=offload"
 REMAT = {
@@ -48,7 +49,7 @@ def held(request):
 
 
 def of(name: str):
-    """(compiled step, its memory without workspaces)."""
+    """Return (compiled step, its memory without workspaces)."""
     which = ("h200:8", *BASE, *REMAT[name])
     step = compiled(*which)[1]
     return step, buffers.memory(assignment.read(step.buffers), step.program, module(*which), step.card, NONE)
@@ -60,7 +61,7 @@ def shards_gib(tree) -> float:
 
 
 def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
-    """Allocations exceed it by the gaps of the heap. XLA counts a few scalars beside the temporaries."""
+    """The allocated memory exceeds the peak by the heap's gaps. XLA counts a few scalars beside the temporaries."""
     step, memory = held
     analysis = step.executable.memory_analysis()
     assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB
@@ -71,7 +72,7 @@ def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
 
 
 def test_state_and_batch_are_counted_to_the_byte_and_once(held):
-    """The new state takes over the memory of the old one."""
+    """The new state reuses the memory of the old one."""
     step, memory = held
     current = step.program.state
     adam = current.optimizer[0]
@@ -107,7 +108,7 @@ def test_the_timeline_reaches_the_peak_through_the_phases_of_a_step(held):
 
 
 def test_saved_activations_have_their_names():
-    """Those of the policy; under full remat what enters a layer, in shards over tensor; offloaded ones are in host memory."""
+    """The names are those of the policy. With full remat they are layer inputs; offloaded ones are in host memory."""
     d_model, d_ff, kv = 4096, 14336, 1024
     _, memory = of("saved")
     assert memory.saved["mlp_gate, mlp_up"] == 2 * STACK * d_ff
@@ -125,7 +126,7 @@ def test_saved_activations_have_their_names():
 
 
 def test_the_head_is_told_apart_in_the_loss():
-    """At the peak of a shallow model stand the head's gradient, the gathered head and one chunk of logits."""
+    """At the peak of a shallow model, memory holds the head's gradient, the gathered head and one chunk of logits."""
     _, memory = of("saved")
     head = 4096 * 128256 / buffers.GIB
     assert "(loss)" in memory.peak_at
@@ -149,12 +150,12 @@ def test_saved_activations_are_read_from_the_program(policy):
 def test_a_group_of_layers_saves_its_input_alone():
     run = config(*BASE, "remat.policy=full", "remat.tensors=", "model.num_layers=8", "remat.every=2")
     kept = buffers.kept_activations(build(run, devices(parse("h200:8"))))
-    assert [(k.name, k.dims[0]) for k in kept] == [("layer input", 3)]  # of four groups the last one's is in no stack
+    assert [(k.name, k.dims[0]) for k in kept] == [("layer input", 3)]  # the last of four groups is in no stack
 
 
 @pytest.mark.more
 def test_two_microbatches_hold_the_saved_activations_of_one():
-    """XLA makes no loop of two iterations, and ran both forward passes first: 32% more than of four microbatches."""
+    """XLA unrolls a loop of two trips. It ran both forward passes first, with 32% more memory than four microbatches need."""
 
     def temporaries(accum: int) -> int:
         sizes = ("model.num_layers=6", "model.vocab_size=4096", "remat.policy=attention", LOOP)
@@ -176,7 +177,8 @@ def test_a_torn_proto_is_refused():
 
 # ---- cuDNN's workspace
 
-SMALL = (TWO, "model.vocab_size=1024", "data.seq_len=2048", *ONE_EACH, "data.max_segments=256")  # so that the peak is there
+# With these sizes the peak is during a call that uses cuDNN's workspace.
+SMALL = (TWO, "model.vocab_size=1024", "data.seq_len=2048", *ONE_EACH, "data.max_segments=256")
 PACKED = ("h200:8", *SMALL)
 OF = "configs/llama3_1b.py"
 
@@ -203,7 +205,7 @@ def test_a_plan_counts_the_workspace_once():
 
 
 def test_a_program_that_says_its_workspace_is_taken_at_its_word():
-    """As one that was compiled beside cuDNN does."""
+    """A program compiled together with cuDNN states its workspace, and the plan uses that figure."""
     _, step = compiled(*PACKED, of=OF)
     calls = "\n".join(
         line.replace("u8[0]", "u8[777]") if assignment.BACKWARD in line else line for line in step.text.splitlines()
@@ -230,20 +232,20 @@ def on_host() -> Any:
 
 
 def test_a_plan_sees_moments_on_the_host(on_host):
-    """XLA copies one layer's shards at a time, and no kernel reads host memory itself."""
+    """XLA copies one layer's shards at a time, and no kernel reads host memory directly."""
     run, step = on_host
     leaves = jax.tree_util.tree_leaves_with_path(step.program.state)
     moments = [a for path, a in leaves if state.is_moment(path)]
     resting = sum(np.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in moments)
     analysis = step.executable.memory_analysis()
     assert analysis.host_argument_size_in_bytes == resting
-    assert analysis.host_alias_size_in_bytes == resting  # updated where they are
+    assert analysis.host_alias_size_in_bytes == resting  # updated in place
     assert analysis.host_temp_size_in_bytes == 0
     made = read_plan(step, run, parse("h200:8"))
     assert made.memory.host_gib == pytest.approx(resting / 2**30)
     assert not made.memory.by_class.keys() & {"first moment", "second moment"}
     copies = [k for k in made.kernels if k.kind == "host"]
-    assert sum(k.gb for k in copies) >= 2 * resting / 1e9  # there and back, counted in both memories
+    assert sum(k.gb for k in copies) >= 2 * resting / 1e9  # copied in both directions, and counted in both memories
     assert made.time.host_exposed_ms > 0
     fusions = [i for c in hlo.parse(step.text).computations.values() for i in c.instructions if i.opcode == "fusion"]
     updates = [i for i in fusions if "/optimizer/" in i.op_name]
@@ -252,14 +254,14 @@ def test_a_plan_sees_moments_on_the_host(on_host):
 
 @pytest.mark.more
 def test_unpacked_rows_leave_arguments_that_no_kernel_reads(on_host):
-    """Which of the arguments are moments is told by their place among all of them."""
+    """The moments are found by their index among all arguments."""
     run, step = on_host
     unpacked = dataclasses.replace(run, data=dataclasses.replace(run.data, packing="none"))
     other = compile_step(unpacked, parse("h200:8")).executable.memory_analysis()
     assert other.host_argument_size_in_bytes == step.executable.memory_analysis().host_argument_size_in_bytes > 0
 
 
-# ---- remat.policy=auto: it saves what costs a matmul, less where that does not fit, least of what is cheap to compute again
+# ---- remat.policy=auto: it saves the outputs of matmuls, and if they do not fit, first drops those that are cheap to recompute
 
 
 def auto(*overrides: str):
@@ -267,8 +269,8 @@ def auto(*overrides: str):
 
 
 def test_a_step_that_is_too_big_saves_less_until_it_fits():
-    """The real compiler decides: a card of which 4 GiB are given to JAX."""
-    few = "data.max_segments=2"  # cuDNN's workspace for more does not fit, whatever is saved
+    """XLA decides whether a step fits: here JAX may use 4 GiB of the GPU."""
+    few = "data.max_segments=2"  # with more documents a row, cuDNN's workspace would not fit
     run = auto(TWO, "model.vocab_size=4096", "train.memory_fraction=0.025", few)
     step = compile_step(run, parse("h200:8"))
     limit = step.card.usable_gib

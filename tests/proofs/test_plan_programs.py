@@ -1,4 +1,4 @@
-"""What plans read of compiled programs: collectives against a profiled run, FLOPs against formulas; and a plan, written."""
+"""Figures that plans read from compiled programs: collectives against a profiled run, FLOPs against formulas; and a plan."""
 
 import collections
 import dataclasses
@@ -31,7 +31,7 @@ SMALL = (
     "--config.train.global_batch=8",
     "--config.train.grad_accum=1",
 )
-WHOLE_CHUNKS = {"loss.chunk": 64}  # of a device's 128 tokens: nothing is padded
+WHOLE_CHUNKS = {"loss.chunk": 64}  # no padding among a device's 128 tokens
 KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
@@ -42,20 +42,22 @@ def test_bytes_and_launches_of_a_gpu_program(function):
 
 
 def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
-    """A train step on this machine's CPUs, as text, and its collectives. Nodes hold 4 of them."""
+    """Return the text of a train step for this machine's CPUs, and its collectives with 4 devices a node."""
     text = train_step(run).as_text() or ""
     return text, collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
 
 
 def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found], devices: int) -> None:
-    """On CPUs attention is computed by definition: the whole square, twice as much backward as forward."""
+    """Check FLOPs. On CPUs attention computes the whole square, and twice as much backward as forward."""
     assert program(run).kernel.name == "reference"
     predicted = roofline.predict(hlo.parse(text), RATES, found)
     assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)
 
 
 def test_planned_launches_are_those_of_a_run(tmp_path):
-    """A trace of 8 devices names each collective 8 times as often as the plan counts it; layers and microbatches loop."""
+    """In a trace of 8 devices each collective occurs 8 times as often as in the plan. Loops over layers
+    and microbatches count.
+    """
     run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2, **WHOLE_CHUNKS})
     text, found = read(run)
     assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
@@ -76,7 +78,7 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
 
 
 def test_data_parallel_sums_every_gradient_once():
-    """By formula: 2(n-1)/n of the parameters' bytes, and a few sums of the loss besides."""
+    """By formula: 2 (n-1) / n of the parameters' bytes, and a few sums of the loss."""
     run = tiny({"mesh.data": 8, "remat.policy": "full", **WHOLE_CHUNKS})
     text, found = read(run)
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
@@ -99,7 +101,7 @@ def test_data_parallel_sums_every_gradient_once():
     ],
 )
 def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machine, kernel, policy):
-    """Packed documents in cuDNN, and WGMMA, need Hopper: an A100 takes a kernel in XLA, by itself."""
+    """Packed documents in cuDNN, and WGMMA, need Hopper. For an A100, attention.impl=auto chooses a kernel in XLA."""
     asked = "attention.impl=" + ("pallas" if kernel == "pallas" else "auto")
     run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}", asked), topology.parse(machine)
     compiled = compile_step(run, on)
@@ -119,7 +121,8 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
 @pytest.fixture
 def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
+    # The command sets these variables; monkeypatch restores them for later tests.
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def test_a_plan_is_printed_and_written(at_home, tmp_path, capsys):
@@ -135,7 +138,7 @@ def test_a_plan_is_printed_and_written(at_home, tmp_path, capsys):
     page = files["html"].read_text()
     assert page.startswith("<!doctype html>") and "h200:8" in page
     assert files["hlo"].read_text().startswith("HloModule jit_train_step")
-    # The contract that other programs read.
+    # Other programs depend on this form.
     assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
     assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
     assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"

@@ -1,4 +1,4 @@
-"""A live node, whose nvidia-smi is a script: what hangs is given up, nothing is left behind, and a record is judged alike."""
+"""Preflight on a live node, with a script as nvidia-smi: hanging commands are killed, and a record gives the same verdict."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from jaxtrain.preflight.table import FAULT, OK
 
 
 def fake_smi(tmp_path: Path, body: str) -> str:
-    """A folder with an nvidia-smi of ours, to stand first in PATH."""
+    """Return a folder for PATH with a fake nvidia-smi."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("nvidia-smi", "dmesg"):
@@ -27,15 +27,15 @@ def fake_smi(tmp_path: Path, body: str) -> str:
 
 
 def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch, capsys):
-    # It leaves a child behind that keeps its output open, as a shell script's would.
+    # The child process keeps its parent's output open, as a shell script's child would.
     monkeypatch.setenv("PATH", fake_smi(tmp_path, "sleep 1000 & sleep 1000"))
-    code = command.main(["--limit=2", "--json", f"--workdir={tmp_path}"])  # a command has half of it
+    code = command.main(["--limit=2", "--json", f"--workdir={tmp_path}"])  # a command gets half of the limit
     (fault,) = [c for c in faults(json.loads(capsys.readouterr().out)) if c["name"] == "nvidia-smi"]
     assert code == 3 and fault["seen"] == f"no answer in time to any of {len(nvidia_smi.COMMANDS)} commands"
 
 
 def test_no_command_is_left_behind(tmp_path, monkeypatch, capsys):
-    """Those that hang are killed, also the many that nobody waited for."""
+    """Hanging commands are killed, even those that no check waited for."""
     pids = tmp_path / "pids"
     monkeypatch.setenv("PATH", fake_smi(tmp_path, f"echo $$ >> {pids}; exec sleep 300"))
     command.main(["--limit=4", "--no-measure", "--json", f"--workdir={tmp_path}"])
@@ -48,7 +48,7 @@ def test_no_command_is_left_behind(tmp_path, monkeypatch, capsys):
 
 
 def alive(pid: str) -> bool:
-    """Whether a process runs; one that is dead and waits to be read does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -56,7 +56,7 @@ def alive(pid: str) -> bool:
 
 
 def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
-    """Each waits until all have begun."""
+    """Each command waits until all have started."""
     begun = tmp_path / "begun"
     begun.mkdir()
     all_begun = f"[ $(ls {begun} | wc -l) -ge {len(inspection.COMMANDS)} ]"
@@ -71,7 +71,7 @@ def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeyp
 
 
 def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
-    """A live node whose nvidia-smi answers as the healthy one's: kept by --record, it is judged as it was."""
+    """nvidia-smi answers as on the healthy node. With --record the verdict is the same as live."""
     answers = tmp_path / "answers"
     answers.mkdir()
     for each in inspection.COMMANDS:
@@ -103,7 +103,7 @@ SAY = (
 
 
 def test_this_machine(tmp_path, capsys):
-    """Asked for real; what it has is not known here, but it answers, in the form of the contract."""
+    """Preflight runs on the real machine. Its verdict is unknown here, but its output has the documented form."""
     file = tmp_path / "preflight.json"
     code = command.main([f"--json={file}", f"--workdir={tmp_path}", "--no-measure"])
     said, found = capsys.readouterr().out, json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The measuring half of preflight: its programs on CPU devices, its formulas by hand, and disks by a clock of their own."""
+"""Preflight's measurements: its programs on CPU devices, its formulas by hand, and disks with a fake clock."""
 
 import dataclasses
 import json
@@ -34,12 +34,12 @@ def test_no_gpu_is_said(tmp_path):
 
 
 def hang(*_: Any) -> Any:
-    """In place of `call_with_timeout`: there is no answer in time."""
+    """Replace `call_with_timeout` by a call that times out."""
     raise Unanswered("it did not answer within 3 s")
 
 
 class Clock:
-    """In place of the module `time`: seconds pass where a test says so."""
+    """A fake of the module `time`, whose clock the test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,13 +60,13 @@ def test_a_driver_that_hangs_is_a_fault(monkeypatch):
 
 
 def all_devices_at_once(monkeypatch, seconds: float) -> None:
-    """Every program takes so long, on every device."""
+    """Let every program take `seconds` on every device."""
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [seconds])
     monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[seconds]] * len(devices))
 
 
 def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
-    """By hand: three matmuls, three arrays, and the bus bandwidth of nccl-tests: times 2(n-1)/n or (n-1)/n."""
+    """By hand: three matmuls, three arrays, and nccl-tests' bus bandwidth, with factors 2(n-1)/n or (n-1)/n."""
     all_devices_at_once(monkeypatch, 0.5)
     found = measure.Results({}, 60.0)
     measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
@@ -80,7 +80,7 @@ def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
 
 
 def test_processes_make_the_same_number_of_calls(monkeypatch, tmp_path):
-    """By the clock, one would make a call that another does not answer."""
+    """With a limit by the clock, one process could start a call that another does not."""
     seen: list[micro.Sizes] = []
     all_devices_at_once(monkeypatch, 0.5)
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: seen.append(sizes) or [1.0])
@@ -90,7 +90,7 @@ def test_processes_make_the_same_number_of_calls(monkeypatch, tmp_path):
 
 
 def test_nodes_are_told_apart(monkeypatch):
-    """Each collective runs over the node's devices, and over all if there are more nodes."""
+    """Each collective runs over the node's devices, and over all devices if there are several nodes."""
     members: list[list[Any]] = []
     all_devices_at_once(monkeypatch, 0.5)
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def test_nodes_are_told_apart(monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
-    """But not where processes measure together: the others would wait."""
+    """Collectives over several processes are never left out: the other processes would wait."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such luck\nand much more")
@@ -118,7 +118,7 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     found = measure.Results(request, -1.0 if late else 60.0)
     measure.measure_gpus(jax.devices(), jax.devices()[:2], found)
     saved = json.loads((tmp_path / "answer.json").read_text())
-    assert saved["verdict"] == child.LATE and saved["current"]  # as a process leaves it that is killed now
+    assert saved["verdict"] == child.LATE and saved["current"]  # the state that a killed process leaves
     kept, why = found.answer, found.answer["left_out"]
     assert {k: kept["measured"][k] for k in rates.BUS_RATES} == dict.fromkeys(rates.BUS_RATES, 8)
     assert why["inter_node_all_reduce_bus_gb_s"] == "there is one node"
@@ -133,7 +133,8 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     ("text", "fault"),
     [
         ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", True),
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 256 MiB", False),  # others hold it: `memory in use`
+        # another process uses the memory, as the check `memory in use` reports
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 256 MiB", False),
         ("UNIMPLEMENTED: no pinned_host on this platform", False),
     ],
 )
@@ -147,7 +148,7 @@ def test_which_errors_are_faults(tmp_path, text, fault):
 
 
 def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
-    """It does where its plugin for the GPUs does not start."""
+    """JAX falls back to the CPU if its plugin for GPUs does not start."""
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
     monkeypatch.setattr(measure.startup, "start_jax", lambda *_: None)
     monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
@@ -156,7 +157,7 @@ def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
 
 
 class Played:
-    """A card of monitor.card, as it answers under load."""
+    """A fake of monitor.card's GPU under load."""
 
     index = 6
 
@@ -192,7 +193,7 @@ def test_gpus_are_watched_while_they_compute():
     ("key", "measured", "for_s", "fault"),
     [
         ("all_reduce_bus_gb_s", {"gemm_tflops": [7.0]}, 16, True),
-        ("all_reduce_bus_gb_s", {"gemm_tflops": [7.0]}, 5, False),  # NCCL may have been at its beginning
+        ("all_reduce_bus_gb_s", {"gemm_tflops": [7.0]}, 5, False),  # NCCL may have started just then
         ("all_reduce_bus_gb_s", {}, 16, False),
         ("gemm_tflops", {}, 50, False),
         ("", {}, 50, False),
@@ -212,7 +213,9 @@ def test_it_takes_little_of_the_gpus_memory():
 
 @pytest.fixture
 def disk(monkeypatch) -> Any:
-    """A disk that takes 0.1 s for each fsync and each read: (bytes at each fsync, how many of those before reading)."""
+    """Fake a disk that takes 0.1 s for each fsync and each read. Returns two lists: the file's bytes at each fsync, and the
+    number of fsyncs before the page cache is dropped for reading.
+    """
     clock, synced, dropped = Clock(), [], []
     monkeypatch.setattr(disk_rates, "time", clock)
 
@@ -228,7 +231,7 @@ def disk(monkeypatch) -> Any:
 
 
 def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
-    """It is read back only after all was written."""
+    """The file is read back only after all of it was written."""
     synced, dropped = disk
     monkeypatch.setattr(disk_rates, "SYNC_BYTES", 4 * MIB)
     found = disk_rates.disk(tmp_path, 60.0, 10 * MIB)
@@ -286,7 +289,7 @@ def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
 
 
 def test_a_broken_jax_costs_no_finding(tmp_path):
-    """A jax that cannot be imported is a fault that preflight exists to explain: it must print its table all the same."""
+    """Preflight exists to explain faults such as a jax that cannot be imported, so it must print its table without jax."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}

@@ -1,4 +1,4 @@
-"""Runs called from Python: what `train.run` returns and raises, and what it and importing it leave alone."""
+"""Runs called from Python: results and errors of `train.run`, and the process state that it and its import leave alone."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from jaxtrain.train import run as train
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
-    """Two steps of the small config of runs.py on made-up data."""
+    """Return a config of two steps, the small config of runs.py on synthetic data."""
     scope: dict[str, Any] = {}
     exec(runs.SMALL, scope)
     made = scope["get_config"]()
@@ -43,13 +43,13 @@ assert "jaxtrain.train.run" in __import__("sys").modules and not xla_bridge.back
 def test_a_run_returns_what_it_reached_and_resumes(
     config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its environment (env.set) is the process's, and stands in log and receipt."""
-    monkeypatch.setenv("NCCL_CROSS_NIC", "")  # so that what is exported is taken back
+    """The run's environment variables (env.set) are set in the process, and are in log and receipt."""
+    monkeypatch.setenv("NCCL_CROSS_NIC", "")  # monkeypatch then restores the exported variables
     monkeypatch.setenv(environment.EXPORTED, "")
     config.env.set = "NCCL_CROSS_NIC=1"
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)]
     result = train.run(config, tmp_path / "run")
-    assert (result.exit_code, result.reason, result.step, result.error) == (0, "2 steps done", 2, None)
+    assert (result.exit_code, result.reason, result.step, result.error) == (0, "2 steps", 2, None)
     assert result.metrics == runs.lines(tmp_path / "run")[-1] and result.metrics["step"] == 2
     assert result.checkpoints == tmp_path / "run" / "checkpoints" and runs.steps(tmp_path / "run") == [2]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)] == before
@@ -61,7 +61,7 @@ def test_a_run_returns_what_it_reached_and_resumes(
         == {"NCCL_CROSS_NIC": os.environ["NCCL_CROSS_NIC"]}
     )
     assert runs.receipt(tmp_path / "run")["environment"]["NCCL_CROSS_NIC"] == "1"
-    # A RunConfig does as well as a ConfigDict, and a path may be text; the same call goes on from there.
+    # A RunConfig works as well as a ConfigDict, and a path may be a string. The same call resumes the run.
     again = train.run(resolve(config)[0], str(tmp_path / "run"))
     assert (again.exit_code, again.step, again.metrics) == (0, 2, result.metrics)
     config.train.steps = 3
@@ -93,7 +93,7 @@ def test_all_that_is_wrong_is_raised_and_nothing_written(config: Any, tmp_path: 
 
 
 def test_what_is_found_later_is_raised_too(config: Any, tmp_path: Path) -> None:
-    """A name that does not exist; a folder whose receipt cannot be read, and which is free again afterwards."""
+    """The errors: a name that does not exist, and a folder whose receipt cannot be read. The folder is unlocked afterwards."""
     with pytest.raises(ConfigError, match="defines no hlaf_loss"):
         train.run(changed(config, "loss", name="helpers:hlaf_loss"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -115,6 +115,6 @@ def test_a_run_that_diverges_raises(config: Any, tmp_path: Path) -> None:
 
 
 def changed(config: Any, section: str, **values: Any) -> Any:
-    """A RunConfig with other values."""
+    """Return a RunConfig with other values."""
     run = resolve(config)[0]
     return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **values)})

@@ -1,4 +1,4 @@
-"""A replica of the state whose bits differ from the others' is named with its device."""
+"""If a replica of the state has other bits than the others, its device is named."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def test_a_replica_that_differs_is_named() -> None:
     verifier = Verifier(good, mesh, print)
     before = verifier.by_device(good)
     verifier._replicas(before, 7)
-    parts = [part.copy() for part in parts]  # on CPUs a device may hold the very memory of the array it was given
+    parts = [part.copy() for part in parts]  # on CPUs a device array may share the memory of the NumPy array
     parts[5].view(np.uint32)[1, 2] ^= 1 << 9
     bad = state_of(w, sharding, parts)
     with pytest.raises(Corrupted, match=r"after step 7, params\['w'\] on one of device 1 .*device 5 .* differs"):

@@ -1,4 +1,4 @@
-"""Runs in this process that fail, are stopped, move to other meshes and change: the same numbers come out, or a refusal."""
+"""Runs in this process that fail, are stopped, change meshes or keys: they give the same numbers, or are refused."""
 
 import json
 import shutil
@@ -28,14 +28,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def train(workdir: Path, **overrides: Any) -> int:
-    """Ten steps of the small config, with checkpoints at 5 and 10 and evaluations at 4, 8 and 10."""
+    """Train ten steps of the small config, with checkpoints at 5 and 10 and evaluations at 4, 8 and 10."""
     usual = {"train__steps": STEPS, "eval__every_steps": 4, "log__tensorboard": "false"}
     return runs.train(runs.small(), workdir, **{**usual, **overrides})
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run that nobody interrupts, by its layout."""
+    """Return a function that trains an uninterrupted run of a layout, once."""
     made: dict[str, Path] = {}
 
     def run(layout: str) -> Path:
@@ -54,7 +54,7 @@ def base(whole: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def copy(base: Path, tmp_path: Path) -> Path:
-    """A copy of the whole run that a test may spoil."""
+    """Copy the uninterrupted run into a folder that a test may change."""
     return shutil.copytree(base, tmp_path / "run")
 
 
@@ -69,7 +69,7 @@ def go_on(workdir: Path, **overrides: Any) -> int:
 def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(
     whole: Callable[[str], Path], layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Batches are asked for two steps ahead at most, so that it is known between which checkpoints a run ends.
+    # The data thread reads at most two steps ahead, so that the test controls where the run ends.
     workdir, how = tmp_path / "run", LAYOUTS[layout] | {"data__prefetch": 1}
 
     def fails(batch: int) -> None:
@@ -94,7 +94,7 @@ def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(
     assert {name.partition(".")[0] for name in ours} == {"step", "params", "optimizer", "guard"}
     assert [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()] == []
     earlier = runs.tensors(whole(layout), 5)
-    never = {"guard.skipped", "guard.in_a_row", "guard.held"}  # counts of steps that went wrong
+    never = {"guard.skipped", "guard.in_a_row", "guard.held"}  # counts of skipped steps
     assert {name for name in theirs if (earlier[name] == theirs[name]).all()} == never, "a step changes every other tensor"
 
     receipt = runs.receipt(workdir)
@@ -137,7 +137,7 @@ def test_a_finished_run_has_nothing_to_do(base: Path, copy: Path, capsys: pytest
     assert after == before
 
 
-# ---- What may change, and what may not
+# ---- Allowed and refused changes
 
 
 def test_a_resumed_run_may_change_learning_rate_and_sequence_length(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,12 +158,12 @@ def test_a_resumed_run_may_change_learning_rate_and_sequence_length(copy: Path, 
     assert [lines[s]["tokens"] for s in range(1, 13)] == [*(s * 512 for s in range(1, 11)), 5120 + 1024, 5120 + 2048]
     assert json.loads((copy / "checkpoints/12/meta.json").read_text())["data"]["tokens"] == 5120 + 2048
 
-    # And is read from there: the next run does not need the permission again.
+    # The next run reads that position, and needs no second permission.
     assert go_on(copy, **changed | {"train__steps": 13}) == 0
     assert [line["tokens"] for line in runs.lines(copy) if line["kind"] == "train"][-1] == 5120 + 3072
 
 
-# What is asked of a run of 10 steps -> the key that is named, and words of its line.
+# Changes to a run of 10 steps -> the key in the error, and words of its line.
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "another model": ({"model__d_model": 64}, "model.d_model = 64", "was 32 in the checkpoint and can never change on resume"),
     "fewer steps": ({"train__steps": 7}, "train.steps = 7", "the newest checkpoint is at step 10 already"),
@@ -184,14 +184,14 @@ def test_a_resume_that_cannot_be_is_refused_and_nothing_written(
 
 
 def test_a_changed_mixture_goes_on_in_each_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Across two changes, and an attempt between them that changes nothing."""
+    """The mixture changes twice. An attempt between the changes has an unchanged mixture."""
     for i, name in enumerate("ab"):
         with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
             for _ in range(200):
                 writer.write([i] * 99, 99)
                 writer.end_document()
     workdir, said = tmp_path / "run", []
-    how = {"eval__every_steps": 0, "data__max_segments": 4}  # as made-up data has: the step is compiled already
+    how = {"eval__every_steps": 0, "data__max_segments": 4}  # as with synthetic data, for which the step is compiled already
     for steps, a, b in ((4, 0.75, 0.25), (8, 0.5, 0.5), (10, 0.5, 0.5), (12, 0.25, 0.75)):
         source = f"{tmp_path}/a.tok={a},{tmp_path}/b.tok={b}"
         assert train(workdir, data__source=source, train__steps=steps, **how) == 0
@@ -202,7 +202,7 @@ def test_a_changed_mixture_goes_on_in_each_source(tmp_path: Path, capsys: pytest
     assert words.format(4) in changed[1][0] and words.format(10) in changed[3][0]
     assert "data is not what" not in "".join(said)
     mixture = json.loads((workdir / "checkpoints/12/meta.json").read_text())["data"]["mixture"]
-    # Of 8 rows a step: 24 + 24 + 4 and 8 + 24 + 12, of 64 tokens each.
+    # Rows of the sources, at 8 rows a step: 24 + 24 + 4 and 8 + 24 + 12. Each row has 64 tokens.
     assert {s["name"]: s["tokens"] // 64 for s in mixture["sources"]} == {"a.tok": 52, "b.tok": 44}
     assert [(p["step"], [n // 64 for n in p["read"]]) for p in mixture["phases"]] == [(0, [0, 0]), (4, [24, 8]), (10, [48, 32])]
 
@@ -210,9 +210,11 @@ def test_a_changed_mixture_goes_on_in_each_source(tmp_path: Path, capsys: pytest
 def test_an_annealed_mixture_over_resumes_with_another_batch_and_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changes at steps 3 and 7 by the schedule. It is resumed before the first and after the second with another layout, and
-    once with another global batch. Each source is read once and in order, and the changes come at their steps, also after a
-    batch of the data that is passed over."""
+    """The schedule changes the mixture at steps 3 and 7. The run resumes before the first change with another batch and layout.
+
+    It resumes again after the second change, with another layout. Each source is read once, in order, and the mixture changes
+    at its steps, even after a skipped batch.
+    """
     for i, name in enumerate("abc"):
         with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
             for k in range(200):
@@ -245,7 +247,7 @@ def test_an_annealed_mixture_over_resumes_with_another_batch_and_layout(
         steps.extend(rows for _, rows in sorted(fed)[: until - len(steps)])
 
     run(2)
-    # 2 steps of 8 sequences: with 12, the run continues at the whole batch 2. It passes over batch 4.
+    # 2 steps of 8 sequences: with batches of 12, the run continues at batch 2. It skips batch 4.
     position.skip(workdir / "checkpoints", (4 * 12 * 64, 5 * 12 * 64), (4, 4), "a test", back_to=2)
     twelve = {"train__global_batch": 12, "mesh__data": 2, "mesh__tensor": 2}
     run(8, mesh__fsdp=2, **twelve)
@@ -258,7 +260,7 @@ def test_an_annealed_mixture_over_resumes_with_another_batch_and_layout(
     assert names == [["a.tok", "b.tok"]] * 3 + [["a.tok", "c.tok"]] * 4 + [["c.tok"]] * 3
     read = {"a.tok": 0, "b.tok": 0, "c.tok": 0}
     for step, rows in enumerate(steps):
-        if step == 4:  # of the 12 sequences that the run passes over, each source has its half
+        if step == 4:  # the skipped batch has 12 sequences, half from each source
             read["a.tok"] += 6
             read["c.tok"] += 6
         for name, within in rows:
@@ -276,7 +278,7 @@ def test_an_annealed_mixture_over_resumes_with_another_batch_and_layout(
 
 
 def cut(step: Path) -> None:
-    """Truncate the files of a checkpoint that hold its arrays."""
+    """Truncate the array files of a checkpoint."""
     for path in (step / "arrays/state").rglob("*"):
         if path.is_file() and path.stat().st_size > 10_000:
             path.write_bytes(path.read_bytes()[:5000])
@@ -332,7 +334,7 @@ def test_broken_files_of_a_run_are_named_and_kept(copy: Path, capsys: pytest.Cap
 
 
 def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first loss is that of the source's weights on the first batch: what a resumed run would have seen there."""
+    """The first loss is that of the source's weights on the first batch, as a resumed run would compute it."""
     new = tmp_path / "new"
     assert go_on(new, init__from=base, train__steps=5) == 0
     said = f"initial weights from step 10 of {base}/checkpoints; step and learning-rate schedule start at 0"
@@ -342,7 +344,7 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsy
     assert lines[1]["lr"] == pytest.approx(1e-2 / 4), "the first step of the warm-up"
     assert int(runs.tensors(new)["step"]) == 5
 
-    # The same weights, the first batch again: the source resumed with its data position set back to the start.
+    # The same weights on the first batch: the source run resumes with its data position reset.
     path = copy / "checkpoints/10/meta.json"
     meta = files.unseal(path.read_text())
     meta["data"]["tokens"] = 0
@@ -352,7 +354,7 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsy
 
 
 def test_a_run_starts_from_weights_and_optimizer(base: Path, tmp_path: Path) -> None:
-    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments, so that they can be read off the result."""
+    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments, so that the result shows both."""
     source = runs.tensors(base, 10)
     kept: dict[str, Any] = {f"optimizer__{name}": 0 for name in ("lr", "lr_min", "warmup_steps")}
     kept |= {"optimizer__beta1": 0.9999999, "optimizer__beta2": 0.9999999, "train__steps": 1, "eval__every_steps": 0}

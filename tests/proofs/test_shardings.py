@@ -1,4 +1,4 @@
-"""The table of a run's layout, against arrays that are allocated and computed, and against counts by hand."""
+"""The table of a run's layout, compared with allocated and computed arrays, and with counts by hand."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ THREE = MESHES[2]
 
 @functools.cache
 def of(run: RunConfig) -> Shardings:
-    """The table of a run on fake devices."""
+    """Return the table of a run on fake devices."""
     return describe(run, devices_of(run))
 
 
@@ -49,7 +49,7 @@ def table(overrides: dict[str, Any]) -> Shardings:
 
 
 def test_rows_say_what_is_allocated():
-    """Shapes, bytes and copies of parameters and moments, against the arrays of a real state on 8 devices."""
+    """Shapes, bytes and copies of parameters and moments match the arrays of a real state on 8 devices."""
     run = tiny(THREE)
     state = fresh_state(run)
     rows = [r for r in of(run) if r.kind in ("parameter", "moment", "counter")]
@@ -64,7 +64,7 @@ def test_rows_say_what_is_allocated():
 
 
 def of_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatch, specs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Compute the first layer's named activations of a batch, from each device's shards. Their `specs` put these together."""
+    """Return the first layer's named activations of a batch, assembled from each device's shards by their `specs`."""
     made = build(run, devices_of(run))
     seen: dict[str, jax.Array] = {}
 
@@ -76,7 +76,7 @@ def of_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatch, specs: dict[
             patch.setattr(module, "checkpoint_name", keep)
 
         def through(self: Any, body: Any, x: Any, stacked: Any, shared: Any, kinds: Any) -> Any:
-            # A loop or a checkpoint would let no array out.
+            # A loop or a checkpoint would not return the arrays.
             for i, kind in enumerate(kinds):
                 x = body(x, layer_at(stacked, i), shared, kind)
             return x
@@ -119,7 +119,7 @@ COMPUTED = (
 
 @pytest.mark.parametrize("overrides", few(COMPUTED, THREE, *COMPUTED[-2:]), ids=str)
 def test_activations_are_sharded_as_the_table_says(overrides, monkeypatch):
-    """Put together as the table says, the shards of 8 devices are what one device computes."""
+    """Assembled by the table, the shards of 8 devices equal one device's activations."""
     run = tiny(overrides)
     rows = {r.name: r for r in of(run).filter(kind="activation") if r.axes}
     alone = dataclasses.replace(run, mesh=tiny().mesh)
@@ -129,7 +129,7 @@ def test_activations_are_sharded_as_the_table_says(overrides, monkeypatch):
     unused = {"attention_lse"} if run.model.num_experts else {"attention_lse", "expert_choice"}
     unused |= set() if run.model.kv_lora_rank else {*activations.LATENTS}
     assert wanted == set(activations.AXES) - own - unused and wanted <= set(rows)
-    # A row of experts is on one device, and has no spec of its own; any will do to get it out.
+    # A row of experts is on one device and has no spec. Any spec returns it.
     specs = {name: rows[name].spec if name in wanted else P(("fsdp", "expert"), "tensor") for name in whole}
     found = of_first_layer(run, monkeypatch, specs)
     for name in sorted(wanted):
@@ -150,7 +150,7 @@ def test_logical_axes_and_rules_give_the_layout(mesh):
             continue
         assert row.spec == placement.spec(row.axes), row.name
         checked += row.kind == "activation"
-    # The reference kernel makes no log-sum-exp, and this model no latents.
+    # The reference kernel returns no log-sum-exp, and this model has no latents.
     assert checked >= len(activations.ACTIVATIONS) - 1 - len(activations.LATENTS)
     found = of(run)
     q, out = found.row("q"), found.row("attention_out")
@@ -182,7 +182,7 @@ GATHERS = (
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a traced program, those of loops and calls too."""
+    """Yield the equations of a traced program, including those of loops and calls."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in jaxprs_in_params(eqn.params):
@@ -191,7 +191,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("overrides", GATHERS, ids=str)
 def test_gathered_weights_are_those_of_the_traced_step(overrides):
-    """By name, by the shape of a shard, and by dtype."""
+    """The table and the step agree on each gathered weight's name, shard shape and dtype."""
     run = tiny(overrides)
     made, found, once = program(run), of(run), run.sharding.zero in (1, 2)
     rows = found.filter(kind="gathered").entries
@@ -243,11 +243,11 @@ def test_what_is_kept_is_what_the_policy_names(policy):
 
 
 def test_arrays_kept_without_a_name_are_found():
-    """Policy dots keeps the outputs of matrix products, which lie before rotary and so are not the named q and k."""
+    """The policy dots saves the outputs of matmuls, which come before rotary, so they are not the named q and k."""
     rows = table({"remat.policy": "dots"}).filter(saved="keep")
     products = [r for r in rows if r.name.endswith("dot_general")]
     found = {r.local_shape[1:]: r.copies for r in products}
-    assert found == {(8, 8): 4, (4, 8): 2 * 4, (64,): 4, (96,): 2 * 4}  # of equal ones there is one row
+    assert found == {(8, 8): 4, (4, 8): 2 * 4, (64,): 4, (96,): 2 * 4}  # equal arrays share a row
     assert {(r.axes, r.shape, r.total_bytes, r.replicas) for r in products} == {(None, None, None, None)}
 
 
@@ -269,7 +269,7 @@ def test_offloaded_activations_take_no_device_memory():
 
 
 def test_llama3_8b_by_hand():
-    """Two layers of it: f32 weights and two moments over 8 GPUs; one sequence of 8192 tokens a GPU and microbatch."""
+    """Two layers: float32 weights and two moments over 8 GPUs, and one sequence of 8192 tokens a GPU and microbatch."""
     found = jaxtrain.shardings(CONFIG, "h200:8", **FEW)
     parameters = 8_030_261_248 - 30 * 218_112_000
     assert sum(r.total_bytes or 0 for r in found.filter(kind="parameter")) == 4 * parameters
@@ -277,7 +277,7 @@ def test_llama3_8b_by_hand():
     assert sum(r.held_bytes for r in found.filter(kind="moment")) == 2 * 4 * parameters // 8
     assert found.row("mlp_gate").bytes_per_device == 8192 * 14336 * 2
     assert found.row("mlp_gate").held_bytes == 2 * 8192 * 14336 * 2
-    # cuDNN keeps a log-sum-exp for each of max_segments documents.
+    # cuDNN stores a log-sum-exp for each of max_segments documents.
     lse = found.row("attention_lse")
     assert lse.local_shape[0] >= 32 and lse.local_shape[1:] == (32, 8192)
     assert lse.shape == (8 * lse.local_shape[0], 32, 8192)
@@ -372,7 +372,7 @@ def test_load_reads_sections_and_dotted_keys():
 
 
 def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
-    """How these fit together no rule says, so the table gives a device's shard alone."""
+    """No rule describes how these arrays fit together, so the table has a device's shard alone."""
     gate = table({"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS}).row("mlp_gate")
     out = table({"mesh.seq": 2, "mesh.fsdp": 2, "parallel.context": "ulysses"}).row("attention_out")
     assert (len(gate.local_shape), gate.local_shape[1]) == (2, 48) and out.local_shape == (8, 64, 4, 8)

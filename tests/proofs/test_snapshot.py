@@ -1,4 +1,4 @@
-"""Copies of the state for saves: right, whatever becomes of the state; ready before they are needed; in memory used again."""
+"""Copies of the state for saves: unchanged by later steps, compiled before they are needed, in reused memory."""
 
 import functools
 import threading
@@ -31,7 +31,7 @@ def changed(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def step(current: Any) -> Any:
-    """Another state in the memory of the old one, which is given away as a train step does."""
+    """Return a new state in the memory of the old one, whose buffers are donated as in a train step."""
     leaves, tree = jax.tree.flatten(current)
     here = [x for x in leaves if x.sharding.memory_kind != ON_HOST]
     rest = [x for x in leaves if x.sharding.memory_kind == ON_HOST]
@@ -44,7 +44,7 @@ def step(current: Any) -> Any:
 
 
 def places(tensors: dict[str, jax.Array]) -> dict[str, list[int]]:
-    """Where in memory they are."""
+    """Return the addresses of each tensor's shards."""
     return {name: [part.data.unsafe_buffer_pointer() for part in x.addressable_shards] for name, x in tensors.items()}
 
 
@@ -70,7 +70,7 @@ def test_copies_outlive_the_state(layout: str) -> None:
 
 
 def test_memory_of_the_save_before_is_used_again(tmp_path: Path) -> None:
-    """Also after Orbax has read the copies."""
+    """The memory is reused even after Orbax has read the copies."""
     run = helpers.tiny(SMALL)
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     store, seen = Checkpoints(tmp_path, keep=9), []
@@ -97,7 +97,7 @@ def test_what_somebody_still_reads_is_not_written_over() -> None:
     current = step(current)
     tensors = snapshots.take(current).tensors
     assert all(x.is_deleted() for x in later.values()), "without `forget` the next copies lie where these were"
-    # Numbers that were asked for on the host lie in the copies' memory.
+    # Arrays fetched to the host share the copies' memory.
     read = {name: np.asarray(x) for name, x in tensors.items()}
     expected = {name: x.copy() for name, x in read.items()}
     again = snapshots.take(step(current)).tensors
@@ -120,7 +120,7 @@ def test_what_was_in_the_way_while_it_got_ready_is_tried_again(monkeypatch: pyte
 
 @pytest.mark.parametrize("layout", ["replicas", "moments on the host"])
 def test_memory_of_all_copies_is_allocated_in_another_thread(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs, where pinning it in the loop's thread would hold up the first save."""
+    """On GPUs, pinning this memory in the loop's thread would delay the first save."""
     run = helpers.tiny(SMALL | LAYOUTS[layout])
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     snapshots._keeps = False

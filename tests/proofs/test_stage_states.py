@@ -46,7 +46,7 @@ def run_on(name: str):
 
 
 def some(name: str) -> TrainState:
-    """A few of the arrays of a run's state, by their shapes: stacked and not, matrices and vectors, and a moment of each."""
+    """Return a few abstract arrays of a run's state: stacked and not, matrices and vectors, and a moment of each."""
     made = helpers.program(run_on(name)).state
     moments = made.optimizer[0].mu
 
@@ -58,7 +58,7 @@ def some(name: str) -> TrainState:
 
 
 def numbered(name: str) -> TrainState:
-    """`some` with numbers, among them those that sums of floats would not keep."""
+    """Return the arrays of `some` with values, among them values that sums of floats would change."""
     abstract = some(name)
     wanted = abstract_tensors(abstract)
     tensors = {}
@@ -137,7 +137,7 @@ def test_experts_are_the_same_tensors_on_every_layout(tmp_path: Path):
     expected = bits(to_host(state, ""))
     assert "params.layers.2.mlp.router_bias" in expected and "params.layers.2.mlp.shared.gate" in expected
     assert bits(to_host(experts(helpers.fresh_state(runs["stages and experts"])), "")) == expected
-    for i, name in enumerate([*list(EXPERT_LAYOUTS)[1:], "one device"]):  # each reads what the one before has written
+    for i, name in enumerate([*list(EXPERT_LAYOUTS)[1:], "one device"]):  # each reads the checkpoint of the one before
         store = Checkpoints(tmp_path / str(i))
         store.save(1, to_tensors(state), {})
         store.wait()
@@ -154,7 +154,7 @@ def test_the_digest_of_a_base_does_not_depend_on_stages():
 
 
 def sizes(text: str) -> set[int]:
-    """Elements of every array that a device holds in a compiled program."""
+    """Return the number of elements of every device array in a compiled program."""
     return {int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"(?:f32|u32)\[([\d,]+)\]", text)}
 
 

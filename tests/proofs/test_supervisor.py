@@ -1,4 +1,4 @@
-"""The supervisor of training: preflight first, restarts, signals passed on, several nodes. Children and signals are real."""
+"""The supervisor of training: preflight, restarts, forwarded signals, several nodes. Children and signals are real."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from jaxtrain.runtime.messages import End
 from jaxtrain.runtime.variables import EXPECTED
 
 ASKED = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
-# Answers by the host's name: it logs the words, and exits with the number in the name.
+# A fake ssh: it logs its arguments, and exits with the number in the host's name.
 REACH = """#!/bin/bash
 printf '%s\\n' "$*" >>"$HOME/ssh"
 [[ $1 != unreachable ]] || exit 255
@@ -38,14 +38,14 @@ def gpus(node: Supervised) -> Supervised:
 
 
 class Case(NamedTuple):
-    """How attempts end, and the supervisor's answer."""
+    """The ends of the attempts, and the supervisor's reaction."""
 
     plan: list[str]
     code: int
     started: str  # as Supervised.started
-    said: tuple[str, ...] = ()  # without GPUs: one for each line after the first
+    said: tuple[str, ...] = ()  # without GPUs: the beginning of each line after the first
     env: dict[str, str] = {}
-    more: tuple[str, ...] = ()  # arguments
+    more: tuple[str, ...] = ()  # further arguments
     gpus: bool = False
 
 
@@ -120,7 +120,7 @@ def test_the_last_ten_minutes_of_a_job(node: Supervised, left_s: int, code: int,
 
 
 def test_attempts_know_their_circumstances(gpus: Supervised):
-    """The findings of preflight, the number of the restart, and when the first began: with a second between attempts."""
+    """Attempts get preflight's findings, the number of the restart, and the time of the first start. Restarts wait a second."""
     done = gpus.train(*["exit 0", "exit 75"] * 2, "exit 0", "exit 0", JAXTRAIN_RESTART_WAIT="1")
     assert done.returncode == 0 and gpus.started() == "PTpTpT", done.stderr
     look, *others = gpus.attempts()
@@ -139,7 +139,7 @@ def test_variables_of_another_supervisor_are_dropped(node: Supervised):
     node.train("exit 0", JAXTRAIN_RESTARTS="0", JAX_PLATFORMS="cpu", **given)
     (attempt,) = node.attempts()
     assert [attempt[name] for name in ("restart", "launched", "preflight")] == [None] * 3
-    # A node that was reached by ssh has the first node's.
+    # A node reached by ssh gets the first node's variables.
     commit, dirty, _ = provenance.checkout(runs.REPO)
     node.train("exit 0", JAXTRAIN_RESTARTS="0", JAX_PLATFORMS="cpu", JAXTRAIN_EXPECTED=f"{commit} {dirty}", **given)
     (attempt,) = node.attempts()
@@ -167,7 +167,7 @@ def test_a_signal_ends_the_supervisor_with_the_run(node: Supervised, name: str, 
     (os.killpg if to == "group" else os.kill)(process.pid, signal.Signals[name])
     code, stderr = ended(process)
     assert code == ASKED[name] and len(node.attempts()) == 1, stderr
-    # To the group: its own and the one passed on, which fall together, come as two, or come when it has ended.
+    # To the group: the process's own signal and the forwarded one may merge, come separately, or come after its end.
     assert node.signals() in ([[name]] if to == "supervisor" else [[name], [name, name]])
     assert (f"because run.sh was sent {name[3:]}" in stderr) == (ASKED[name] == 75)
 
@@ -175,7 +175,7 @@ def test_a_signal_ends_the_supervisor_with_the_run(node: Supervised, name: str, 
 def test_each_signal_is_passed_on_once_and_the_code_is_the_runs(node: Supervised):
     process = node.begin("until 0 2", JAX_PLATFORMS="cpu")
     node.await_attempts(1)
-    sent = ["SIGUSR2", "SIGUSR2", "SIGTERM", "SIGTERM"]  # two traces; and again, to leave at once
+    sent = ["SIGUSR2", "SIGUSR2", "SIGTERM", "SIGTERM"]  # two traces, a stop, and a second stop to leave at once
     for count, name in enumerate(sent, 1):
         process.send_signal(signal.Signals[name])
         wait_for(lambda count=count: len(node.signals()) >= count or process.poll() is not None)
@@ -201,7 +201,7 @@ def test_a_run_does_not_outlive_the_supervisor(node: Supervised):
 
 @pytest.mark.parametrize(("name", "code"), ASKED.items())
 def test_a_signal_between_two_attempts_ends_at_once(node: Supervised, name: str, code: int):
-    """In a pause of eleven days, which a request for a trace leaves as it is."""
+    """The pause is eleven days. A request for a trace does not change it."""
     process = node.begin("exit 124", JAXTRAIN_RESTART_WAIT="999999", JAX_PLATFORMS="cpu")
     assert process.stderr
     introduction = "".join(process.stderr.readline() for _ in range(2))
@@ -232,7 +232,7 @@ def test_a_signal_during_preflight_ends_it(gpus: Supervised, restarts: str):
 
 
 def test_a_signal_before_the_first_attempt_ends_the_supervisor(node: Supervised):
-    """While it asks git and nvidia-smi."""
+    """The signal comes while the supervisor runs git and nvidia-smi."""
     asks = node.cwd / "asks"
     (node.bin / "nvidia-smi").write_text('#!/bin/bash\ntouch "$HOME/asks"\nuntil [[ -e $HOME/go ]]; do sleep 0.01; done\n')
     if HAS_GPU:
@@ -262,7 +262,7 @@ def test_a_run_finds_signals_as_the_supervisor_found_them(node: Supervised, rest
 
 
 def test_signals_ignored_from_the_start_stay_ignored(node: Supervised):
-    """As under nohup."""
+    """nohup starts a process with SIGHUP ignored; it must stay ignored."""
     node.plan("exit 0")
     command = ["bash", "-c", 'trap "" HUP INT; exec "$@"', "bash", *node.command("main")]
     subprocess.run(command, env=node.environ | {"JAX_PLATFORMS": "cpu"}, check=True, stdin=subprocess.DEVNULL)
@@ -300,7 +300,7 @@ def test_switched_off_the_trainer_takes_the_supervisors_place(node: Supervised):
 
 
 def test_switched_off_after_preflight_too(gpus: Supervised):
-    """Then the folder with the findings stays for the trainer."""
+    """Without a supervisor, the folder with preflight's findings stays for the trainer."""
     process = gpus.begin("exit 0", "exit 75", JAXTRAIN_RESTARTS="0", TMPDIR=str(gpus.cwd))
     assert ended(process) == (75, "") and gpus.started() == "PT"
     look, trained = gpus.attempts()
@@ -308,7 +308,7 @@ def test_switched_off_after_preflight_too(gpus: Supervised):
     assert trained["preflight"] and Path(trained["preflight"]).parent.exists()
 
 
-# ---- Provenance, and what a run changes
+# ---- Provenance, and the files that a run changes
 
 
 def test_the_state_of_a_checkout(tmp_path: Path):
@@ -325,7 +325,7 @@ def test_the_state_of_a_checkout(tmp_path: Path):
     commit = git(tmp_path, "rev-parse", "HEAD")
     assert provenance.checkout(tmp_path) == (commit, "no", "unchanged")
     new = tmp_path / "jaxtrain/new.py"
-    new.write_text("x = 1\n")  # git does not know it, and a run may import it
+    new.write_text("x = 1\n")  # an untracked file may be imported by a run
     assert provenance.checkout(tmp_path) == (commit, "yes", "changed since")
     new.unlink()
     (tmp_path / "notes.txt").touch()
@@ -354,7 +354,7 @@ def test_a_command_that_fails_or_hangs_gives_no_answer():
 
 
 def test_a_run_changes_no_file_and_names_its_variables(node: Supervised):
-    """The user's files, the repository's, temporary ones."""
+    """The user's files, the repository's and temporary files stay unchanged."""
     home, out = node.cwd, node.cwd / "tmp"
     out.mkdir()
     before, repo = {p.name for p in home.iterdir()}, runs.tree(runs.REPO / "jaxtrain" / "runtime")
@@ -421,7 +421,7 @@ def test_a_signal_during_the_look_at_the_config_ends_the_supervisor(node: Superv
 
 
 def test_preflight_on_several_nodes(node: Supervised):
-    """Each gets its number, and the verdict of all is the command's."""
+    """Each node gets its number. The command's exit code is the verdict of all nodes."""
     env = node.reaches(REACH)
     node.plan("exit 0")
     done = node.run("preflight", "--no-measure", "--nodes=here,bad3", **env)
@@ -443,11 +443,13 @@ def test_preflight_on_one_node_takes_the_supervisors_place(node: Supervised):
 @pytest.mark.parametrize(
     ("there", "here", "code", "said"),
     [
-        ("unreachable", "until 75", 75, "unreachable: ssh could not reach it"),  # the process that waits for it is ended
+        # the local process, which waits for that node, is ended
+        ("unreachable", "until 75", 75, "unreachable: ssh could not reach it"),
         ("unreachable", "exit 0", 75, "unreachable: ssh could not reach it"),
         ("bad2", "exit 75", 2, "bad2 ended with 2"),  # a refusal is not tried again
         ("bad3", "exit 75", 3, "bad3 ended with 3"),
-        ("bad124", "exit 75", 124, "bad124 ended with 124"),  # its hang is the run's, although this one left for a lost peer
+        # the other node's hang decides, although this node left for a lost peer
+        ("bad124", "exit 75", 124, "bad124 ended with 124"),
         ("bad76", "exit 76", 76, ""),
         ("bad1", "exit 0", 1, "bad1 ended with 1"),
         ("bad0", "exit 0", 0, ""),
@@ -455,7 +457,7 @@ def test_preflight_on_one_node_takes_the_supervisors_place(node: Supervised):
 )
 def test_how_another_node_ended(node: Supervised, there: str, here: str, code: int, said: str):
     env = node.reaches(REACH)
-    node.plan("exit 0", here)  # the first answers --explain
+    node.plan("exit 0", here)  # the first process answers --explain
     done = node.run("main", f"--nodes=here,{there}", JAXTRAIN_RESTARTS="0", JAX_PLATFORMS="cpu", **env)
     assert done.returncode == code and said in done.stderr, done.stderr
     assert (" ended with " in done.stderr) == ("ended" in said)
@@ -480,7 +482,7 @@ def test_a_node_that_does_not_end_is_left_alone(node: Supervised):
 
 
 def test_a_signal_to_the_process_group_keeps_the_runs_code(node: Supervised):
-    """As systemd, or `kill -- -PGID`, sends it: also to ssh. The other node ends as the processes have agreed."""
+    """systemd, or `kill -- -PGID`, also sends the signal to ssh. The other node ends as the processes have agreed."""
     env = node.reaches('#!/bin/bash\ntouch "$HOME/ssh"\nuntil [[ -s $HOME/signals ]]; do sleep 0.01 || :; done\nexit 75\n')
     arguments = ["--config=x.py", "--nodes=here,there"]
     process = node.begin("exit 0", "until 75", arguments=arguments, JAX_PLATFORMS="cpu", **env)

@@ -24,7 +24,7 @@ WINDOW = (5, 6)
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model on 8 devices, traced by its config."""
+    """Train a small model on 8 devices; its config asks for a trace."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "small.py").write_text(runs.SMALL)
     asked = {"profile__start": WINDOW[0], "profile__steps": 2, "train__steps": 12, "data__source": "synthetic"}
@@ -39,11 +39,11 @@ def split(traced: Path) -> Profile:
 
 
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
-    """The time of the profiler, and of writing the trace, is not training."""
+    """The time of the profiler, and of writing the trace, does not count as training time."""
     assert split.steps == WINDOW
     assert f"python -m jaxtrain.profile {traced}" in (traced / "log.txt").read_text()
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(traced)}
-    # The line after step 5 says 6 steps.
+    # The line after step 5 reports 6 steps.
     assert [rates[step] for step in (6, 7, 8)] == [None, None, None]
     times = sorted(t for t in rates.values() if t is not None)
     assert split.untraced_ms is not None and times[0] <= split.untraced_ms / 1e3 <= times[-1]
@@ -73,7 +73,7 @@ def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
 
 
 def test_work_is_that_of_the_program(split: Profile):
-    """FLOPs of the operations in the trace are those of the compiled step, and no work is unknown."""
+    """FLOPs of the trace's operations equal those of the compiled step, and every operation is known."""
     text = Path(split.trace).with_name(HLO_TEXT).read_text()
     run = measure.run_around(Path(split.trace))
     compiled = program.read(text, run.mesh, run.gpus)

@@ -1,4 +1,4 @@
-"""Whole runs on 8 CPU devices: what they say, what they leave behind, and how they end when something is wrong."""
+"""Whole runs on 8 CPU devices: their messages, their files, and their ends when something is wrong."""
 
 import importlib
 import json
@@ -20,19 +20,19 @@ GIB = 2**30
 
 
 def run(workdir: Path, **overrides: Any) -> int:
-    """A run of the small config on made-up data."""
+    """Train the small config on synthetic data, and return the exit code."""
     return runs.train(runs.small(), workdir, **overrides)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps."""
+    """Train eight steps, for several tests."""
     workdir = tmp_path_factory.mktemp("plain") / "run"
     assert run(workdir, train__steps=8) == 0
     return workdir
 
 
-# ---- What a run says and writes
+# ---- Messages and files of a run
 
 
 def test_a_run_says_what_it_is(plain: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_run_says_what_it_is(plain: Path) -> None:
     assert receipt["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
     assert receipt["devices"]["count"] == 8
     assert receipt["ranks"] == {"device": list(range(8)), "process": [0] * 8, "gpu": receipt["ranks"]["gpu"]}
-    assert receipt["reason"] == "8 steps done"
+    assert receipt["reason"] == "8 steps"
     assert receipt["memory_gib"]["optimizer state"] > receipt["memory_gib"]["parameters"] > 0
     assert receipt["overrides"]["train.steps"] == "8"
     assert not (plain / "samples.txt").exists()
@@ -66,7 +66,7 @@ def test_checkpoints_tell_what_they_hold(plain: Path) -> None:
 
 
 def test_switches_switch_off(plain: Path, tmp_path: Path) -> None:
-    """And neither evaluations nor saves nor a thread for the data change what is learnt."""
+    """Training is the same without evaluations, saves and the data thread."""
     workdir = tmp_path / "a run"
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false", "data__prefetch": 1}
     assert run(workdir, train__steps=8, log__every_steps=3, **off) == 0
@@ -77,7 +77,7 @@ def test_switches_switch_off(plain: Path, tmp_path: Path) -> None:
     assert [name for name in theirs if ours[name].tobytes() != theirs[name].tobytes()] == []
 
 
-# ---- What a user brings along
+# ---- A user's own parts
 
 
 def test_own_parts_train_and_resume(plain: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_own_names_that_are_wrong_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-# ---- What goes wrong. Steps that are not finite: test_divergence.py
+# ---- Failures. test_divergence.py has steps that are not finite
 
 
 def test_an_exception_reaches_receipt_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pyte
         assert f"--workdir = '{place}'" in capsys.readouterr().err
 
 
-# ---- Memory. What is said where it is too small: tests/unit/test_memory.py
+# ---- Memory. tests/unit/test_memory.py has the message for too little
 
 
 def test_memory_is_looked_at_and_reserved_for_saves_before_the_first_step(
@@ -210,7 +210,7 @@ def test_memory_is_looked_at_and_reserved_for_saves_before_the_first_step(
 
 
 class SmallDevice:
-    """A device with room for a thousand bytes."""
+    """A fake device with a thousand bytes."""
 
     platform = "cpu"
 

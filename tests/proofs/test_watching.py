@@ -1,6 +1,7 @@
-"""What a run shows of itself: held-out sets by name, samples, TensorBoard, Weights & Biases, and the page of its report.
+"""The output of a run: held-out sets by name, samples, TensorBoard, Weights & Biases, and the page of its report.
 
-Two runs of ten steps, one watched in every way and gone back to step 4 afterwards, one that shows no more than all do.
+There are two runs of ten steps. One has every output, and later resumes from step 4 and trains to its end again. The other has
+only the default output.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         helpers.text_file(folder / f"{name}.tok", modules)
     changes = {
         "model.num_layers": 1,
-        "mesh.fsdp": 1,  # compiles faster than split weights
+        "mesh.fsdp": 1,  # compiles faster than sharded weights
         "data.source": str(folder / "train.tok"),
         "data.eval_source": str(folder / "web.tok"),
         "train.steps": 10,
@@ -63,11 +64,11 @@ def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclasses.dataclass
 class Watched:
-    """A run, and how its files stood before it went back to step 4 and came to its end again."""
+    """A run, and the text of its files before it resumed from step 4."""
 
     workdir: Path
     first: dict[str, str]
-    compiled: list[int]  # programs of every sampler
+    compiled: list[int]  # programs of each sampler
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +112,12 @@ def test_every_set_is_evaluated_each_time(watched: Watched, plain: Path) -> None
     for line in lines:
         assert tuple(line) == metrics.NAMED_EVAL_KEYS
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-12)
-    # A set says the same as a single source without a name.
+    # A named set gives the same loss as a single source without a name.
     alone = held_out(plain)
     assert [tuple(line) for line in alone] == [metrics.EVAL_KEYS] * 3
     assert [{k: v for k, v in line.items() if k != "set"} for line in held_out(watched.workdir, "web")] == alone
     assert [line["loss"] for line in held_out(watched.workdir, "code_2")] != [line["loss"] for line in alone]
-    # A document's last byte is predicted, its first is not, and the token that ends it is: as many tokens as bytes.
+    # A document's last byte and end token are predicted, its first byte is not: as many targets as bytes.
     assert all(line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2), rel=1e-6) for line in alone)
     assert all(line["bits_per_byte"] is None for line in held_out(watched.workdir, "made-up"))
     said = (plain / "log.txt").read_text()
@@ -195,18 +196,20 @@ def test_samples_are_written_at_intervals(watched: Watched) -> None:
 
 
 def test_a_resumed_run_drops_samples_of_steps_it_takes_anew(watched: Watched) -> None:
-    """They come again, the same ones: and once. Without rewinding, the file would have them twice."""
+    """The resumed steps write the same samples again. Without the rewind the file would have them twice."""
     assert (watched.workdir / "samples.txt").read_text() == watched.first["samples.txt"]
     assert len(runs.losses(watched.workdir)) == 10
 
 
 def test_generation_is_compiled_once(watched: Watched) -> None:
-    """Once for each prompt's length, and once for the token that follows: however often samples are taken."""
+    """Once for each prompt length, and once for the next token, for any number of samples."""
     assert watched.compiled == [3, 3]
 
 
 def test_the_time_of_samples_is_in_no_rate(watched: Watched) -> None:
-    """The first ones, after step 3, took longer than all steps: neither that step nor the next one is counted."""
+    """The first samples, after step 3, took longer than all steps. The rates of step 3 and of the next
+    step exclude that time.
+    """
     lines = map(json.loads, watched.first["metrics.jsonl"].splitlines())
     times = {line["step"]: line["step_time_s"] for line in lines if line["kind"] == "train"}
     assert times[3] is None and times[4] is None
@@ -231,7 +234,7 @@ def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
 
 
 def test_events_page_and_metrics_agree(watched: Watched, plain: Path) -> None:
-    """On every loss, to the last digit that each of them holds; also of a run that was resumed."""
+    """Every loss agrees to the last digit that each of them has, also in a resumed run."""
     for workdir, sets in ((watched.workdir, ("web", "code_2")), (plain, ("",))):
         shown = curves_of(page.html([read(workdir)]))
         train = [x for x in runs.lines(workdir) if x["kind"] == "train"]
@@ -252,7 +255,7 @@ def test_the_page_shows_the_run(watched: Watched) -> None:
     for heading in ("Training", "Wall time", "Samples", "Receipt"):
         assert f"<h2>{heading}</h2>" in text
     assert "<h2>Memory</h2>" not in text and "<h2>GPUs</h2>" not in text  # a CPU
-    assert "done: 10 steps done" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told
+    assert "done: 10 steps" in told and f"{runs.losses(watched.workdir)[10]:.4f}" in told
     found = run.wall_time
     assert found is not None and found.attempts == 2 and found.parts["repeated"] > 0
     assert math.isclose(sum(found.parts.values()), found.wall_s, rel_tol=1e-3)
@@ -283,13 +286,13 @@ def test_differences_on_the_page_are_those_of_receipt_diff(watched: Watched, tmp
 
 
 def history(records: list[Any]) -> list[dict[str, Any]]:
-    """What was logged; a table is a dict of several keys, called by the first part of their names."""
+    """Return the logged values. A table is a dict of several keys, named by their first part."""
     rows = ([(i.key or i.nested_key[0], json.loads(i.value_json)) for i in r.history.item] for r in records)
     return [dict(row) for row in rows if row]
 
 
 def test_wandb_is_told_the_same(watched: Watched) -> None:
-    """Read back from what the package itself keeps when it is offline: two attempts, one id."""
+    """The package's offline files are read back: they hold two attempts with one id."""
     attempts = [runs.wandb_records(path) for path in sorted((watched.workdir / "wandb").glob("offline-run-*/run-*.wandb"))]
     assert len(attempts) == 2
     known = json.loads((watched.workdir / "wandb.json").read_text())
@@ -330,7 +333,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_a_wandb_run_that_is_new_gets_all_there_is(tmp_path: Path) -> None:
-    """Also where the trainer's run is not; and another project is another W&B run."""
+    """A new W&B run gets the whole history, even of a resumed run. Each project has its own W&B run."""
     line = {"kind": "eval", "step": 2, "loss": 1.5, "bits_per_byte": None, "perplexity": 4.5}
     ids = []
     for project in ("one", "two"):
@@ -380,7 +383,7 @@ def test_without_a_login_nothing_starts(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    wandb.teardown()  # it reads its variables once
+    wandb.teardown()  # wandb reads its variables once
     assert runs.train(config, tmp_path / "run", log__wandb="project", train__steps=4) == 2
     said = capsys.readouterr().err
     assert "log.wandb = 'project': W&B did not start: " in said and "WANDB_MODE=offline" in said

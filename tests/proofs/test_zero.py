@@ -1,7 +1,7 @@
-"""Stages of ZeRO: what each shards, and exactly the traffic that it promises.
+"""Stages of ZeRO: which arrays each shards, and exactly the bytes on the wire that it promises.
 
-The collectives are read from the program that XLA:GPU makes for 8 described H200s. That each stage takes the steps of one
-device is test_parity.py's to say.
+The collectives are read from the program that XLA:GPU compiles for 8 described H200s. test_parity.py checks that each stage
+takes the steps of one device.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ STAGES = {
 }
 
 
-# ---- What a stage shards
+# ---- Sharded arrays of a stage
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_shards_the_state(stage):
-    """Over `fsdp`, and the table over tensor and sequence axes too; `data` replicates."""
+    """The arrays are sharded over `fsdp`, and the table over tensor and sequence axes too. `data` replicates them."""
     state = helpers.program(helpers.tiny(MODEL | {"mesh.data": 2, "mesh.fsdp": 4} | STAGES[stage])).state
-    state = dataclasses.replace(state, guard=())  # a few hundred numbers, on every device
+    state = dataclasses.replace(state, guard=())  # a few hundred numbers, replicated on every device
     held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state))
     everything = sum(a.size for a in jax.tree.leaves(state))
     assert held / everything == pytest.approx(1 if stage == "zero=0" else 1 / 4, rel=0.01)
@@ -55,7 +55,7 @@ def test_gathering_once_a_step_is_stage_1():
     assert one == once
 
 
-# ---- What a stage communicates
+# ---- Communication of a stage
 
 BF16 = 2  # bytes
 ACCUM = 2
@@ -63,15 +63,15 @@ LAYERS = 2
 
 
 def sizes(state) -> dict[str, int]:
-    """Elements of the weights, by how they are used."""
+    """Return the numbers of elements of the weights, by their use."""
     count = {k: sum(a.size for a in jax.tree.leaves(v)) for k, v in state.params.items()}
     return {"table": count["embed"], "head": count["head"], "layers": count["layers"], "all": sum(count.values())}
 
 
 def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, accum: int) -> dict[tuple[str, str], float]:
-    """(kind, mesh axis) -> bytes that each GPU sends in a step. `rows`: elements of a microbatch's residual stream on a GPU.
+    """Return {(kind, mesh axis): bytes that each GPU sends in a step}. `rows`: elements of a microbatch's residual on a GPU.
 
-    Where the embedding's table, or its gradient, is sharded, its rows are sent and not the table.
+    If the embedding's table or its gradient is sharded, rows are sent instead of the table.
     """
     data, n = mesh["data"], mesh["fsdp"]
     ring = BF16 * (n - 1) / n
@@ -83,7 +83,7 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
         "zero=1": (every, every, 0),
         "step": (every, every, 0),
         "zero=2": (layers + head, accum * (layers + head), accum * 2 * ring * rows),
-        # Forward and backward, but for the last layer, whose weights are still there.
+        # Forward and backward, except that the last layer's weights are still gathered.
         "zero=3": (accum * (2 * layers - layers / LAYERS + head), accum * (layers + head), accum * 2 * ring * rows),
         "forward": (accum * (layers + head), accum * (layers + head), accum * 2 * ring * rows),
     }[stage]
@@ -146,7 +146,7 @@ def test_sums_over_replicas_are_left_to_the_end_where_weights_are_gathered_acros
     np.testing.assert_allclose(got.grad_norm, want.grad_norm, rtol=1e-5)
 
 
-# ---- Parts of one's own
+# ---- A user's own parts
 
 
 @pytest.mark.more
@@ -178,7 +178,10 @@ def test_a_custom_loss_has_the_whole_head_however_it_is_held(layout):
 )
 @pytest.mark.parametrize("accumulate", ["layer", "microbatch"])
 def test_a_stack_that_is_not_run_once_whole_and_unchanged_is_refused(family, said, accumulate):
-    """Added layer by layer, earlier microbatches' sums would be lost or counted twice. A change of weights would be ignored."""
+    """If a part runs its layers otherwise, sums of earlier microbatches would be lost or counted twice.
+
+    A change of weights before the layers would be ignored.
+    """
     run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": accumulate, "model.family": f"helpers:{family}"})
     program = helpers.program(run)
     with pytest.raises(TypeError, match=f"{said}.*uses_plan_run"):

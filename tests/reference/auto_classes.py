@@ -1,7 +1,4 @@
-"""How transformers opens Hugging Face folders: `python auto_classes.py TEXT DIR...` prints a line of JSON for each.
-
-vLLM and other servers open a model by the same classes: AutoConfig, AutoTokenizer, AutoModelForCausalLM.
-"""
+"""Open Hugging Face folders with transformers: `python auto_classes.py TEXT DIR...` prints a line of JSON for each."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Loss and rewards of each step of TRL's DPOTrainer: `python dpo.py MODEL PAIRS.jsonl SETTINGS.json OUT.json`.
 
-MODEL holds a tokenizer too. The pairs are taken in the order of the file, each once. SETTINGS are those of DPOConfig; with
-`adapter` the adapter in that folder is trained.
+MODEL also holds a tokenizer. The pairs are taken in the file's order, each once. SETTINGS are those of DPOConfig; with
+`adapter`, the adapter in that folder is trained.
 """
 
 import json

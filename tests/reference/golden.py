@@ -1,8 +1,8 @@
-"""What transformers makes of tiny models of every family, with all their options: `python golden.py golden [NAME ...]`.
+"""transformers' results for tiny models of every family, with all their options: `python golden.py golden [NAME ...]`.
 
-Runs in a Python of its own, with torch and transformers (requirements.txt). With transformers 5 it writes, for each family,
-config.json and the logits of weights.py's numbers, and the losses of thirty steps of torch's AdamW; with transformers 4
-config.json in its manner. With names, only those families are made, and their logits are in a file of their own.
+It needs a Python with torch and transformers (requirements.txt). With transformers 5 it writes, for each family, config.json,
+the logits with the weights of weights.py, and the losses of thirty steps of torch's AdamW. With transformers 4 it writes
+config.json in version 4's form. With names, only those families are made, and their logits are in a separate file.
 """
 
 import sys
@@ -18,7 +18,7 @@ from weights import DOCUMENTS, YARN, random_tokens, random_weight
 VOCAB = 128
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-# No token for padding: transformers learns nothing of it, wherever it stands.
+# No token is a padding token: transformers would never train the embedding of one.
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "max_position_embeddings": 256}
 COMMON = {**SHAPE, **HEADS, **ENDS, "rms_norm_eps": 1e-5}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -27,14 +27,14 @@ V5 = t.__version__.startswith("5.")
 
 
 def rope(base, kind="default", **more):
-    """In the manner of the transformers at hand."""
+    """Return rotary settings in the form of the installed transformers."""
     if V5:
         return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **more}}
     return {"rope_theta": base, **({"rope_scaling": {"rope_type": kind, **more}} if kind != "default" else {})}
 
 
 def gemma3_rope():
-    """Layers with a window turn at a base of their own."""
+    """Return Gemma 3's rotary settings. Layers with a window have their own base."""
     scaled = {"rope_type": "linear", "factor": 8.0}
     if not V5:
         return {"rope_theta": 9000.0, "rope_local_base_freq": 300.0, "rope_scaling": scaled}
@@ -43,7 +43,7 @@ def gemma3_rope():
 
 
 def yarn_tables():
-    """The factor of the rotary tables, then the angle per position of each pair, for each of weights.py's settings."""
+    """Return the factor of the rotary tables, and the angle per position of each pair, for each of weights.py's settings."""
     rows = []
     for settings in YARN:
         config = t.Qwen3Config(**COMMON, head_dim=16, **rope(3000.0, "yarn", **settings))
@@ -57,7 +57,7 @@ TOP3 = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 2}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
-# At the sixteenth position a sequence is twice as long as the context that is stretched.
+# At the sixteenth position a sequence is twice as long as the original context.
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
 OPEN = {**STRETCHED, "truncate": False}
 S, F = "sliding_attention", "full_attention"
@@ -89,9 +89,9 @@ MODELS = {
 
 
 def model_of(config, scale=1.0):
-    """With weights.py's numbers, those of norms apart times `scale`.
+    """Return a model with the weights of weights.py, multiplied by `scale` except norms.
 
-    Through a checkpoint, whose names weights.py goes by: in memory transformers has experts' weights in one tensor.
+    The weights pass through a checkpoint, whose names weights.py uses: in memory transformers stores all experts in one tensor.
     """
     with tempfile.TemporaryDirectory() as folder:
         t.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -103,8 +103,8 @@ def model_of(config, scale=1.0):
 
 
 def adamw_losses(config, steps=30):
-    """Mean cross entropy of each step's batch, before its update."""
-    model = model_of(config, 0.3)  # small weights: at those that reach every cap, a step of 1e-3 is a leap
+    """Return the mean cross entropy of each step's batch, before its update."""
+    model = model_of(config, 0.3)  # small weights: with large ones, which reach every cap, a step of 1e-3 would be too large
     vectors = ("norm", "bias", "sinks")
     matrices = [p for n, p in model.named_parameters() if not any(word in n for word in vectors)]
     others = [p for n, p in model.named_parameters() if any(word in n for word in vectors)]
@@ -124,23 +124,24 @@ def adamw_losses(config, steps=30):
 
 
 def documents():
-    """Tokens and targets of weights.py's DOCUMENTS, each a row of its own."""
+    """Return tokens and targets of weights.py's DOCUMENTS, each as its own row."""
     for i, length in enumerate(DOCUMENTS):
         row = torch.from_numpy(random_tokens(VOCAB, (1, length + 1), seed=200 + i).astype(np.int64))
         yield row[:, :-1], row[0, 1:]
 
 
 def gradients(config):
-    """Two numbers of each parameter, in the order of names: its gradient's norm, and its product with weights.py's numbers.
+    """Return two numbers for each parameter, by name, and the logits of the documents, one after the other.
 
-    The gradient of the mean cross entropy of the documents, each by itself. Then the logits, one document after the other.
+    The numbers are the gradient's norm, and its inner product with weights.py's random numbers. The gradient is that of the
+    documents' mean cross entropy, each document by itself.
     """
     model, total, count, logits = model_of(config), 0.0, sum(DOCUMENTS), []
     for tokens, targets in documents():
         logits.append(model(tokens, use_cache=False).logits.float()[0])
         total = total + torch.nn.functional.cross_entropy(logits[-1], targets, reduction="sum")
     (total / count).backward()
-    with tempfile.TemporaryDirectory() as folder:  # as a checkpoint names and splits them
+    with tempfile.TemporaryDirectory() as folder:  # names and tensors as in a checkpoint
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)

@@ -1,7 +1,7 @@
 """Log-likelihoods by lm-evaluation-harness's own model of a Hugging Face folder.
 
 `python lm_eval_scores.py PACKAGES DIR PAIRS.json` prints JSON: [sum of log p, whether greedy] of each [context, continuation].
-PACKAGES is a folder of packages to add, where lm_eval is installed.
+PACKAGES is a folder of packages that contains lm_eval.
 """
 
 import json

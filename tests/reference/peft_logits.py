@@ -1,4 +1,4 @@
-"""Logits of a base with PEFT's adapter beside it, and merged: `python peft_logits.py TOKENS.npy BASE ADAPTER OUT.npz`."""
+"""Logits of a base with a PEFT adapter, and of both merged: `python peft_logits.py TOKENS.npy BASE ADAPTER OUT.npz`."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Conversations as TRL's SFTTrainer and transformers make them: tokens, and which of them count in the loss.
+"""Tokens and loss masks of conversations by TRL's SFTTrainer and transformers.
 
-`sft_masks.py OUT` writes for each chat template of the TRL package a folder OUT/NAME: tokenizer.json, tokenizer_config.json,
-original.jinja (the template of the model) and training.jinja (with `{% generation %}` marks, as SFTTrainer uses it). Beside
-them it writes rows with their results: KIND.jsonl (rows) and KIND.theirs.jsonl (`ids` and `counts` by SFTTrainer, which are
-those of apply_chat_template). KIND is `messages`, with assistant_only_loss, or `completion`, of prompt and completion. Rows
-that a template cannot write are left out.
+`sft_masks.py OUT` writes a folder OUT/NAME for each chat template of the TRL package: tokenizer.json, tokenizer_config.json,
+original.jinja (the model's template) and training.jinja (with `{% generation %}` marks, as SFTTrainer uses it). It also writes
+rows and their results: KIND.jsonl (rows) and KIND.theirs.jsonl (`ids` and `counts` by SFTTrainer, which equal those of
+apply_chat_template). KIND is `messages`, with assistant_only_loss, or `completion`, with prompt and completion. Rows that a
+template cannot write are left out.
 """
 
 import importlib.resources
@@ -23,12 +23,12 @@ import trl
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from trl.chat_template_utils import get_training_chat_template
 
-# Splits as the tokenizers of Llama 3 and Qwen do.
+# Splits text as the tokenizers of Llama 3 and Qwen do.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTROL = re.compile(
     r"<[|｜][^<>{}'\"\s|｜]+[|｜]>|<(?:start|end)_of_turn>|<(?:bos|eos|s|/s|turn\||\|turn)>|\[/?INST\]|\[gMASK\]|<sop>"
 )
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")  # are no control tokens
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")  # not control tokens
 ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -158,7 +158,7 @@ def by_transformers(tokenizer: Any, row: dict[str, Any], template: str) -> dict[
 
 
 def writable(tokenizer: Any, row: dict[str, Any], template: str) -> bool:
-    """Return whether transformers can write a row with a template, with a turn that counts."""
+    """Return whether transformers can write a row with a template, and a turn counts in the loss."""
     messages = row.get("messages") or row["prompt"] + row["completion"]
     try:
         return any(by_transformers(tokenizer, row | {"messages": messages}, template)["counts"])
@@ -167,7 +167,7 @@ def writable(tokenizer: Any, row: dict[str, Any], template: str) -> bool:
 
 
 def is_whole(tokenizer: Any, row: dict[str, Any], template: str) -> bool:
-    """Return whether a template writes the thoughts, calls and tools of a row. `data prepare` refuses the others."""
+    """Return whether a template writes a row's reasoning, tool calls and tools. `data prepare` refuses other rows."""
     less = [row | {"tools": None}] if row.get("tools") else []
     for field in ("reasoning_content", "tool_calls"):
         if any(field in message for message in row["messages"]):
@@ -185,7 +185,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(out: Path) -> None:
-    """Write the folders of all templates that have a form with marks."""
+    """Write the folders of all templates that TRL also has with marks."""
     torch.manual_seed(0)
     datasets.disable_progress_bars()
     texts = sentences()
@@ -193,7 +193,7 @@ def main(out: Path) -> None:
     for path in sorted(Path(str(folder)).glob("*.jinja")):
         name, source = path.stem, path.read_text()
         if name.endswith("_training") or any(word in name for word in ("vl", "idefics", "llava", "diffusion")):
-            continue  # those of pictures need a processor
+            continue  # templates with pictures need a processor
         tokenizer = make_tokenizer(source, texts)
         marked = "{% generation" in source or "{%- generation" in source
         training = source if marked else None
@@ -201,7 +201,7 @@ def main(out: Path) -> None:
             try:
                 training = get_training_chat_template(tokenizer)
             except ValueError:
-                continue  # TRL has no form with marks
+                continue  # TRL has no template with marks for it
         assert training is not None
         draw = random.Random(name)
         rows = [(kind, conversation(kind, draw, texts)) for kind in KINDS for _ in range(6)]
@@ -224,7 +224,7 @@ def main(out: Path) -> None:
         write_rows(to / "messages.jsonl", plain)
         write_rows(to / "messages.kinds.jsonl", [{"kind": kind} for kind, _ in rows])
         write_rows(to / "messages.theirs.jsonl", theirs)
-        tokenizer.chat_template = training  # with which TRL's completions are those of its messages
+        tokenizer.chat_template = training  # with this setting TRL's completions equal its messages
         write_rows(to / "completion.jsonl", pairs)
         write_rows(to / "completion.theirs.jsonl", by_trainer(tokenizer, pairs, to / "trainer"))
         print(f"{name}: {len(plain)} conversations, {len(pairs)} completions", flush=True)

@@ -1,8 +1,8 @@
 """Convert Hugging Face folders by llama.cpp's own converter: `python to_gguf.py LLAMA_CPP DIR...` writes DIR/model.gguf in f32.
 
-Prints a line of JSON for each: metadata of the file, and how its tensors compare with those of the folder.
+It prints a line of JSON for each: the file's metadata, and a comparison of its tensors with those of the folder.
 
-LLAMA_CPP is the source of llama.cpp. Its converter knows the pre-tokenizer of a vocabulary by a hash of published tokenizers,
+LLAMA_CPP is the source of llama.cpp. Its converter identifies a vocabulary's pre-tokenizer by a hash of published tokenizers,
 and refuses others. jaxtrain's byte tokenizer has no merges, so every pre-tokenizer gives the same ids.
 """
 
@@ -31,7 +31,7 @@ def get_vocab_base_pre(self, tokenizer):
 
 
 def compared(folder):
-    """Metadata, and for each tensor of the folder: equal, permuted (the same numbers in another order), or different."""
+    """Return metadata, and for each tensor of the folder: equal, permuted (the same numbers in another order), or different."""
     reader = gguf.GGUFReader(folder / "model.gguf")
     meta = {name: field.contents() for name, field in reader.fields.items() if not name.startswith(("GGUF", "tokenizer."))}
     there = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
@@ -39,7 +39,7 @@ def compared(folder):
     names = gguf.get_tensor_name_map(kind, 128)
     found = {"equal": [], "permuted": [], "different": []}
     for name, x in sorted(load_file(folder / "model.safetensors").items()):
-        if ".experts." in name:  # one tensor for all experts there
+        if ".experts." in name:  # the converter stores all experts in one tensor
             stem, _, rest = name.partition(".experts.")
             number, _, matrix = rest.partition(".")
             y = there[names.get_name(f"{stem}.experts.{matrix}", (".weight",))][int(number)]

@@ -1,4 +1,4 @@
-"""Random weights of a Hugging Face model by names and shapes alone: the same ones in every Python. numpy only."""
+"""Random weights of a Hugging Face model, derived from names and shapes alone: equal in every Python. Needs only NumPy."""
 
 import zlib
 
@@ -16,14 +16,16 @@ YARN = (
     {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7},
     {"factor": 4.0, "original_max_position_embeddings": 2048, "attention_factor": 1.25, "mscale": 0.7, "mscale_all_dim": 1.0},
     {"factor": 1.0, "original_max_position_embeddings": 2048},
-    # Both bounds at the same pair, and beyond the last: at 2 turns of 12 tokens, and at 1 of a million.
+    # At both bounds the same pair, and beyond the last pair: at 2 turns of 12 tokens, and at 1 turn of a million.
     {"factor": 4.0, "original_max_position_embeddings": 12, "beta_fast": 2.0, "beta_slow": 1.95},
     {"factor": 4.0, "original_max_position_embeddings": 1_000_000_000_000, "truncate": False},
 )
 
 
 def random_weight(name, shape):
-    """f32. Wide enough that scores and logits reach their caps; norms and biases too, or they could be left out unnoticed."""
+    """Return float32 weights, so large that scores and logits reach their caps and no norm or bias can be
+    left out unnoticed.
+    """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     if "norm" in name:
         return (0.6 + 0.3 * rng.standard_normal(shape)).astype(np.float32)
@@ -31,5 +33,5 @@ def random_weight(name, shape):
 
 
 def random_tokens(vocab, shape=(2, 32), seed=0):
-    """int32 ids."""
+    """Return int32 token ids."""
     return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)

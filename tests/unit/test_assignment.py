@@ -1,6 +1,6 @@
-"""The reader of XLA's buffer assignment, on assignments made by hand. test_plan_memory.py compares it with XLA's own count.
+"""The reader of XLA's buffer assignment, on hand-made assignments. test_plan_memory.py compares it with XLA's own totals.
 
-cuDNN's workspace by formula equals the answers of cuDNN, and the heap has it while its call runs.
+cuDNN's workspace by formula equals the sizes that cuDNN reports, and is part of the heap while its call runs.
 """
 
 import pytest
@@ -9,13 +9,13 @@ from cudnn_answers import ANSWERS, near, sequences
 from jaxtrain.kernels.attention import cudnn
 from jaxtrain.plan.program import assignment
 
-GAP = 5  # bytes of a heap's allocation that no value uses
+GAP = 5  # bytes of the heap's allocation that no value uses
 
 
 def proto(events, sizes, heap=0, argument=0, colors=None, instructions=None):
-    """HloProto bytes: values by id with these sizes, one heap's events (kind, value, shared value).
+    """Return HloProto bytes with one heap: its values by id with these sizes, and its events (kind, value, shared value).
 
-    Value N is made by instruction `iN` unless `instructions` names another.
+    Value N is the result of instruction `iN` unless `instructions` names another.
     """
     made = assignment._hlo_proto()()
     computation = made.module.computations.add(id=1)
@@ -44,7 +44,7 @@ def proto(events, sizes, heap=0, argument=0, colors=None, instructions=None):
 
 
 def peak_bytes(read: assignment.Assignment) -> int:
-    """The most bytes alive at once on the device."""
+    """Return the most bytes alive at once on the device."""
     return sum(a.size for a in read.outside) + max(held for held, _ in assignment.replay(read))
 
 
@@ -54,20 +54,20 @@ A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
 @pytest.mark.parametrize(
     ("events", "sizes", "around", "peak"),
     [
-        # Value 2 lives in the memory of value 1 and outlives it.
+        # Value 2 shares the memory of value 1, and is alive longer.
         ([(A, 1), (S, 2, 1), (F, 1), (A, 3), (F, 2), (F, 3)], {1: 100, 2: 100, 3: 10}, {"heap": 128, "argument": 1000}, 1110),
-        # Memory that was free is taken again.
+        # Freed memory is used again.
         ([(A, 1), (F, 1), (A, 3), (S, 2, 1), (F, 2), (F, 3)], {1: 100, 2: 100, 3: 10}, {}, 110),
-        # Value 3 takes over from value 2 what that has of value 1: one piece of memory.
+        # Value 3 shares with value 2 the memory that value 2 shares with value 1: one piece of memory.
         ([(A, 1), (S, 2, 1), (F, 1), (S, 3, 2), (F, 2), (A, 4), (F, 3), (F, 4)], {1: 100, 2: 100, 3: 100, 4: 7}, {}, 107),
-        # Value 2 is smaller than the memory it shares; its end frees all of it.
+        # Value 2 is smaller than the memory that it shares. When it ends, all of that memory is free.
         ([(A, 1), (S, 2, 1), (F, 1), (F, 2), (A, 3), (F, 3)], {1: 100, 2: 60, 3: 95}, {}, 100),
-        # Host memory is not the device's.
+        # Host memory does not count.
         ([(A, 1), (A, 2), (F, 1), (F, 2)], {1: 100, 2: 7}, {"colors": {1: assignment.HOST, 2: 0}}, 7),
     ],
 )
 def test_peak(events, sizes, around, peak):
-    """Memory is held until its last user ends. Scalars of a reduction's function take none of the device's."""
+    """Shared memory is allocated until its last value ends. The scalars of a reduction's function are not in device memory."""
     read = assignment.read(proto(events, sizes, **around))
     assert peak_bytes(read) == peak
     assert read.allocated == around.get("heap", 0) + around.get("argument", 0)
@@ -101,7 +101,9 @@ ONE_AFTER_ANOTHER = [(A, 1), (F, 1), (A, 2), (F, 2), (A, 3), (F, 3)]
 
 @pytest.mark.parametrize(("taken", "peak"), [(10, 100), (59, 100), (75, 115)])
 def test_workspace_is_held_during_its_call_alone(taken, peak):
-    """Beside a call's result of 40; the peak of 100 is elsewhere. The heap's gaps stay as they are."""
+    """The workspace is added to the call's 40 bytes alone. Another instruction has the peak of 100. The heap's gaps do not
+    change.
+    """
     read = assignment.read(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
     held = [alive for alive, _ in assignment.replay(read)]
     assert max(held) == peak and held.count(40 + taken) == 1
@@ -109,7 +111,7 @@ def test_workspace_is_held_during_its_call_alone(taken, peak):
 
 
 def test_results_that_share_memory_are_there_before_the_workspace():
-    """Values 2 and 3 are results of one call."""
+    """Values 2 and 3 are results of the same call, so both are alive before its workspace is."""
     events = [(A, 1), (F, 1), (A, 2), (A, 3), (F, 2), (F, 3)]
     read = assignment.read(proto(events, {1: 100, 2: 40, 3: 30}, instructions={3: 2}), {"i2": 200})
     held = [alive for alive, _ in assignment.replay(read)]

@@ -1,4 +1,4 @@
-"""The table of attention kernels: who can do what, which is taken and why; and cuDNN's and Pallas' side without a GPU."""
+"""The table of attention kernels: which cases each supports, which one is chosen and why; cuDNN and Pallas without a GPU."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,7 @@ PRIVATE = (
 )
 
 
-# ---- Who can do what
+# ---- Supported cases
 
 
 @pytest.mark.parametrize(
@@ -84,22 +84,22 @@ def test_auto_takes_the_first_that_can_and_says_why(asked, hardware, seq_len, ta
     assert because in why
 
 
-# ---- cuDNN, as far as it goes without a GPU
+# ---- cuDNN, as far as it can be tested without a GPU
 
 
 @pytest.mark.parametrize(
     ("segments", "max_segments", "lengths", "offsets"),
     [
-        # One entry for each document that there may be, and one for padding.
+        # One entry for each of max_segments documents, and one for padding.
         (
             [[1, 1, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 0]],
             4,
             [[3, 2, 1, -1, -1], [6, -1, -1, -1, -1], [1, 2, -1, -1, 3]],
             [[0, 3, 5, -1, -1, -1], [0, -1, -1, -1, -1, -1], [0, 1, -1, -1, 3, -1]],
         ),
-        # As many documents as there may be.
+        # Exactly max_segments documents.
         ([[1, 2, 3, 3]], 3, [[1, 1, 2, -1]], [[0, 1, 2, -1, -1]]),
-        # At most one document still has an entry for padding: the primitive takes rows for packed from two entries on.
+        # max_segments=1 still needs the entry for padding: the primitive treats rows as packed from two entries on.
         ([[1, 1, 1, 0]], 1, [[3, 1]], [[0, 3, -1]]),
     ],
 )
@@ -119,7 +119,7 @@ def test_cudnn_unpacked_needs_nothing():
 def test_private_cudnn_primitives_have_the_parameters_we_bind(direction):
     primitive = getattr(cudnn.fused, f"_dot_product_attention_{direction}_p_wrapper", None)
     named = f"_dot_product_attention_{direction}_"
-    # The implementation names all that the primitive binds; jax 0.11 calls the abstract one with the same.
+    # The implementation lists every parameter that the primitive binds. In jax 0.11 only the abstract function lists them.
     implementation = getattr(cudnn.fused, named + "impl_wrapper", None) or getattr(cudnn.fused, named + "abstract", None)
     assert primitive is not None, PRIVATE
     assert implementation is not None, PRIVATE
@@ -146,7 +146,7 @@ def test_private_cudnn_primitives_have_the_parameters_we_bind(direction):
 
 @pytest.mark.parametrize("asked", [BF16, dataclasses.replace(BF16, packed=False), dataclasses.replace(BF16, window=64)])
 def test_private_cudnn_primitives_lower_for_a_gpu(asked):
-    """Forward and backward inside a manual shard_map, as models/attention.py runs them, down to cuDNN's custom calls."""
+    """The forward and backward pass lower to cuDNN's custom calls inside a manual shard_map, as in models/attention.py."""
     mesh = jax.make_mesh((8,), ("data",))
     B, T, N, K, H = 8, 256, 4, 2, 128
     split = jax.sharding.NamedSharding(mesh, P("data"))
@@ -162,18 +162,18 @@ def test_private_cudnn_primitives_lower_for_a_gpu(asked):
     try:
         shapes = [a.shape for a in jax.eval_shape(f, q, k, k, segments)]
         text = f.trace(q, k, k, segments).lower(lowering_platforms=("cuda",)).as_text()
-    except Exception as error:  # whatever jax raises, the reader needs this sentence first
+    except Exception as error:  # jax may raise anything; the message must start with PRIVATE
         raise AssertionError(f"{PRIVATE}: {error}") from error
     assert shapes == [q.shape, q.shape, k.shape, k.shape], PRIVATE
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
         assert call in text, PRIVATE
     assert ("PADDING_CAUSAL" in text) == asked.packed, PRIVATE
-    # A partitioning callback would put an address into the program, and the compile cache would never find it again.
+    # A partitioning callback would put its address into the program, and the compile cache would never hit.
     assert "CustomSPMDPartitioning" not in text, PRIVATE
 
 
 def test_cudnn_goes_backward_part_after_part():
-    """A row of llama3_8b's has four calls of two key/value heads, each behind a barrier that waits for the call before it."""
+    """A row of llama3_8b has four calls of two key/value heads each. A barrier orders each call after the one before it."""
     q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
 
     def backward(q, k, v, segments):
@@ -201,7 +201,9 @@ def test_cudnn_goes_backward_part_after_part():
     ],
 )
 def test_pallas_kernels_lower_for_a_gpu(asked, tokens, mask):
-    """Sizes that fill no tile, rows and heads sharded as models shard them, down to Mosaic GPU's module for described GPUs."""
+    """The kernels lower to Mosaic GPU's module for described GPUs: sizes that fill no tile, rows and heads sharded as in
+    models.
+    """
     mesh = Mesh(np.array(topology.devices(topology.parse("h200:8"))).reshape(4, 2), ("data", "tensor"))
     rows, heads = P("data"), P("data", None, "tensor")
     q, k = (

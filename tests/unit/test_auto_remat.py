@@ -1,6 +1,6 @@
-"""remat.policy=auto by formula: bytes of what is saved, and the least arithmetic among what is small enough.
+"""remat.policy=auto by formula: bytes of the saved activations, and the least recompute that fits into the memory.
 
-What the compiler says of it is in proofs/test_plan_memory.py.
+proofs/test_plan_memory.py compares it with the compiler.
 """
 
 import itertools
@@ -33,7 +33,9 @@ def test_the_first_choice_computes_no_gemm_again():
 
 
 def test_bytes_are_those_of_the_arrays():
-    """Llama 3 8B, 8 sequences of 8192 on 8 GPUs, 32 layers: 14,336 wide in bfloat16, and 32 heads' log-sum-exp in float32."""
+    """Llama 3 8B, 8 sequences of 8192 on 8 GPUs, 32 layers: mlp_up is 14,336 wide in bfloat16; log-sum-exp has 32 heads in
+    float32.
+    """
     axes = WHOLE | {"batch": 8}
     assert auto_remat.bytes_kept(run(), frozenset({"mlp_up"}), axes, False) == 32 * 8192 * 14336 * 2
     assert auto_remat.bytes_kept(run(), frozenset({"k", "v"}), axes | {"kv_heads": 2}, False) == 32 * 8192 * 2 * 4 * 128 * 2
@@ -42,16 +44,19 @@ def test_bytes_are_those_of_the_arrays():
 
 
 def test_bytes_of_experts_and_of_a_pipeline():
-    """Two experts' rows for each token, with what an exchange or a capacity leaves room for; of 4 stages the 8 layers of each,
-    for the microbatches that wait, or in groups of 4 for the units that do."""
+    """With experts, two rows a token count, plus the spare rows of a dispatch buffer or a capacity.
+
+    With 4 stages, a stage saves its 8 layers for each microbatch in flight. Interleaved, it saves groups of 4 layers for each
+    unit in flight.
+    """
     up, axes, one = frozenset({"mlp_up"}), WHOLE | {"batch": 8}, 32 * 8192 * 14336 * 2
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
     assert auto_remat.bytes_kept(run(*few), up, axes, False) == one * 2.5
     assert auto_remat.bytes_kept(run(*few), up, axes | {"experts": 4}, False) == one * (2 * 1.25 + 0.5)
     assert auto_remat.expert_fill(run(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(run(*few), 1) == 1
     assert auto_remat.bytes_kept(run(*few, "--config.moe.capacity_factor=2"), up, axes | {"experts": 4}, False) == one * 4.5
-    # A device's experts share its load: of 2, one with 1.5 even shares and one with 6.5 / 7 draw 1.21 together.
-    # The first round has room for 1.25, and each further one for a quarter.
+    # Experts on one device share its buffer. For two experts, an example: loads of 1.5 and 6.5 / 7 even shares average to 1.21.
+    # The first round holds 1.25 even shares, and each further round a quarter.
     alone = [auto_remat.expert_rounds(run(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 1.51, 2.5, 4.0)]
     assert alone == [1, 1, 2, 2, 3, 6, 12]
     pairs = [auto_remat.expert_rounds(run(*few), 4, load) for load in (1.0, 1.5, 1.6, 4.0)]
@@ -72,7 +77,7 @@ def test_bytes_of_experts_and_of_a_pipeline():
 
 @pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
-    """Against every subset of what can be kept, tried one by one."""
+    """The result costs no more recompute than any other set of saved activations that is small enough; all sets are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
     now = auto_remat.bytes_kept(r, kept(r.remat), axes, True) / 2**30
     found = auto_remat.smaller(r, excess, axes, True)

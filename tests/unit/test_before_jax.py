@@ -1,4 +1,4 @@
-"""Mistakes that files alone show are reported before JAX starts."""
+"""Mistakes that files alone reveal are reported before JAX starts."""
 
 import fcntl
 import json
@@ -70,7 +70,7 @@ def test_a_step_that_is_not_there(tmp_path, capsys, monkeypatch):
     assert "checkpoint.step = 15: run/checkpoints has no such step. Set one of its steps: 10, 20." in capsys.readouterr().err
     with pytest.raises(AssertionError, match="JAX was started"):
         main.main([TINY, "--workdir=run", "--config.checkpoint.step=10"])
-    monkeypatch.setenv("JAXTRAIN_RESTART", "1")  # the run went back to it, and deleted it later
+    monkeypatch.setenv("JAXTRAIN_RESTART", "1")  # an earlier attempt has rolled back to step 15 and deleted it later
     with pytest.raises(AssertionError, match="JAX was started"):
         main.main(command)
 
@@ -84,7 +84,7 @@ def test_a_change_that_is_asked_about(tmp_path, capsys):
 
 
 def test_a_shorter_schedule_than_the_checkpoints_may_go_on(tmp_path):
-    """The fitted schedule is part of the saved config, and a resumed run may change it."""
+    """The fitted schedule is part of the saved config, and a resumed run may change its length."""
     checkpoint(tmp_path / "run", 20, train__steps="20")
     assert json.loads((tmp_path / "run/checkpoints/20/meta.json").read_text())["config"]["optimizer"]["warmup_steps"] == 1
     with pytest.raises(AssertionError, match="JAX was started"):

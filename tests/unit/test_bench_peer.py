@@ -1,4 +1,4 @@
-"""Benchmarks against PyTorch: what the peer is given, and how its answer is compared."""
+"""Benchmarks against PyTorch: the settings passed to the peer, and the comparison of its results."""
 
 import pytest
 from bench_helpers import PEER, at_home  # noqa: F401
@@ -9,7 +9,7 @@ from jaxtrain.bench import train_step
 
 
 def test_a_peer_that_cannot_be(capsys):
-    """An interpreter that is not there, and a setting that transformers' Llama does not have: both at once."""
+    """Two mistakes are reported together: a missing interpreter, and a setting that transformers' Llama does not support."""
     more = ["--config.model.qk_norm=true", "--python=nowhere/python"]
     assert peer_torch.main([*PEER, *more]) == 2
     said = capsys.readouterr().err
@@ -25,7 +25,7 @@ def test_other_work_is_not_compared(tmp_path, monkeypatch):
 
 
 def test_the_ratio_of_speeds():
-    """Ours over theirs: of the medians, and of each round."""
+    """The ratio is jaxtrain's speed over PyTorch's: of the medians, and of each round."""
     speeds = (("jaxtrain", 10.0), ("torch", 4.0), ("jaxtrain", 12.0), ("torch", 6.0), ("jaxtrain", 30.0))
     turns = [{"who": who, "verdict": "ok", "tokens_per_s": speed} for who, speed in speeds]
     assert peer_torch.compare_speeds(turns) == {"ratio": 12.0 / 5.0, "least": 2.0, "most": 2.5, "rounds": 2}
@@ -33,7 +33,7 @@ def test_the_ratio_of_speeds():
 
 
 def test_the_peers_answer_in_our_terms():
-    """A step of 128 tokens that takes half a second; three losses of two timed steps are one to warm up."""
+    """A step of 128 tokens takes half a second. Three losses with two timed steps mean one warm-up step."""
     run = launch.load([argv for argv in PEER if argv.startswith("--config")]).run
     answer = {"verdict": "ok", "device": "cpu", "step_times": [0.5, 0.5], "losses": [5.0, 4.5, 4.0], "reserved_gib": 2.0}
     found = peer_torch.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)
@@ -43,7 +43,7 @@ def test_the_peers_answer_in_our_terms():
 
 
 def test_what_the_peer_cannot_import():
-    """The script must run where jaxtrain is not installed."""
+    """The script imports nothing of jaxtrain, so that it runs where jaxtrain is not installed."""
     assert "jaxtrain" not in [
         line.split()[1].split(".")[0]
         for line in peer_torch.SCRIPT.read_text().splitlines()
@@ -52,7 +52,7 @@ def test_what_the_peer_cannot_import():
 
 
 def test_the_peers_mfu_is_of_our_peak():
-    """The peak is the one of bfloat16, as in jaxtrain's own answer."""
+    """The MFU is relative to the bfloat16 peak, as in jaxtrain's own results."""
     run = launch.load([*(argv for argv in PEER if argv.startswith("--config")), "--config.precision=bf16"]).run
     answer = {"verdict": "ok", "device": "NVIDIA H200", "step_times": [1.0], "losses": [1.0, 1.0], "reserved_gib": 1.0}
     found = peer_torch.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)

@@ -1,4 +1,4 @@
-"""Benchmarks without running anything: options, sweeps, what becomes of answers, and how they are judged against plans."""
+"""Benchmarks without running a case: options, sweeps, the handling of results, and their comparison with plans."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def ask(**more):
 
 
 def test_fp8_and_bf16_share_one_peak():
-    """As in the log of a run and in plans: a step with FP8 has no peak of its own."""
+    """A step with FP8 has the same peak as a step in bfloat16, as in the log of a run and in plans."""
     runs = {p: launch.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
     peaks = {p: train_step.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
@@ -32,7 +32,7 @@ def test_fp8_and_bf16_share_one_peak():
 
 def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 1, 140.0, "described", 90))
-    monkeypatch.delenv("XLA_FLAGS")  # the suite's fake devices, which a GPU's environment has no place for
+    monkeypatch.delenv("XLA_FLAGS")  # the suite's fake devices are in the environment, which a run on a GPU would refuse
     argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"]]
     r = train_step.measure(ask(argv=argv, devices=1))
     assert r["verdict"] == "out of memory" and "alone take 525.7 GiB per device, which has 140.0" in r["why"]
@@ -45,14 +45,14 @@ def test_a_config_that_cannot_be():
     assert r["verdict"] == "refused" and "tensor=3 x seq=1" in r["why"] and "product of the fixed sizes is 3" in r["why"]
 
 
-# ---- A case, in a process of its own
+# ---- A case, in its own process
 
 
 @pytest.mark.parametrize(
     ("kept", "code", "verdict", "why"),
     [
         ({"verdict": "ok", "rows": [1]}, 0, "ok", ""),
-        ({"verdict": "ok", "rows": [1]}, None, "ok", ""),  # ended after its last word
+        ({"verdict": "ok", "rows": [1]}, None, "ok", ""),  # the process ends after its last output
         ({"verdict": "refused", "why": "so it is"}, 0, "refused", "so it is"),
         ({"verdict": "out of time", "rows": [1]}, None, "out of time", "not done after 3 s"),
         ({"verdict": "out of time", "rows": [1]}, 0, "failed", "exit code 0: a | b | no such luck"),
@@ -218,7 +218,7 @@ def test_kinds_of_kernels_are_those_of_the_command():
     ],
 )
 def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch):
-    """Of tests/gpu, run in a process that this test replaces."""
+    """The verdict follows from the results of tests/gpu, whose process is faked here."""
 
     def run_program(command, log, *, environ, limit_s):
         assert command[:3] == [sys.executable, "-m", "pytest"] and environ["JAXTRAIN_TEST_SECONDS"] == "48.0"
@@ -243,7 +243,7 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
     ],
 )
 def test_what_shipped_configs_come_to(verdicts, want, said, tmp_path, monkeypatch):
-    """On a described node: what does not fit is no fault, what fails is one, and each gets its share of the time."""
+    """A config that does not fit is no fault; a config that fails is one. Each config gets its share of the remaining time."""
     answers, shares = iter(verdicts), []
 
     def run_case(kind, ask, *, log, environ, limit_s):

@@ -1,4 +1,4 @@
-"""The least step time and memory of a layout, by formula: against sums by hand, and by what a layout holds and sends."""
+"""The least step time and memory of a layout, by formula: compared with sums by hand and with golden plans."""
 
 import dataclasses
 import json
@@ -14,19 +14,21 @@ from jaxtrain.plan.search import bound
 
 
 def test_bound_against_a_hand_count():
-    """Llama 3 8B, fsdp=8, one sequence a GPU, everything recomputed, no accumulation."""
+    """Llama 3 8B, fsdp=8, one sequence a GPU, full activation checkpointing, no accumulation."""
     run = load("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
     least = bound.bound(run, H200, RATES)
     params = 8_030_261_248 / 8
-    state = params * 12  # f32 weights and moments
+    state = params * 12  # weights and two moments in float32
     inputs = 32 * 8192 * 4096 * 2
     layers = 2 * 6_979_321_856 / 8
     one_layer = 4096 * 14336 * 2 + 2 * 8192 * 14336 * 2
     assert least.memory_gib == pytest.approx((state + inputs + max(layers + one_layer, 128256 * (4096 * 6 + 2048 * 4))) / 2**30)
-    # 51.47 GFLOP a token and what is computed again, at the rates of GEMMs and of attention, is below; 1.1 times that above.
+    # The ideal counts 51.47 GFLOP a token plus the recompute, at the rates of GEMMs and of attention. The bound is between this
+    # ideal and 1.1 times it.
     everything = flops.per_token(run.model, 8192).causal + flops.recompute(run.model, run.remat, 8192).causal
-    attention = flops.attention(run.model, 8192).causal * 32  # once forward, once again, and twice that backward
-    forward, backward = 539.0, 518.0  # the fastest that any length reaches
+    # once in the forward pass, once in the recompute, and twice in the backward pass
+    attention = flops.attention(run.model, 8192).causal * 32
+    forward, backward = 539.0, 518.0  # the fastest rates of any sequence length
     ideal = 8192e-12 * ((everything - 4 * attention) / RATES.gemm_tflops + attention * (2 / forward + 2 / backward))
     assert ideal < least.step_s < 1.1 * ideal
 
@@ -38,7 +40,7 @@ def test_bound_knows_what_costs():
 
     kept, full = of(), of("remat.policy=full", "remat.tensors=")
     assert full.step_s > 1.1 * kept.step_s and full.likely_gib < kept.likely_gib - 10
-    # Automatic remat may come down to full remat, so no more than that is certain.
+    # Automatic remat may end at full remat, so only full remat's memory is a certain bound.
     assert kept.memory_gib == full.memory_gib
     small = of("train.memory_fraction=0.2")
     assert kept.step_s < small.step_s < full.step_s and small.likely_gib <= H200.usable_gib(0.2)
@@ -46,9 +48,9 @@ def test_bound_knows_what_costs():
     tensor = of("mesh.fsdp=4", "mesh.tensor=2")
     wire = 32 * 4 * 32 * 2 * (8192 * 4096 * 2 / 2)
     assert tensor.step_s - kept.step_s > 0.9 * wire / (RATES.nvlink_gb_s * 1e9) / 2
-    # Whole weights on every GPU: 12 bytes a parameter.
+    # Every GPU holds all weights: 12 bytes a parameter.
     assert of("mesh.data=8", "mesh.fsdp=1").memory_gib > 8.03e9 * 12 / 2**30
-    # Tensors across nodes go over the network; so does fsdp, which can hide.
+    # Tensor parallelism across nodes uses the network. So does fsdp, but its communication can overlap.
     slow = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:1x2"))
     fast = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:2"))
     assert slow.step_s > 1.05 * fast.step_s
@@ -64,9 +66,10 @@ def test_bound_knows_what_stages_hold_and_move():
     params = 8_030_261_248
     layer, forward, step = of(), of("sharding.gather=forward"), of("sharding.gather=step")
     assert of("sharding.zero=1") == step
-    # Whole layers in bfloat16, but for the one that a layer's gathers hold anyway; all weights, and whole gradients.
+    # gather=forward adds whole layers in bfloat16, minus the one layer that gather=layer also holds. gather=step adds all
+    # weights, and whole gradients.
     assert forward.memory_gib - layer.memory_gib > (2 * 6.9e9) / 2**30 - 1
-    # The embedding is freed after the lookup, and unrolled layers reduce their gradients one by one.
+    # The embedding is freed after the lookup. Unrolled layers reduce their gradients one by one.
     gathered = 2 * (params - 128_256 * 4096)
     assert step.memory_gib - layer.memory_gib > gathered / 2**30 - 2
     scanned = [of("parallel.scan_layers=true", *o).memory_gib for o in ((), ("sharding.gather=step",))]
@@ -83,21 +86,21 @@ def test_bound_knows_what_stages_hold_and_move():
     whole = 2 * params * 7 / 8
     accum = ("train.global_batch=32", "train.grad_accum=4")
     assert wires(*accum, "sharding.zero=1") == {("fsdp",): pytest.approx(2 * whole)}
-    assert wires(*accum, "sharding.zero=0") == {("fsdp",): pytest.approx(2 * whole)}  # an all-reduce is as much
+    assert wires(*accum, "sharding.zero=0") == {("fsdp",): pytest.approx(2 * whole)}  # an all-reduce sends as many bytes
     assert wires(*accum, "sharding.gather=forward")["fsdp",] > 4 * 0.9 * 2 * whole
     assert wires(*accum)["fsdp",] > 4 * 0.9 * 2.8 * whole
     assert wires(*accum, "mesh.data=2")["data",] == pytest.approx(2 * params / 4)  # once a step
 
 
 def test_bound_of_a_pipeline():
-    """Two nodes: half of the layers each. Less memory than whole replicas, and longer by the ticks of an idle stage."""
+    """Each of two nodes has half of the layers. That needs less memory than two replicas, but stages are idle at times."""
     nodes = topology.parse("h200:8x2")
     batch = ("train.global_batch=128", "train.grad_accum=8", "mesh.fsdp=8", "remat.policy=full", "remat.tensors=")
 
     def of(*overrides):
         return bound.bound(load(*batch, *overrides), nodes, RATES)
 
-    # As many sequences a microbatch on each GPU: 128 in 16 microbatches of a stage, in 8 of replicas.
+    # A microbatch has equally many sequences on each GPU: 128 sequences are 16 microbatches of a stage, or 8 of two replicas.
     plain, piped = of("mesh.data=2"), of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
     assert piped.memory_gib < 0.8 * plain.memory_gib
     layers = (51.47e9 - 6 * 4096 * 128256) * 128 * 8192 / 16 / (RATES.gemm_tflops * 1e12)
@@ -111,7 +114,7 @@ def test_bound_of_a_pipeline():
 
 
 def test_bound_of_experts():
-    """Mixtral on one node: experts that stay where they are need no gathers, and tokens travel instead."""
+    """Mixtral on one node: experts sharded over `expert` need no gathers, and their tokens are sent instead."""
     few = ("train.global_batch=64", "train.grad_accum=8", "remat.policy=full", "remat.tensors=")
 
     def layout(*overrides):
@@ -142,7 +145,9 @@ def test_groups_that_leave_a_node():
 
 
 def test_bound_of_a_split_sequence():
-    """Eight GPUs share 131,072 tokens of 8 heads of 128: keys and values go round 7 times, and back with their gradients."""
+    """Eight GPUs share 131,072 tokens, with 8 heads of 128. Keys and values make 7 hops around the ring, and so do their
+    gradients.
+    """
     one = ("data.seq_len=131072", "train.global_batch=8", "train.grad_accum=8", "mesh.fsdp=1", "mesh.seq=8")
 
     def sent(*overrides):
@@ -151,7 +156,7 @@ def test_bound_of_a_split_sequence():
         assert axes == ("seq",)
         return wire
 
-    keys = 2 * 32 * 131072 * 8 * 128  # of all layers and sequences, on one of 8 devices
+    keys = 2 * 32 * 131072 * 8 * 128  # elements of keys and values of all layers and sequences, on one of 8 devices
     assert sent("remat.policy=none", "remat.tensors=", "parallel.context=ring") == 7 * keys * (2 * 2 + 4)
     assert sent("remat.policy=full", "remat.tensors=", "parallel.context=ring") == 7 * keys * (3 * 2 + 4)
     traded = 2 * 7 / 8 * (2 * 4 * keys / 2 + keys) * 2
@@ -169,7 +174,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_no_golden_plan_is_below_its_bound(name):
-    """The plans of the shipped configs, as XLA compiled them: nothing that fits is refused, and no step is faster."""
+    """For shipped configs as XLA compiled them, no plan needs less memory or time than its bound, so none is refused."""
     plan = json.loads((REPO / f"tests/golden/{name}.json").read_text())
     file, _, variant = GOLDEN[name].partition(":")
     loaded = launch.load([f"--config={REPO}/configs/{file}.py" + (f":{variant}" if variant else "")])

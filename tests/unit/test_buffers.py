@@ -16,7 +16,9 @@ from jaxtrain.plan.program import assignment, buffers, hlo
     ],
 )
 def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
-    """Sequences of 8192 tokens and a model dimension of 8192: activations and weights have one shape."""
+    """With sequences of 8192 tokens and a model dimension of 8192, activations have the shape of a weight, and are no
+    gradients.
+    """
     metadata = f'metadata={{op_name="jit(train_step)/{op_name}"}}'
     module = hlo.parse(
         "HloModule m, is_scheduled=true\n\n"

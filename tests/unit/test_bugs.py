@@ -1,4 +1,4 @@
-"""The list of planted bugs fits this code. test_planted_bugs.py plants them."""
+"""The list of planted bugs fits the current code. test_planted_bugs.py plants them."""
 
 from collections import Counter
 

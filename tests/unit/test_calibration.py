@@ -1,4 +1,4 @@
-"""Calibration without a GPU: how calls are timed, what becomes of readings, and what a plan is given."""
+"""Calibration without a GPU: how calls are timed, how readings become rates, and which rates a plan gets."""
 
 import dataclasses
 import datetime
@@ -41,7 +41,7 @@ LINKS = [
 
 @pytest.fixture
 def untimed(monkeypatch):
-    """Nothing is run: every call takes a second."""
+    """Replace timing by a constant: no kernel runs, and every call takes a second."""
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [1.0])
     monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[1.0]] * len(devices))
     monkeypatch.setattr(micro, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
@@ -53,7 +53,10 @@ def test_one_device_has_no_links(untimed):
 
 
 def test_times_are_of_warm_calls(monkeypatch):
-    """One call compiles; as many as fill warm_s warm up the device; the others are timed. Each takes a second here."""
+    """The first call compiles. Further calls warm up the device for warm_s seconds, and the next calls are timed.
+
+    Each call takes a second here.
+    """
     now = [0.0]
     monkeypatch.setattr(micro.time, "perf_counter", lambda: now[0])
 
@@ -73,7 +76,7 @@ def test_a_rate_is_all_work_over_all_time():
 
 
 def test_packed_rows_count_where_cudnn_serves_them():
-    """On Ampere it does not, and plans of unpacked rows are all that use these rates."""
+    """The rates are those of packed rows, unless cuDNN does not support them, as on Ampere: then those of unpacked rows."""
     other = [dataclasses.replace(r, what="chunked") if r.kind.startswith("packed") else r for r in GOOD]
     got = to_rates(other, H200, "NVIDIA H200", TODAY)
     assert (got.attention_forward_tflops, got.attention_backward_tflops) == (550.0, 450.0)
@@ -98,7 +101,7 @@ def test_one_gpu_keeps_the_data_sheets_links():
 def test_several_gpus_measure_their_links():
     got, sheet = to_rates(GOOD + LINKS, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
     assert got.nvlink_gb_s == pytest.approx(315)
-    # By size, in parts of that rate; one that is faster counts as the full rate.
+    # Rates by message size, relative to the full rate. A rate above the full rate counts as 1.
     (one, slow), (four, faster), last = got.collective_curve
     assert (one, four, last) == (2**20, 2**22, (2**28, 1.0))
     assert (slow, faster) == pytest.approx((0.875 * 2**20 / 25e-6 / 315e9, 3.5 * 2**20 / 35e-6 / 315e9))

@@ -1,4 +1,4 @@
-"""Folders of steps without their tensors: which step a run takes, what is damaged, and what the commands say of it."""
+"""Step folders without their tensors: which step a run restores, which steps are damaged, and the commands' messages."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from jaxtrain.checkpoint.__main__ import main
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Checkpoints:
-    """Three complete steps."""
+    """Write three complete steps."""
     for step in (1, 2, 3):
         write_step(tmp_path, step)
     return Checkpoints(tmp_path)
@@ -33,7 +33,7 @@ def test_states_of_step_folders(steps: Checkpoints, tmp_path: Path):
 
 
 def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A save that was killed; a deletion that was killed; a step whose mark is lost; files of the user."""
+    """The folder holds an interrupted save, an interrupted deletion, a step without its commit file, and files of the user."""
     (tmp_path / "1/arrays").rename(tmp_path / "1/arrays.orbax-checkpoint-tmp")
     (tmp_path / "1" / files.NAME).unlink()
     with monkeypatch.context() as patch:
@@ -50,7 +50,7 @@ def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tm
 
 @pytest.mark.parametrize("more", [(), ("meta.json",)])
 def test_a_sweep_leaves_a_copy_that_is_under_way(steps: Checkpoints, tmp_path: Path, more: tuple[str, ...]):
-    """The marks of a step may be copied last, while a run saves beside it."""
+    """A user may copy a step's marker files last, while a run saves to the same folder."""
     later = {tmp_path / "2" / name: b"" for name in ("arrays/commit_success.txt", files.NAME, *more)}
     for path in later:
         later[path] = path.read_bytes()
@@ -63,7 +63,7 @@ def test_a_sweep_leaves_a_copy_that_is_under_way(steps: Checkpoints, tmp_path: P
 
 
 def test_a_deletion_killed_between_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The step has all its arrays, or is removed by the next save."""
+    """After an interrupted deletion, the step is complete, or the next save removes it."""
     for changes, states in enumerate([{1: "complete"}, {1: "complete"}, {1: "unfinished"}, {}]):
         folder = tmp_path / str(changes)
         write_step(folder, 1)
@@ -75,7 +75,7 @@ def test_a_deletion_killed_between_its_changes(tmp_path: Path, monkeypatch: pyte
         assert found.steps() or not list(folder.iterdir())
 
 
-WRONG = {  # text of meta.json -> what is said
+WRONG = {  # text of meta.json -> words of the error
     '{"loss": 1': "cannot be read",
     "{}": "no JSON object with a seal",
     '{"format": 99}': "format 99, and this jaxtrain reads 3",
@@ -87,7 +87,7 @@ WRONG = {  # text of meta.json -> what is said
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_run_never_starts_afresh_over_what_cannot_be_read(steps: Checkpoints, tmp_path: Path, text: str):
-    """The step before is named with the setting that takes it, and no later one."""
+    """The error names the step before and the setting that restores it, but no later step."""
     meta = tmp_path / "2/meta.json"
     shutil.rmtree(tmp_path / "3")
     write_step(tmp_path / "later", 3)
@@ -128,7 +128,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGE = {  # what is done to a file -> what is said of it
+DAMAGE = {  # name -> (damage to a file, words of the error)
     "flipped": (flip, "contents were changed"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, was written with"),
     "deleted": (Path.unlink, "is missing"),

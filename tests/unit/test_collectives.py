@@ -1,4 +1,4 @@
-"""What the plan says travels between devices, against sums done by hand: five small programs, and forms of the text."""
+"""A plan's bytes on the wire, compared with sums by hand: five small programs, and all forms of a collective's HLO text."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from jaxtrain.plan.program import collectives, hlo
 
 
 def network(found: Iterable[collectives.Found]) -> dict[tuple[str, str], float]:
-    """(kind, axes) -> a GPU's network bytes in one launch."""
+    """Return {(kind, axes): bytes that a GPU sends over the network in one launch}."""
     return {(f.kind, f.axis): f.network_bytes for f in found}
 
 
@@ -27,13 +27,13 @@ def test_bytes_and_launches_by_hand(function):
     ("gpus_per_node", "function", "expected"),
     [
         (8, sums, {("all-reduce", "data"): 0, ("all-reduce", "data+fsdp"): 0}),
-        # Nodes of 4 are the fsdp groups. Over data, one GPU of each group in a node: all it sends leaves. Over both, a ring of
-        # 8 leaves the node once with 1792 bytes, which the node's 4 GPUs share.
+        # With nodes of 4, each fsdp group is a node. Over data, the two GPUs of a group are in different nodes: all bytes go
+        # over the network. Over both axes, a ring of 8 leaves each node once with 1792 bytes, which the node's 4 GPUs share.
         (4, sums, {("all-reduce", "data"): 1024, ("all-reduce", "data+fsdp"): 1792 / 4}),
         (4, scatters, dict.fromkeys([("reduce-scatter", "fsdp"), ("all-gather", "fsdp")], 0)),
-        # Nodes of 2: an fsdp ring leaves each of its two nodes once, with 384 bytes, shared by 2.
+        # With nodes of 2, an fsdp ring leaves each of its two nodes once, with 384 bytes that 2 GPUs share.
         (2, scatters, dict.fromkeys([("reduce-scatter", "fsdp"), ("all-gather", "fsdp")], 192)),
-        # Of 512 bytes a quarter goes to each device: two of the four are elsewhere.
+        # Each device of a group gets a quarter of the 512 bytes. Two of the four devices are in another node.
         (2, exchanges, {("all-to-all", "fsdp"): 256, ("all-to-all", "data"): 256}),
         (4, exchanges, {("all-to-all", "fsdp"): 0, ("all-to-all", "data"): 256}),
         (4, shifts, {("collective-permute", "fsdp"): 0, ("collective-permute", "data"): 512}),
@@ -54,23 +54,23 @@ def test_what_leaves_a_node_by_hand(gpus_per_node, function, expected):
     ],
 )
 def test_hops_from_node_to_node(kind, nodes, hops):
-    """A ring passes all nodes, an all-reduce goes up a tree and down again, an all-to-all goes straight."""
+    """A ring makes a hop to each other node, an all-reduce goes up and down a tree, and an all-to-all makes a single hop."""
     assert collectives._hops(kind, nodes) == hops
 
 
 def test_hops_of_a_program():
-    """An fsdp ring of 4 on nodes of 2 goes from the one to the other; a permutation that leaves its node goes once."""
+    """An fsdp ring of 4 on nodes of 2 makes one hop between its nodes, and so does a permutation that leaves its node."""
     found = collectives.read(compiled(scatters, on_gpus=False), MESH, 2).values()
     assert {f.hops for f in found if f.axis == "fsdp"} == {1}
     assert {f.hops for f in collectives.read(compiled(scatters, on_gpus=False), MESH, 8).values()} == {0}
     assert {f.hops for f in collectives.read(compiled(shifts, on_gpus=False), MESH, 2).values()} == {1}
 
 
-# ---- Forms of the text
+# ---- Forms of the HLO text
 
 
 def module(line: str, parameters: str = "f32[8,16]{1,0}", extra: str = "", devices: int = 8) -> hlo.Module:
-    """A module whose entry runs one instruction on a parameter %x."""
+    """Return a module whose entry runs one instruction on a parameter %x."""
     return hlo.parse(
         f"HloModule made, is_scheduled=true, num_partitions={devices}\n\n"
         "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
@@ -156,7 +156,7 @@ STARTED = "((f32[8,16]{1,0}), f32[2,16]{1,0})"
             "%y = f32[8,16] collective-broadcast(%x), channel_id=1, replica_groups=[4,2]<=[8]",
             ("collective-broadcast", "f32", "fsdp(2 of 4)", 512),
         ),
-        # Groups of replicas: there is one, alone or with all its devices.
+        # Groups of replicas: the program has one replica. With a channel id, the group is all its devices.
         ("%y = f32[8,16] all-reduce(%x), replica_groups={{0}}, to_apply=%add", ("all-reduce", "f32", "", 0)),
         (
             "%y = f32[8,16] all-reduce(%x), channel_id=1, replica_groups={{0}}, to_apply=%add",
@@ -194,7 +194,9 @@ def test_a_computation_that_is_called_twice_launches_twice():
 
 
 def test_collectives_of_one_launch_are_added_up():
-    """Each reduce-scatter sends 384 bytes; on nodes of 2 its ring leaves a node with as many, shared by 2 GPUs."""
+    """The bytes of a launch are the sum: each reduce-scatter sends 384. On nodes of 2, the ring's 384 bytes are shared by 2
+    GPUs.
+    """
     line = "%y = (f32[2,16], f32[2,16]) fusion(%x, %x), kind=kCustom, calls=%both"
     (found,) = collectives.read(module(line, extra=BOTH), MESH, 2).values()
     assert (found.wire_bytes, found.network_bytes, found.dtype, found.f32) == (2 * 384, 2 * 192, "f32", 1.0)

@@ -1,4 +1,4 @@
-"""Command lines as users type them: values, mistakes, --help, and the exit codes of each way to end."""
+"""Command lines as users type them: values, mistakes, --help, and the exit code of each way to end."""
 
 import pytest
 

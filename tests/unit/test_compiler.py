@@ -1,4 +1,4 @@
-"""XLA's options: which of them a step is compiled with, on which GPU, and what becomes of a user's own."""
+"""XLA's options: which options a step is compiled with, on which GPU, and the handling of a user's own."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def test_a_users_options_stand_beside_ours_or_in_their_place():
 
 
 def test_the_scheduler_is_given_what_a_run_may_use():
-    """XLA's limit is what is held, and slop% of its share without that: together no more than is usable, to a percent."""
+    """XLA's limit is the state plus a slop% share of the remaining memory. The sum is the usable memory, to a percent."""
     made = program(train__grad_accum=1)
     card = compiler.card(topology.parse("h200:8").memory_gib)
     held = compiler.local_bytes(compiler.on_device(made)) / 2**30
@@ -92,7 +92,7 @@ def test_what_is_no_list_of_options_is_refused_before_anything_starts(text, rule
 
 
 def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
-    """An A100 is known, but no choice rests on its programs; of a GPU that is not in the table nothing is known."""
+    """An A100 is in the table, but no choice was tested on its programs. A GPU that is not in the table is unknown."""
     ours, older = choose(train__grad_accum=1), choose("a100:8", train__grad_accum=1, data__packing="none")
     assert set(ours.options) - set(older.options) == {"optimization_level"} and "A100" in older.why
     unknown = program(train__grad_accum=1)
@@ -102,7 +102,7 @@ def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
 
 
 def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
-    """Unless the user says which kernels belong into them. Traces of graphs lack the names of operations."""
+    """CUDA graphs are off unless the user lists the kernels of a graph: traces of graphs lack the names of operations."""
     plain = compiler.Chosen({}, "", ())
 
     def options(chosen: compiler.Chosen, gpu: bool = True, traced: bool = True) -> dict[str, str | bool]:
@@ -127,7 +127,7 @@ def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
 
 
 def test_an_empty_list_leaves_no_kernel_for_cuda_graphs(tmp_path):
-    """XLA's own account of the options that it compiled a program for an H200 with."""
+    """XLA's own text of its options for a program that was compiled for an H200 has no kernels for CUDA graphs."""
     (device,) = topology.devices(topology.parse("h200:1"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=SingleDeviceSharding(device))
     kinds = {}

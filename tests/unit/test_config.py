@@ -1,4 +1,4 @@
-"""The command line: what is right passes, and what is wrong is reported all at once with a remedy, before anything happens."""
+"""The command line: correct settings pass. All mistakes are reported at once with a fix, before anything is written."""
 
 import dataclasses
 import itertools
@@ -35,8 +35,8 @@ def nodes(count: int) -> Devices:
     return dataclasses.replace(EIGHT_H200, count=8 * count, node=8)
 
 
-# Settings of configs/tiny.py on 8 CPUs that are wrong, the key that is named, words that its line has, and settings beside them
-# that are right ("": those of the file). Tiny: 4 layers, d_model 128, 4 heads, 700 steps with 50 of warm-up, batch 16.
+# Wrong settings for configs/tiny.py on 8 CPUs: the settings, the key in the message, words of the message, and correct settings
+# ("": those of the file). Tiny has 4 layers, d_model 128, 4 heads, 700 steps with 50 of warm-up, and batch 16.
 RULES = [
     # Keys and their types
     ("model.num_layer=3", "model.num_layer", "Did you mean model.num_layers?", "model.num_layers=3"),
@@ -166,7 +166,7 @@ RULES = [
     ("checkpoint.allow_change=model.rop_*", "checkpoint.allow_change", "no such key", "checkpoint.allow_change=model.rope_*"),
     ("checkpoint.allow_change=model.d_model", "checkpoint.allow_change", "can never change on resume", ""),
 ]
-# Beside the key that is named above, these break another rule that stands for itself.
+# Besides the rule of the key above, these settings break an independent second rule.
 SEVERAL = (
     "model.num_heads",
     "attention.impl",
@@ -178,7 +178,7 @@ SEVERAL = (
 
 @pytest.fixture(autouse=True)
 def a_plain_shell():
-    """The suite's own fake devices would be refused on a described node of GPUs; and what a command exports is taken back."""
+    """Remove the suite's fake devices, which a described node of GPUs would refuse, and restore the environment afterwards."""
     before = dict(os.environ)
     for name in environment.select_variables(os.environ):
         del os.environ[name]
@@ -188,24 +188,24 @@ def a_plain_shell():
 
 
 def problems(*argv: str, devices: Devices = EIGHT_CPUS, workdir: Path = Path("runs/test"), base: str = TINY) -> list[Problem]:
-    """Every problem of a command line, without starting a process."""
+    """Return every problem of a command line, without starting a process."""
     loaded = launch.load([base, *argv], options={"workdir": str(workdir)})
     checked = validate(loaded.run, devices, Path(loaded.options["workdir"])) if loaded.file_read else []
     return [*loaded.problems, *checked]
 
 
 def problems_of(*argv: str, **where) -> list[str]:
-    """The same as the user reads them."""
+    """Return every problem of a command line as the text that the user reads."""
     return [str(p) for p in problems(*argv, **where)]
 
 
 def arguments(settings: str) -> list[str]:
-    """Of settings apart by blanks: --config.KEY=VALUE, or options as they are."""
+    """Split settings at blanks. Options stay as they are, and KEY=VALUE becomes --config.KEY=VALUE."""
     return [word if word.startswith("--") else f"--config.{word}" for word in settings.split()]
 
 
 def config_file(folder: Path, body: str, name: str = "mine") -> str:
-    """--config= of a file whose get_config has this body."""
+    """Write a config file whose get_config has this body, and return its --config option."""
     file = folder / f"{name}.py"
     head = (
         "from jaxtrain.config import default_config, parse_arg\n\n\ndef get_config(arg=None):\n    config = default_config()\n"
@@ -220,7 +220,7 @@ def listing(*folders: Path) -> list[str]:
 
 @pytest.fixture
 def no_data(monkeypatch):
-    """The large configs' token files are taken to be there and right."""
+    """Skip the check of the large configs' token files, as if they were there."""
     monkeypatch.setattr(pipeline, "check", lambda data, model_vocab, need_eval, loss: [])
 
 
@@ -237,7 +237,7 @@ def test_a_mistake_is_one_line_with_key_rule_and_remedy(wrong, key, words, right
 
 
 def test_all_mistakes_of_a_command_are_told_at_once_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    """Exit code 2, every key with its remedy, and not a file anywhere: not even a __pycache__ beside the config."""
+    """The exit code is 2, each key's message has a fix, and no file is written, not even a __pycache__ beside the config."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     before = listing(tmp_path, REPO / "configs")
@@ -268,7 +268,7 @@ def test_a_file_that_cannot_be_read_does_not_hide_the_mistakes_of_the_command_li
     assert listing(tmp_path) == []
 
 
-# 4 layers, two to a stage: at both places of a stage are layers of different kinds, unless the pattern repeats after two.
+# 4 layers, two to a stage: stages have different kinds of layers at the same position, unless the pattern repeats after two.
 RING = "mesh.stage=2 mesh.seq=2 mesh.data=1 mesh.fsdp=2 train.grad_accum=4 model.sliding_window=8 model.attention_pattern="
 
 
@@ -281,7 +281,7 @@ RING = "mesh.stage=2 mesh.seq=2 mesh.data=1 mesh.fsdp=2 train.grad_accum=4 model
         ("lg model.num_layers=3", "parallel.context=ulysses"),
         ("lggg mesh.seq=4 mesh.fsdp=1 parallel.context=ulysses attention.ulysses=2", "attention.ulysses=0"),
         ("lggg model.num_heads=3 model.num_kv_heads=3 model.head_dim=32", "mesh.stage=1 and mesh.seq=4"),
-        # In phase on two stages, but not on four groups of one layer.
+        # The pattern fits two stages, but not four groups of one layer.
         ("lg pipeline.schedule=interleaved pipeline.groups=2", "parallel.context=ulysses"),
         ("lg", ""),
         ("l", ""),
@@ -289,7 +289,7 @@ RING = "mesh.stage=2 mesh.seq=2 mesh.data=1 mesh.fsdp=2 train.grad_accum=4 model
     ],
 )
 def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
-    """They would wait for each other forever. One line says so, and what it says to set is right."""
+    """Such stages would wait for each other forever. The refusal is one line, and its fix is valid."""
     argv = arguments(RING + more)
     found = problems_of(*argv)
     assert len(found) == bool(remedy), found
@@ -301,7 +301,7 @@ def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_gemma_on_stages_around_a_ring(name):
-    """Of the shipped presets only the 48 layers of the 12B divide into whole patterns."""
+    """Of the shipped presets only gemma3_12b, with 48 layers, divides into whole patterns."""
     for preset, shape in family(name).PRESETS.items():
         for stages in (2, 4, 8):
             run = RunConfig(model=Model(family=name, **shape), mesh=Mesh(stage=stages, seq=2))
@@ -311,7 +311,7 @@ def test_gemma_on_stages_around_a_ring(name):
 
 @pytest.mark.parametrize("kernel", ["cudnn", "pallas"])
 def test_rules_of_attention_are_the_kernels(kernel):
-    """What this says of a kernel is what the kernel says of itself, over everything they ask."""
+    """The config is refused exactly where the kernel reports that it is unsupported, over all properties that either checks."""
     from jaxtrain.kernels.attention import Hardware, Spec, implementation
 
     loaded = launch.load([TINY, f"--config.attention.impl={kernel}"])
@@ -338,7 +338,7 @@ def test_rules_of_attention_are_the_kernels(kernel):
 
 
 def test_rules_of_fp8_attention_are_the_kernels():
-    """As above, of attention.forward=fp8."""
+    """The config with attention.forward=fp8 is refused exactly where the kernel reports that it is unsupported."""
     from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
 
     loaded = launch.load([TINY, "--config.attention.forward=fp8"])
@@ -353,7 +353,7 @@ def test_rules_of_fp8_attention_are_the_kernels():
 
 
 def test_packed_rows_of_cudnn_are_not_deterministic():
-    """The workspace for that does not fit any GPU. Left to `auto`, a run takes Pallas."""
+    """The deterministic workspace of packed rows does not fit any GPU. With `auto`, a run uses Pallas."""
     asked = ["--config.train.deterministic=true", "--config.train.sdc_check_every=9", "--config.precision=bf16"]
     assert problems_of(*asked, devices=EIGHT_H200) == []
     (line,) = problems_of(*asked, "--config.attention.impl=cudnn", devices=EIGHT_H200)
@@ -380,7 +380,7 @@ def test_a_file_where_the_workdir_would_be(tmp_path):
 
 
 def test_a_folder_without_permission(tmp_path, monkeypatch):
-    """Asked of the system, not of the permission bits: for root, whom bits do not stop, the answer is made up here."""
+    """The check asks the operating system, not the permission bits. Root ignores those bits, so os.access is faked for root."""
     tmp_path.chmod(0o500)
     if os.geteuid() == 0:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path.resolve())
@@ -535,7 +535,7 @@ def test_405b_on_too_few_gpus_is_refused():
 
 
 def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A command that has --workdir alone reads the default config, which is another than that of the run."""
+    """A command with --workdir alone reads the default config, which is not the config of that run."""
 
     def resume(command: str, *given: str) -> tuple[int, str]:
         stored = config.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
@@ -647,7 +647,9 @@ def test_every_key_is_documented():
 
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
-    """train.attempt gets the config, the workdir and the launch; the memory variable is exported before it is imported."""
+    """train.attempt gets the config, the workdir and the launch. The memory variable is exported before
+    its module is imported.
+    """
     seen = {}
 
     class Train:
@@ -667,7 +669,7 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
     assert listing(tmp_path) == []
 
 
-# --- The memory of CPUs
+# --- Host memory of CPU runs
 
 
 @pytest.mark.parametrize(
@@ -691,7 +693,7 @@ def test_a_cpu_without_the_memory_for_the_state_is_refused_before_jax_starts(no_
 
 
 def test_the_memory_of_cpus_is_that_of_this_process(no_data):
-    """Of two processes each holds half of the state."""
+    """Each of two processes holds half of the state."""
     two = Devices("cpu", "cpu", 2, 100.0, "test", node=1)
     split = "--config.mesh.fsdp=2"
     found = problems_of(split, base=f"--config={REPO}/configs/llama3_8b.py", devices=two)
@@ -699,7 +701,7 @@ def test_the_memory_of_cpus_is_that_of_this_process(no_data):
     assert not problems_of(devices=Devices("cpu", "cpu", 1, 0.1, "test"))
 
 
-# --- The configs that come with it
+# --- The shipped configs
 
 
 @pytest.mark.parametrize(
@@ -738,7 +740,7 @@ def test_shipped_configs_open_with_their_commands(file):
 
 def test_large_configs_have_a_sensible_batch(no_data):
     for name in ("llama2_7b", "llama3_8b", "llama3_70b", "llama3_1b", "llama3_405b", "mixtral_8x7b", "qwen3_30b_a3b"):
-        # 70B on a single node has no room for accumulation, and says so in its config.
+        # 70B on a single node has no memory for accumulation; a comment in its config gives the reason.
         variant = ":gpus=16" if name == "llama3_70b" else ""
         run = launch.load([f"--config={REPO}/configs/{name}.py{variant}"]).run
         assert 1e6 <= run.train.global_batch * run.data.seq_len <= 4e6, name
@@ -756,16 +758,25 @@ def test_mesh_sizes():
     assert sizes("--config.mesh.tensor=3") is None
 
 
+def test_a_mesh_for_several_devices_on_one_cpu_device():
+    """A machine without GPUs has one CPU device, unless the variable gives more."""
+    run = launch.load([TINY, "--config.mesh.tensor=2", "--config.mesh.seq=2"]).run
+    one = hardware.probe({"JAX_PLATFORMS": "cpu"})
+    sizes, problems = mesh_sizes(run, one)
+    assert sizes is None and [p.remedy for p in problems] == ["Set the variable JAX_NUM_CPU_DEVICES=4 to start 4 CPU devices."]
+    assert mesh_sizes(run, hardware.probe({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}))[1] == []
+
+
 def test_mesh_sizes_on_nodes():
     def sizes(devices=32, node=8, **mesh):
         found = config.mesh_sizes(config.Mesh(**mesh), devices, node)
         return tuple(found[axis] for axis in config.MESH_AXES if found[axis] > 1 or axis not in config.OPTIONAL_AXES)
 
-    assert sizes() == (4, 8, 1, 1)  # what is left inside a node, and the nodes
+    assert sizes() == (4, 8, 1, 1)  # data is the number of nodes, and fsdp the devices left inside a node
     assert sizes(tensor=2) == (4, 4, 2, 1)
     assert sizes(tensor=4, seq=2) == (4, 1, 4, 2)
-    assert sizes(seq=16) == (2, 1, 1, 16)  # over two nodes: nothing of them is left
-    # Stages lie on different nodes, as far as there are some.
+    assert sizes(seq=16) == (2, 1, 1, 16)  # seq fills two nodes, so no device of a node is left for fsdp
+    # Stages are on different nodes, as far as there are several.
     assert sizes(stage=4) == (1, 4, 8, 1, 1) and sizes(devices=64, stage=4) == (2, 4, 8, 1, 1)
     assert sizes(devices=16, stage=4) == (1, 4, 4, 1, 1) and sizes(devices=8, stage=4) == (1, 4, 2, 1, 1)
     assert sizes(stage=8, tensor=4) == (1, 8, 1, 4, 1) and sizes(devices=64, stage=4, tensor=8) == (2, 4, 1, 8, 1)

@@ -19,7 +19,7 @@ from jaxtrain.shapes import BATCH_KEYS
 
 
 def oracle_row(documents: list[list[int]], window: int, T: int, packing: str, max_segments: int) -> dict[str, list]:
-    """One row, token by token, in the most direct way."""
+    """Return one row in the most direct way, token by token."""
     stream = [(t, d) for d, ids in enumerate(documents) for t in [*ids, 256]]
     row = {k: [] for k in BATCH_KEYS}
     segment, position = 0, 0
@@ -94,7 +94,7 @@ def test_every_epoch_is_another_permutation(tmp_path):
 
 def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
     weights = {"a": 0.7, "b": 0.2, "c": 0.1}
-    for i, name in enumerate(weights):  # tokens tell the source
+    for i, name in enumerate(weights):  # a token's id is its source's number
         write_file(tmp_path / f"{name}.tok", [[i] * 15] * 50)
     source = ",".join(f"{tmp_path}/{name}.tok={w}" for name, w in weights.items())
     batches = open_batches(source, global_batch=8)
@@ -115,7 +115,7 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
 
 @pytest.mark.parametrize("longest", [9, 30])
 def test_borders_of_documents_in_windows(monkeypatch, longest):
-    """The most documents in a window, and the tokens beyond the first few of each, in steps of any size."""
+    """The most documents in a window, and the tokens beyond a window's first documents, do not depend on the chunk size."""
     starts = np.cumsum(np.r_[0, np.random.default_rng(longest).integers(1, longest, 500)])
     columns = [[s % 32 for s in starts if w * 32 < s < w * 32 + 32] for w in range(60)]
     for windows_together in (1, 7, 100):
@@ -127,7 +127,9 @@ def test_borders_of_documents_in_windows(monkeypatch, longest):
 
 
 def test_max_segments_of_0_is_what_the_data_has(tmp_path):
-    """Nothing is masked, the rows are those of a higher number, and a run's step is built for the most of all its sets."""
+    """No token is masked, and the rows equal those of a higher number. The step is built for the most documents of all data
+    sets.
+    """
     few, more = (write_file(tmp_path / f"{n}.tok", random_documents(1, 60, n)) for n in (40, 5))
     opened = [open_batches(path) for path in (few, more)]
     for batches, path in zip(opened, (few, more), strict=True):
@@ -174,7 +176,7 @@ def test_synthetic_is_deterministic_learnable_and_says_so(tmp_path):
     assert not np.array_equal(make(seed=1).batch(11)["tokens"], x["tokens"])
     assert x["segments"].max() == 4
     assert ((x["targets"] == 256) | (x["tokens"] < 256)).any()
-    # after one symbol at most four others are likely (the strides): far fewer than 256
+    # the strides make at most four symbols likely after a given one, of 256
     pairs = np.concatenate(
         [np.stack([v["tokens"], v["targets"]])[:, v["weights"] > 0] for v in map(a.batch, range(40))], axis=1
     )
@@ -194,7 +196,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     opened = [TokenFile.open(p) for p in (train, validation)]
     assert [f.header["documents"] for f in opened] == [list(sides.values()).count(s) for s in (False, True)]
     assert 0.01 < opened[1].header["tokens"] / opened[0].header["tokens"] < 0.2
-    # the validation file holds exactly the validation files
+    # the validation token file holds exactly the files of the validation side
     documents = [p.read_bytes().decode(errors="replace") for r, p in files if sides[r]]
     tokens, offsets = opened[1].tokens, opened[1].doc_offsets
     for i, text in enumerate(documents):
@@ -209,12 +211,12 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
 
 
 def test_the_stdlib_files_are_never_replaced(tmp_path, monkeypatch):
-    """A process of a run that has opened one refuses to go on with another, whatever it holds."""
+    """An existing file stays: a process that has opened it refuses to continue with another file, even of equal content."""
     files = stdlib.list_files()[:3]
     out = tmp_path / "a.tok"
     stdlib.write_split(out, files)
     before = out.stat().st_ino
-    stdlib.write_split(out, files)  # one that was slower
+    stdlib.write_split(out, files)  # a slower process writes the same file
     assert out.stat().st_ino == before and [p.name for p in tmp_path.iterdir()] == ["a.tok"]
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
     stdlib.write_split(out, files)
@@ -222,7 +224,7 @@ def test_the_stdlib_files_are_never_replaced(tmp_path, monkeypatch):
     assert out.stat().st_ino == before and {p.name for p in tmp_path.iterdir()} == {"a.tok", "b.tok"}
 
 
-# token files
+# ---- Token files
 
 
 def test_token_file_round_trip_uint16_and_uint32(tmp_path):
@@ -252,7 +254,7 @@ def test_files_that_are_joined_keep_their_documents_and_the_largest_id(tmp_path)
     assert verify(file.path) == []
 
 
-# checks before a run
+# ---- Checks before a run
 
 
 def keys_of(problems: list[config.Problem]) -> list[str]:
@@ -320,7 +322,7 @@ def test_a_users_own_source(tmp_path, monkeypatch):
     max_segments=st.sampled_from([0, 2]),
 )
 def test_best_fit_keeps_documents_whole(tmp_path_factory, lengths, T, seed, max_segments):
-    """Tokens are numbered through the file, so that an epoch of batches shows where each of them went."""
+    """The ids are consecutive through the file, so that an epoch of batches shows where each token is."""
     documents = [
         list(range(first, first + n - 1)) for first, n in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False)
     ]

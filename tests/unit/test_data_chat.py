@@ -1,4 +1,4 @@
-"""Conversations to token files: what the template writes, which tokens are control tokens, and which count in the loss."""
+"""Conversations to token files: the text of the template, its control tokens, and the tokens that count in the loss."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ MARKED = (
     "{% generation %}{{ message['content'].split('</think>')[-1] + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
 )
-FORGETS = (  # writes only the last turn's thoughts
+FORGETS = (  # renders the reasoning of the last turn only
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}{{ '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -75,7 +75,7 @@ def corpus() -> list[str]:
 
 
 def train(folder, kind: str):
-    """A real tokenizer.json with special tokens, and tokenizer_config.json beside it."""
+    """Train a real tokenizer.json with special tokens, and write tokenizer_config.json beside it."""
     special = [AddedToken(t, special=True, rstrip=kind == "rstrip" and t == "<|im_end|>") for t in SPECIAL]
     tok = tokenizers.Tokenizer(models.BPE(unk_token=None if kind != "metaspace" else "<unk>"))
     if kind in ("metaspace", "prepend"):
@@ -119,7 +119,7 @@ def ids_of(tok, parts) -> list[int]:
 
 
 def counted(parts) -> list[str]:
-    """The runs of text that count."""
+    """Return the consecutive stretches of text that count in the loss."""
     found = [""]
     for part in parts:
         if part.loss:
@@ -130,7 +130,7 @@ def counted(parts) -> list[str]:
 
 
 FORGOTTEN = [("user", "a"), ("assistant", "<t></think>b"), ("user", "c"), ("assistant", "<t></think>d")]
-TEMPLATES = {  # template -> (what follows the text of an assistant's turn and still counts, messages)
+TEMPLATES = {  # template -> (template text, the stretches that count in the loss, messages)
     "chatml": (CHATML, ["It is 4.<|im_end|>", "Yes.<|im_end|>"], TALK),
     "headers": (HEADERS, ["It is 4.<|eot_id|>", "Yes.<|eot_id|>"], TALK),
     "brackets": (BRACKETS, [" It is 4.</s>", " Yes.</s>"], TALK[1:]),
@@ -149,7 +149,7 @@ def test_what_counts_is_the_assistants_text_and_the_token_that_ends_it(folders, 
     assert "".join(p.text for p in parts) == text
     assert counted(made.parts(Conversation(talk(*pairs)), "last")[1]) == want[-1:]
     assert counted(made.parts(Conversation(talk(*pairs)), "all")[1]) == [text]
-    # the turn's tokens are those that the model would be asked for after the prompt
+    # the ids of the control tokens that end a turn are the tokenizer's own
     ends = {tok.control_tokens()[i].text: tok.control_tokens()[i].id for i in range(len(SPECIAL))}
     marked = [p for p in parts if p.loss and p.control >= 0]
     assert [p.control for p in marked] == [ends[p.text] for p in marked]
@@ -158,13 +158,13 @@ def test_what_counts_is_the_assistants_text_and_the_token_that_ends_it(folders, 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend", "rstrip"])
 @pytest.mark.parametrize("name", ["chatml", "headers", "brackets"])
 def test_ids_are_those_of_the_whole_text_with_control_tokens_read(folders, kind, name):
-    """Against the package itself, which reads control tokens wherever they stand."""
+    """The ids equal those of the `tokenizers` package for the whole text. The package reads control tokens anywhere."""
     source, _, pairs = TEMPLATES[name]
     tok, made = load(folders[kind], source)
     text, parts = made.parts(Conversation(talk(*pairs)), "all")
     whole = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
     assert ids_of(tok, parts) == whole.encode(text, add_special_tokens=False).ids
-    # with the loss of the last turn alone: what stands before it is what a generation would be given
+    # with the loss of the last turn alone, the ids before that turn are the prompt of a generation
     before = made.render(Conversation(talk(*pairs[:-1])), prompt=True)
     prompt = whole.encode(before, add_special_tokens=False).ids
     assert ids_of(tok, made.parts(Conversation(talk(*pairs)), "last")[1])[: len(prompt)] == prompt
@@ -195,7 +195,7 @@ def test_no_text_of_a_message_becomes_a_control_token(folders, contents, name):
     harmless = talk(*[(m["role"], "x") for m in messages])
     want = [p.text for p in made.parts(Conversation(harmless), "assistant")[1] if p.control >= 0]
     assert [p.text for p in parts if p.control >= 0] == want
-    # and the text is the one that a plain rendering gives
+    # the text equals that of a plain rendering
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     assert text == environment.from_string(TEMPLATES[name][0]).render(messages=messages, bos_token="<s>", eos_token="</s>")
     literal = [p for p in parts if p.control < 0]
@@ -207,14 +207,14 @@ def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders)
     _, made = load(folders["bytes"])
     mark = template.MARK
     for text in ("Sure.", "", "the end", "  a list:\n- <b>bold</b>\n", "1 < 2", "text"):
-        assert made.guard(text) == text or text == "text"  # of <|endoftext|>
+        assert made.guard(text) == text or text == "text"  # a part of <|endoftext|>
     assert made.guard("a </s> b") == f"a <{mark}/s> b"
     assert made.guard(" so <|im_ ") == f" {mark}so <|im_{mark} "
     assert made.guard("> quoted") == f"{mark}> quoted{mark}"
 
 
 def test_a_message_at_whose_border_a_control_token_would_arise(folders):
-    """A template that writes `<|` before a message and `|>` after it: the message names no token all the same."""
+    """A template writes `<|` before a message and `|>` after it. The message's text does not become a control token."""
     _, made = load(folders["bytes"], "{% for m in messages %}<|{{ m.content }}|><|{{ m.role }}|>{{ eos_token }}{% endfor %}")
     _, parts = made.parts(Conversation(talk(("assistant", "im_end"))), "all")
     assert [p.text for p in parts if p.control >= 0] == ["</s>"]
@@ -264,8 +264,8 @@ def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_pat
         found(folder / "broken.jinja")
     with pytest.raises(text_tokenizers.TokenizerError, match="cannot be read"):
         found(folder / "none.jinja")
-    assert found().sha256 != template.load_template(str(folder), tok, None, "2026-11-23").sha256  # it writes the date
-    # of the hub, from its cache
+    assert found().sha256 != template.load_template(str(folder), tok, None, "2026-11-23").sha256  # the template writes the date
+    # a template of the hub, from its local cache
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(folder / file))
     assert template.load_template("hf:org/name", tok, None, "2026-11-22").sha256 == found().sha256
 
@@ -330,7 +330,7 @@ def test_rows_that_are_no_conversation_say_why(row, said):
         rows.conversation(row)
 
 
-TOOLS = (  # as many templates write them, the thoughts first
+TOOLS = (  # many templates write a message like this, the reasoning first
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.reasoning_content }}{{ m.content }}"
     "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
@@ -360,7 +360,7 @@ def test_calls_of_tools_and_thoughts_count_and_results_do_not(folders, arguments
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-THINKS = (  # writes thoughts after the last question alone, and no calls of tools
+THINKS = (  # writes the reasoning after the last question only, and no tool calls
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
     "{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.thinking and loop.index0 > ns.last %}{{ m.thinking }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
@@ -433,7 +433,7 @@ def test_turns_that_cannot_be_told_apart_are_refused(folders):
 
 def test_the_end_of_a_document_that_a_row_takes_out_of_the_loss(tmp_path):
     (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"  # ends no turn
+        "{% for m in messages %}{{ m.content }}{% endfor %}"  # does not end a turn
     )
     answers = [{"role": "assistant", "content": "ab"}, {"role": "assistant", "content": "cd", "train": False}]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [USER, answers[0], USER, answers[1]]}) + "\n")
@@ -467,11 +467,11 @@ def test_chat_files_end_to_end(tmp_path, folders, capsys):
     assert tok.decode(file.tokens[:][flags]) == "It is 4.<|im_end|>Yes.<|im_end|></s></s><|im_end|>"
     assert file.header["loss"]["bytes"] == len("It is 4.Yes.</s></s>")
     assert file.header["source_bytes"] == sum(len(p.text.encode()) for p in parts if p.control < 0)
-    assert (file.tokens[:] == tok.eot).sum() == 2  # nothing but the ends of the documents
+    assert (file.tokens[:] == tok.eot).sum() == 2  # only the ends of documents count
     capsys.readouterr()
     assert main(["show", str(file.path), "--documents=2"]) == 0
     assert "<|im_start|>assistant\n⟧It is 4.<|im_end|>⟦" in capsys.readouterr().out
-    # the pipeline: both conversations whole, weight where the target counts
+    # the data pipeline: both conversations are whole, and the weight is 1 where the target counts
     parts = [slice(first, last) for first, last in itertools.pairwise(file.doc_offsets[:].tolist())]
     longest = max(part.stop - part.start for part in parts)
     data = config.Data(source=str(file.path), seq_len=longest, tokenizer=str(folders["bytes"]))
@@ -494,7 +494,7 @@ def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
         assert file.header["loss"]["first"] == (loss == "all")
         flagged = file.tokens[:][file.loss_flags(0, len(file.tokens))]
         assert "".join("$" if t == 256 else chr(t) for t in flagged) == want
-    # a template that ends no turn: end-of-text does, and counts
+    # with a template that ends no turn, end-of-text is added and counts
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
     for loss, want in (("assistant", [False] * 18 + [True] * 3), ("all", [True] * 21)):
         prepare.prepare(
@@ -539,7 +539,7 @@ def test_bad_conversations_are_named_and_options_checked(tmp_path, capsys):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_loss_bits_round_trip(tmp_path_factory, data):
-    """Whatever the lengths: bits that end within a byte, documents in pieces, files appended to each other."""
+    """Loss bits are read back as written, for all lengths: bits that end within a byte, documents in pieces, appended files."""
     folder = tmp_path_factory.mktemp("bits")
     info = text_tokenizers.info(text_tokenizers.ByteTokenizer())
     documents = data.draw(st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), max_size=20), max_size=6))
@@ -573,7 +573,7 @@ def test_damaged_loss_bits_are_found(tmp_path):
         writer.end_document()
     header, end = header_and_end(tmp_path / "a.tok")
     data = bytearray((tmp_path / "a.tok").read_bytes())
-    data[end - 16 - 12] ^= 1  # among the bits: two offsets follow, and three bytes of padding
+    data[end - 16 - 12] ^= 1  # the bits are followed by two offsets and three bytes of padding
     (tmp_path / "b.tok").write_bytes(data)
     (fault,) = verify(tmp_path / "b.tok")
     assert "checksum" in fault
@@ -581,11 +581,11 @@ def test_damaged_loss_bits_are_found(tmp_path):
         writer.write([1], 1, np.asarray([True]), 1)
 
 
-# rows of whole conversations
+# ---- Rows of whole conversations
 
 
 def best_fit(lengths, size):
-    """The tokens in each row, packed in the most direct way: the longest first, each into the fullest row that fits it."""
+    """Return the tokens in each row of best-fit packing: longest document first, into the fullest row that has space for it."""
     rows = []
     for n in sorted(lengths, reverse=True):
         fits = [k for k, held in enumerate(rows) if held + n <= size]
@@ -614,13 +614,13 @@ def test_packing_is_best_fit(lengths, size, most):
 
 
 def test_packing_evenly_keeps_to_tokens_and_documents():
-    """Seven documents need three rows of three; where tokens do not fit, there is no packing of so many rows."""
+    """Seven documents need three rows of at most three. If the tokens do not fit, that number of rows is impossible."""
     ones = np.ones(7, np.int64)
     assert windows.pack_evenly(ones, 9, 3, 2) is None
     row = windows.pack_evenly(ones, 9, 3, 3)
     assert row is not None and sorted(np.bincount(row)) == [2, 2, 3]
     assert windows.pack_evenly(np.asarray([6, 6, 1]), 10, 3, 1) is None
-    # Four long and four short documents: best fit puts the short ones together, and needs a row more.
+    # Four long and four short documents: best fit packs the short ones together, and needs one more row.
     lengths = np.asarray([5, 5, 5, 5, 1, 1, 1, 1])
     assert windows.pack_best_fit(lengths, 10, 3).max() + 1 == 4
     row = windows.pack(lengths, 10, 3)
@@ -628,7 +628,7 @@ def test_packing_evenly_keeps_to_tokens_and_documents():
 
 
 def test_packing_fills_up_to_the_limit_of_documents():
-    """Short items fill the space beside long ones before they share a row of their own."""
+    """Short documents fill the space beside long ones before they share a row of their own."""
     row = windows.pack(np.asarray([9, 1, 1, 1, 1, 1, 8]), 10, 3)
     assert sorted(np.bincount(row, [9, 1, 1, 1, 1, 1, 8]).tolist()) == [2, 10, 10]
 
@@ -636,16 +636,16 @@ def test_packing_fills_up_to_the_limit_of_documents():
 @pytest.mark.parametrize(
     "flags, kept",
     [
-        ("0110110", 6),  # the second turn ends where the row does
-        ("0110111", 3),  # the second turn goes on behind the row
+        ("0110110", 6),  # the second turn ends at the end of the row
+        ("0110111", 3),  # the second turn continues after the row
         ("0110000", 3),
         ("0000111", 6),  # the first turn does not fit
-        ("0000001", 0),  # it begins behind the row
+        ("0000001", 0),  # the first turn starts after the row
         ("1000000", 1),
     ],
 )
 def test_a_long_conversation_is_cut_behind_a_turn(flags, kept):
-    """A row of 6 tokens; the last flag is that of the token behind it."""
+    """The row has 6 tokens; the last flag belongs to the token after the row."""
     assert windows.whole_turns(np.asarray([f == "1" for f in flags])) == kept
 
 
@@ -667,17 +667,19 @@ def test_each_token_of_a_long_text_is_a_target_once(lengths, T):
     packing=st.sampled_from(["documents", "best_fit", "none"]),
 )
 def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory, lengths, T, seed, max_segments, packing):
-    """Token by token: the row's text, the segments and positions of each conversation, its targets that count, the padding."""
+    """Checks token by token: the row's text, each conversation's segment and positions, the targets that count, and the
+    padding.
+    """
     file = TokenFile.open(write_conversations(tmp_path_factory.mktemp("packed") / "a.tok", lengths))
     tokens, flags, ends = file.tokens[:], file.loss_flags(0, file.header["tokens"]), file.doc_offsets[:]
 
     def kept(k):
-        """Tokens of conversation k: up to the last turn that fits."""
+        """Return the number of tokens of conversation k up to the last turn that fits."""
         if lengths[k] <= T + 1:
             return lengths[k]
         return windows.whole_turns(flags[ends[k] : ends[k] + T + 2])
 
-    assume(any(kept(k) for k in range(len(lengths))))  # or the file is refused
+    assume(any(kept(k) for k in range(len(lengths))))  # a file without any conversation that fits is refused
     batches = open_batches(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
     apart, count = packing != "none", batches.sources[0].windows
     for epoch in range(2):
@@ -708,7 +710,9 @@ def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory
 
 
 def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
-    """2,000 conversations of 200 to 1,500 tokens. Cut at row borders, a quarter of the tokens lack their beginning."""
+    """The file has 2,000 conversations of 200 to 1,500 tokens. With cuts at row borders, a quarter of the targets lack the
+    prompt.
+    """
     lengths = np.random.default_rng(0).integers(200, 1501, 2000).tolist()
     lacking, full = {}, {}
     for loss in (True, False):
@@ -721,7 +725,7 @@ def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
         counted = without = padding = 0
         for step in range(batches.sources[0].windows):
             batch = {k: x[0] for k, x in batches.batch(step).items()}
-            first = np.arange(2048) - batch["positions"]  # of each token, the first of its segment
+            first = np.arange(2048) - batch["positions"]  # the column at which each token's segment starts
             counts = batch["weights"] > 0
             counted += counts.sum()
             without += (counts & (batch["tokens"][first] != 255)).sum()
@@ -757,7 +761,7 @@ def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path
     empty = write_conversations(tmp_path / "none.tok", [])
     (problem,) = pipeline.check(config.Data(source=str(empty), seq_len=64), 264, False)
     assert "0 sequences" in problem.rule
-    (problem,) = pipeline.check(  # text without loss bits is cut into whole rows, as before
+    (problem,) = pipeline.check(  # text without loss bits is cut into full rows
         config.Data(source=str(write_conversations(tmp_path / "b.tok", [5, 4], loss=False)), seq_len=64), 264, False
     )
     assert "0 sequences" in problem.rule
@@ -773,7 +777,7 @@ def test_what_conversations_lose_and_leave_empty_is_counted(tmp_path):
 
 
 def test_conversations_beside_text(tmp_path):
-    """A mixture takes rows of each kind: those that each file gives alone."""
+    """Each source of the mixture gives the rows that it gives alone: text is cut into rows, conversations stay whole."""
     chat = write_conversations(tmp_path / "chat.tok", np.random.default_rng(2).integers(2, 30, 100).tolist())
     text = write_conversations(tmp_path / "text.tok", [50] * 40, loss=False, first=100)
     both = open_batches(f"{text}=0.5,{chat}=0.5", 32, global_batch=8)

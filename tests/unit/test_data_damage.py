@@ -1,4 +1,4 @@
-"""Token files that are damaged, cut off or replaced, before a run opens them or under it: named, and not trained on."""
+"""Token files that are damaged, truncated or replaced, before or after a run opens them: reported by name, never trained on."""
 
 import errno
 import itertools
@@ -24,11 +24,11 @@ from jaxtrain.data.windows import Windows, open_windows
 from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.train.batch_feed import BatchFeed
 
-LONGEST = 40  # tokens in a document: rows of as many lose nothing of a conversation
+LONGEST = 40  # most tokens of a document; rows of this length hold every conversation in full
 
 
 def write_file(path: Path, tokens: int = 800, loss: bool = True, seed: int = 0) -> Path:
-    """A file of whole rows, in documents of every length, whose last row ends with its last token."""
+    """Write a file with documents of every length whose tokens exactly fill rows."""
     rng = np.random.default_rng(seed)
     left = tokens + 1
     with TokenWriter(path, text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
@@ -54,7 +54,7 @@ def same(got: list[np.ndarray | None], want: list[np.ndarray | None]) -> bool:
 
 
 def flips(path: Path, seed: int) -> list[tuple[int, int, int]]:
-    """(place, byte, that byte with one bit flipped) of every byte of a file."""
+    """Return (offset, byte, the byte with one bit flipped) for every byte of a file."""
     data = path.read_bytes()
     bits = np.random.default_rng(seed).integers(0, 8, len(data)).tolist()
     return [(at, byte, byte ^ (1 << bit)) for at, (byte, bit) in enumerate(zip(data, bits, strict=True))]
@@ -62,17 +62,17 @@ def flips(path: Path, seed: int) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> int:
-    """Files of a few thousand bytes then have many blocks."""
+    """Make blocks small, so that a file of a few thousand bytes has many."""
     monkeypatch.setattr(tokenfile, "BLOCK", 64)
     return 64
 
 
-# flipped bits
+# ---- Flipped bits
 
 
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path, small_blocks, loss):
-    """In every byte: tokens, loss bits, padding, offsets, checksums, header and preamble."""
+    """Every byte is tested: tokens, loss bits, padding, offsets, checksums, header and preamble."""
     path = write_file(tmp_path / "a.tok", loss=loss)
     header, end = header_and_end(path)
     assert end > 20 * small_blocks
@@ -97,7 +97,7 @@ def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path, small_blocks
 
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_block_is_compared_with_its_checksum_at_its_first_use_and_not_again(tmp_path, small_blocks, monkeypatch, loss):
-    """So a bit that is flipped under an open file, before its block is used, is found."""
+    """A bit that is flipped in an open file is found if its block has not been used yet."""
     path = write_file(tmp_path / "a.tok", loss=loss)
     header, end = header_and_end(path)
     parts, pread, read = tokenfile.layout(header), os.pread, []
@@ -109,7 +109,7 @@ def test_a_block_is_compared_with_its_checksum_at_its_first_use_and_not_again(tm
         first = read[opened:]
         assert same(rows_of(windows), want)
         assert read[opened:] == first and len({*first}) == len(first)
-    # Opened: preamble, header, checksums, offsets. Used: the rest, but for blocks that hold some offsets too.
+    # Opening reads the preamble, header, checksums and offsets. Reading rows reads the rest, and blocks that also hold offsets.
     assert {*read[:opened], *first} == {*range(path.stat().st_size)}
     assert {*first} >= {*range(parts["tokens"].start, parts["documents"].start - small_blocks)}
     for at, byte, flipped in flips(path, 2):
@@ -124,7 +124,7 @@ def test_a_block_is_compared_with_its_checksum_at_its_first_use_and_not_again(tm
 
 
 def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
-    """With blocks of the real size, and both widths of ids."""
+    """The blocks have their real size, and ids have 2 or 4 bytes."""
     for vocab, width in ((257, 2), (70_000, 4)):
         path = tmp_path / f"{vocab}.tok"
         rng = np.random.default_rng(vocab)
@@ -136,7 +136,7 @@ def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
         windows = windows_of(path, 512)
         want = rows_of(windows)
         block = 3
-        windows = windows_of(path, 512)  # nothing of it has been used
+        windows = windows_of(path, 512)  # no token of this file has been read yet
         poke(path, block * tokenfile.BLOCK + 77, path.read_bytes()[block * tokenfile.BLOCK + 77] ^ 1)
         first = (block * tokenfile.BLOCK - 64) // width
         last = ((block + 1) * tokenfile.BLOCK - 64) // width
@@ -151,12 +151,14 @@ def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
                 tokens, _, column, _, _ = windows.rows(np.asarray([w]))
                 assert np.array_equal(tokens[0], want[0][w])
                 assert np.array_equal(column, want[2][want[1] == w])
-        with pytest.raises(TokenFileError, match="block 3 "):  # a batch with one bad row is no batch
+        with pytest.raises(TokenFileError, match="block 3 "):  # a batch with one damaged row is refused
             rows_of(windows, np.asarray([0, needs.index(True), 1]))
 
 
 def test_rows_do_not_depend_on_how_they_are_asked_for(tmp_path, small_blocks):
-    """One by one, in runs, in any order, twice: documents that span many blocks of offsets and such that share one."""
+    """Rows are read one by one, in runs, in any order, and twice. Some documents span several blocks of offsets, some share
+    one.
+    """
     path = write_file(tmp_path / "a.tok", 3000, loss=False)
     file = TokenFile.open(path)
     tokens, starts = file.tokens[:], file.doc_offsets[:]
@@ -175,7 +177,7 @@ def test_rows_do_not_depend_on_how_they_are_asked_for(tmp_path, small_blocks):
                 assert np.array_equal(column[row == r], inside)
 
 
-# a file that changes under a run
+# ---- A file that changes during a run
 
 
 def cut(path: Path, size: int) -> None:
@@ -183,7 +185,7 @@ def cut(path: Path, size: int) -> None:
 
 
 def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch):
-    """At every length that matters, whether its rows were read before or not."""
+    """Every length that matters is tried, for windows whose rows were read before and for windows that have read none."""
     whole = write_file(tmp_path / "whole.tok", 40_000, loss=False)
     size = whole.stat().st_size
     header, end = header_and_end(whole)
@@ -203,8 +205,8 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch)
             assert f"was cut off ({size:,} bytes, now {length:,}) while it was being read" in str(e.value)
             assert "resumes from its last checkpoint" in str(e.value)
         with pytest.raises(TokenFileError, match=r"bytes [\d,]+ to [\d,]+ are missing"):
-            file.blocks.file.read(0, size)  # cut off after the comparison
-        cut(path, size)  # a hole in place of what was lost is no better
+            file.blocks.file.read(0, size)  # a read past the end, after the check of the size
+        cut(path, size)  # restoring the size leaves a hole of zeros, which is an error too
         os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
         if path.read_bytes()[: parts["tokens"].stop] != whole.read_bytes()[: parts["tokens"].stop]:
             with pytest.raises(TokenFileError, match=r"block \d+ \(bytes .* does not match its checksum"):
@@ -222,7 +224,7 @@ def write_the_same_in_place(path: Path) -> None:
     data = path.read_bytes()
     with path.open("r+b") as f:
         f.write(data)
-    os.utime(path)  # later than the clock of the file system can tell apart
+    os.utime(path)  # the file system's clock must have advanced
 
 
 def append(path: Path) -> None:
@@ -231,7 +233,7 @@ def append(path: Path) -> None:
 
 
 CHANGES = {
-    rewrite_in_place: "was ",  # cut off, added to, or written to
+    rewrite_in_place: "was ",  # truncated, extended, or overwritten
     write_the_same_in_place: "was written to",
     append: "was added to",
 }
@@ -251,7 +253,7 @@ def test_a_file_that_is_written_to_is_named(tmp_path, change):
 
 
 def test_no_false_alarm(tmp_path):
-    """A file that was deleted or replaced is read to the end of the run as it was."""
+    """A file that is deleted or replaced during a run is read to the end of the run in its old state."""
     path = write_file(tmp_path / "a.tok")
     windows = windows_of(path)
     want = rows_of(windows)
@@ -287,7 +289,7 @@ def test_a_disk_that_cannot_be_read_is_said_by_name(tmp_path, small_blocks, monk
 
 
 def test_pread_may_give_less_than_was_asked_for(tmp_path, monkeypatch):
-    """A signal, a network file system, or more than 2 GiB: it is asked again."""
+    """After a signal, on a network file system or beyond 2 GiB, pread may return less. The rest is read by a further call."""
     path = write_file(tmp_path / "a.tok")
     want, pread = rows_of(windows_of(path)), os.pread
     monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 100), at))
@@ -302,18 +304,18 @@ def test_files_are_closed_with_what_reads_them(tmp_path):
         return sum(link.exists() and link.resolve() == path for link in links)
 
     files = [windows_of(path) for _ in range(20)]
-    assert opened() == 2 * 20  # a memory map has a descriptor of its own
+    assert opened() == 2 * 20  # a memory map has its own descriptor
     del files
     assert opened() == 0
 
 
-# through batches, into a run
+# ---- Errors in batches and runs
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("files", [1, 2])
 def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks, prefetch, files):
-    """From the thread that reads ahead. The batches before it are whole, and the thread ends."""
+    """The error comes from the thread that reads ahead. The batches before it are complete, and the thread ends."""
     for name in "ab"[:files]:
         write_file(tmp_path / f"{name}.tok", loss=False, seed=ord(name))
     batches = open_batches(",".join(f"{tmp_path}/{name}.tok=0.5" for name in "ab"[:files]))
@@ -360,7 +362,7 @@ def test_damaged_offsets_are_a_problem_of_the_config_before_the_run(tmp_path):
         assert f"python -m jaxtrain.data verify {path}" in problem.remedy
 
 
-# verify, and the joining of parts
+# ---- The verify command, and joined parts
 
 
 def test_verify_names_every_run_of_damaged_blocks(tmp_path, capsys):
@@ -384,11 +386,11 @@ def test_verify_names_every_run_of_damaged_blocks(tmp_path, capsys):
 
 
 def test_verify_compares_what_the_file_holds_with_its_header(tmp_path, monkeypatch):
-    """Files whose checksums are right and whose contents are not: by a faulty program, not by a faulty disk."""
+    """The checksums of these files are right, and their contents are wrong, as after a bug in the writing program."""
     put = TokenWriter._put
 
     def written(change) -> list[str]:
-        """Faults of a file into which `change(piece, its number)` was written."""
+        """Return verify's findings for a file into which `change(piece, number of the piece)` was written."""
         number = itertools.count()
         monkeypatch.setattr(TokenWriter, "_put", lambda self, data: put(self, change(bytes(data), next(number))))
         path = tmp_path / "a.tok"

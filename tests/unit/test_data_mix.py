@@ -1,4 +1,4 @@
-"""Mixtures of token files, fixed and by a schedule, and what `show` counts in them."""
+"""Mixtures of token files, fixed or scheduled, and the counts that `show` prints for them."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def write_file(path: Path, documents: list[list[int]], loss: bool = False, **inf
 def files(tmp_path) -> Path:
     write_file(tmp_path / "a.tok", [[1] * 99] * 9)  # 900 tokens
     (tmp_path / "sub").mkdir()
-    write_file(tmp_path / "sub" / "b.tok", [[2] * 99])  # 100
+    write_file(tmp_path / "sub" / "b.tok", [[2] * 99])  # 100 tokens
     return tmp_path
 
 
@@ -75,13 +75,13 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
     assert figure(plain, "none") == pytest.approx(500 / 510)
     file = TokenFile.open(masked)
     flags = file.loss_flags(0, 410)
-    even = int((np.asarray(file.tokens) % 2 == 0).sum()) - 10  # end-of-text is even, and has no bit here
+    even = int((np.asarray(file.tokens) % 2 == 0).sum()) - 10  # end-of-text is even, so its loss bit is 0 here
     assert flags.sum() == even
     first = int(flags[np.asarray(file.doc_offsets[:-1])].sum())
     assert first > 0
     assert figure(masked) == pytest.approx(even / (even - first))
     assert figure(masked, "none") == pytest.approx(1)
-    # A conversation of 41 tokens has a row of 16 to itself, and is cut behind the last of its first 17 tokens that ends a turn.
+    # A conversation of 41 tokens fills a row of 16 alone. It is cut after the last of its first 17 tokens that ends a turn.
     kept = sum(whole_turns(flags[begin : begin + 18]) for begin in file.doc_offsets[:-1])
     held = 410 * 10 * 16 / kept
     both = (0.5 * 500 / 510 + 0.5 * even / held) / (0.5 * 500 / 510 + 0.5 * (even - first) / held)
@@ -127,11 +127,11 @@ def test_digits_of_a_scheduled_step_may_have_single_underscores_between():
     assert [step for step, _ in phases] == [800, 8000, 10_000] and not problems
 
 
-# a mixture that changes on resume or by a schedule
+# ---- A mixture that changes on resume or by a schedule
 
 
 def resume(batches: pipeline.Batches, kept: dict | None, step: int) -> bool:
-    """Continue from a checkpoint of `step` steps, of batches of one size. Return whether the mixture is another one."""
+    """Continue from a checkpoint of `step` steps, with constant batch size. Returns whether the mixture has changed."""
     return batches.start_mixture(kept, step, step * batches.global_batch, lambda step: step * batches.global_batch)
 
 
@@ -141,7 +141,7 @@ def mixed(source: str, seq_len: int = 16, **keys) -> pipeline.Batches:
 
 
 def saved(batches: pipeline.Batches, step: int) -> dict:
-    """What a checkpoint of `step` steps says of the data."""
+    """Return the data state that a checkpoint of `step` steps holds."""
     tokens = step * batches.global_batch * batches.seq_len
     found = {
         "tokens": tokens,
@@ -152,15 +152,18 @@ def saved(batches: pipeline.Batches, step: int) -> dict:
 
 
 def places(batches: pipeline.Batches, step: int) -> list[tuple[str, int]]:
-    """(source, index within it) of each row of a batch."""
+    """Return (source, index within the source) of each row of a batch."""
     index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
     number, within = batches.mixture.sources_of(index)
     return [(Path(batches.sources[k].name).name, i) for k, i in zip(number.tolist(), within.tolist(), strict=True)]
 
 
 def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
-    """Nine to one, then halves, then two to eight, for 10,000 rows each. Were turns counted from row 0, the first change alone
-    would skip 4,000 windows of one source and repeat 4,000 of the other."""
+    """The weights change twice: nine to one, one to one, two to eight, for 10,000 rows each.
+
+    If turns were counted from row 0, the first change alone would skip 4,000 windows of one source and repeat 4,000 of the
+    other.
+    """
     for name in "ab":
         write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99] * 3000)
     read = {"a.tok": 0, "b.tok": 0}
@@ -168,7 +171,7 @@ def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
     for part, (a, b) in enumerate([(0.9, 0.1), (0.5, 0.5), (0.2, 0.8)]):
         batches = mixed(f"{tmp_path}/a.tok={a},{tmp_path}/b.tok={b}")
         begin = part * 1250
-        for _ in range(2 if kept else 0):  # the second time as after a rollback
+        for _ in range(2 if kept else 0):  # the second call is a restore after a rollback
             assert resume(batches, kept, begin)
         before = dict(read)
         for step in range(begin, begin + 1250):
@@ -182,14 +185,14 @@ def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
         kept = saved(batches, begin + 1250)
         assert {s["name"]: s["tokens"] for s in kept["mixture"]["sources"]} == {k: n * 16 for k, n in read.items()}
         assert [p["step"] for p in kept["mixture"]["phases"]] == [0, 1250, 2500][: part + 1]
-    # A later attempt with the same mixture takes the same rows, those before the changes too.
+    # A later attempt with the same mixture takes the same rows, even those before the changes.
     again = mixed(f"{tmp_path}/a.tok=0.2,{tmp_path}/b.tok=0.8")
     assert not resume(again, kept, 3750)
     for step, met, tokens in want:
         assert places(again, step) == met
         assert np.array_equal(again.batch(step)["tokens"], tokens)
     assert saved(again, 3750)["mixture"] == kept["mixture"]
-    # A longer row: places are counted in tokens.
+    # With longer rows, each source continues at the same token.
     longer = mixed(f"{tmp_path}/a.tok=0.2,{tmp_path}/b.tok=0.8", seq_len=32)
     assert not longer.start_mixture(kept, 3750, 15_000, lambda step: (step - 3750) * 8 + 15_000)
     for name, within in places(longer, 1875):
@@ -197,7 +200,7 @@ def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
 
 
 def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
-    """Each keeps its own order of windows, whatever its place in data.source."""
+    """Each source keeps its own order of windows, at any position in data.source."""
     for name in "abc":
         write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99 + [i % 256] for i in range(200)])
     read: dict[str, list[int]] = {}
@@ -213,7 +216,7 @@ def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
         kept = saved(batches, part * 20 + 20)
         assert sum(s["tokens"] for s in kept["mixture"]["sources"]) == kept["tokens"]
     for number, name in enumerate("abc"):
-        # The windows of a run that reads this source alone, as the one with this number, from its beginning.
+        # The windows equal those of a run that reads this source alone from its start, under the same source number.
         got = read[f"{name}.tok"]
         assert got == batches.window_numbers(number, np.arange(len(got))).tolist()
     reordered = mixed(f"{tmp_path}/c.tok=0.3,{tmp_path}/a.tok=0.4,{tmp_path}/b.tok=0.3", seq_len=64)
@@ -222,7 +225,7 @@ def test_sources_that_leave_a_mixture_come_back_and_join_it(tmp_path):
 
 
 def test_a_source_that_was_renamed_goes_on_where_it_stopped(tmp_path):
-    """It is known by what it holds, and another file of the same name begins anew."""
+    """A source is identified by its content. Another file under the same name starts at its beginning."""
     for name in "ab":
         write_file(tmp_path / f"{name}.tok", [[ord(name)] * 99] * 200)
     before = mixed(f"{tmp_path}/a.tok=0.5,{tmp_path}/b.tok=0.5")
@@ -238,7 +241,7 @@ def test_a_source_that_was_renamed_goes_on_where_it_stopped(tmp_path):
 
 
 def test_segments_and_masked_tokens_of_a_mixture(tmp_path):
-    """The number of segments is the largest of all files, and the masked part counts by weights."""
+    """The number of segments is the largest of all files. The masked fraction is the weighted mean."""
     for name, length in (("a", 3), ("b", 15)):
         write_file(tmp_path / f"{name}.tok", [[1] * length] * 100)
     source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"
@@ -254,7 +257,7 @@ WEIGHTS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=4, max_size
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(WEIGHTS, st.integers(0, 30)), min_size=1, max_size=5))
 def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
-    """By the sources' numbers: with each part's rows in their shares, to within the number of sources."""
+    """For sources by number, each part takes its rows in their shares, to within the number of sources."""
     read, found, row = [0] * 4, [], 0
     for weights, rows in parts:
         part = mixture.Phase(0, row, tuple(weights), tuple(read))
@@ -277,7 +280,7 @@ PHASE = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=3, max_size=3
     stops=st.lists(st.tuples(st.integers(1, 39), st.sampled_from([1, 2, 3, 8])), max_size=3, unique_by=lambda stop: stop[0]),
 )
 def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order(tmp_path_factory, phases, stops):
-    """A run of 40 steps with changes by a schedule. It is stopped and resumed, each time with another global batch."""
+    """A run of 40 steps with scheduled changes is stopped and resumed, each time with another global batch."""
     folder = tmp_path_factory.getbasetemp() / "schedule"
     if not folder.exists():
         folder.mkdir()
@@ -295,7 +298,7 @@ def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order
     kept, row, begin = None, 0, 0
     for end, size in [*sorted(stops), (40, 4)]:
         batches = pipeline.open_source(data, data.source, split="train", global_batch=size, data_dir="unused")
-        first = -(-row // size)  # a resumed run continues at a whole batch, as jaxtrain/position.py counts them
+        first = -(-row // size)  # a resumed run continues at a whole batch, as jaxtrain/position.py counts batches
         if kept is not None:
             for number, source_read in enumerate(kept["mixture"]["sources"]):
                 assert source_read["tokens"] == 16 * read[source_read["name"][0]], number
@@ -316,7 +319,7 @@ def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order
 
 
 def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(files, monkeypatch):
-    """Before, at and after the step: the batches are those of the run that was not interrupted."""
+    """The resume is before, at or after the scheduled step. Its batches are those of the run that was not interrupted."""
     monkeypatch.chdir(files)
     write_file(files / "c.tok", [[3] * 99] * 20)
     keys: dict[str, Any] = {"source_schedule": "5: a.tok=0.25,c.tok=0.75; 9: c.tok", "packing": "none"}
@@ -331,7 +334,7 @@ def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(fil
             assert places(again, step) == places(whole, step)
             assert np.array_equal(again.batch(step)["tokens"], whole.batch(step)["tokens"])
         assert saved(again, 12)["mixture"] == saved(whole, 12)["mixture"]
-    # Another schedule for the steps that are left: the phases that have begun stay.
+    # A new schedule applies to the remaining steps: the phases that have begun stay.
     kept = saved(whole, 6)
     other = mixed("a.tok=0.5,sub/b.tok=0.5", source_schedule="5: a.tok=0.25,c.tok=0.75; 8: sub/b.tok", packing="none")
     assert not resume(other, kept, 6)
@@ -349,13 +352,13 @@ def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(fil
 @pytest.mark.parametrize(
     "schedule",
     [
-        "5: a.tok=0.63,sub/b.tok=0.37; 9: a.tok=0.63,sub/b.tok=0.37",  # the weights of the phase before
+        "5: a.tok=0.63,sub/b.tok=0.37; 9: a.tok=0.63,sub/b.tok=0.37",  # equal to the weights of the phase before
         "5: a.tok=0.25,sub/b.tok=0.75; 9: a.tok=0.63,sub/b.tok=0.37",
     ],
 )
 @pytest.mark.parametrize("skipped", [(), ((5, 8),), ((5, 7), (12, 13)), ((4, 6),)])
 def test_a_resume_at_any_step_reads_the_rows_of_the_run_that_was_not_interrupted(files, monkeypatch, schedule, skipped):
-    """Also at a scheduled step, with other weights or the same, and where data that is passed over begins there."""
+    """Resumes at a scheduled step are included, with new or equal weights, and with skipped data that starts at that step."""
     monkeypatch.chdir(files)
     source = "a.tok=0.63,sub/b.tok=0.37"
     run = config.RunConfig(data=config.Data(source=source, seq_len=16), train=config.Train(steps=16, global_batch=8))

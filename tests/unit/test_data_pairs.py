@@ -1,4 +1,4 @@
-"""Pairs of a preferred and another completion: what a row becomes, and the rows of a batch."""
+"""Preference pairs: how a row becomes a chosen and a rejected completion, and the rows of a batch."""
 
 import json
 
@@ -15,7 +15,7 @@ from jaxtrain.data.tokenizer import info
 
 NAMES = {"eos_token": "<|endoftext|>", "bos_token": ""}
 TEMPLATE = ChatTemplate("bytes", BYTE_TEMPLATE, NAMES, BYTE.control_tokens(), "2026-01-01")
-# A turn ends within the block, as templates with marks of their own have it.
+# A turn ends within the generation block, as in templates with their own markers.
 MARKED = ChatTemplate(
     "marked",
     "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
@@ -35,7 +35,7 @@ def assistant(text):
 
 
 def members(row, template=None):
-    """(text before the completion, completion that counts) of both members."""
+    """Return (text before the completion, completion that counts) of both members of a pair."""
     piece = PairRows(template, ()).piece(row)
     assert piece is not None and piece.rejected is not None and piece.text == piece.rejected.text
     out = []
@@ -48,7 +48,7 @@ def members(row, template=None):
 
 
 def rows_of(batches):
-    """The one source of batches, of pairs."""
+    """Return the single source of batches of pairs."""
     (source,) = batches.sources
     assert isinstance(source, windows.PairRows)
     return source
@@ -62,7 +62,8 @@ def test_a_prompt_and_two_texts():
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        ("Q: a\n\nA: hello", "Q: a\n\nA: help", "Q: a\n\nA:"),  # words are whole, and keep their space
+        # the prompt ends between words, and the space belongs to the completion
+        ("Q: a\n\nA: hello", "Q: a\n\nA: help", "Q: a\n\nA:"),
         ("Q: a\nhello", "Q: a\ngo", "Q: a\n"),
         ("one two", "one", ""),
     ],
@@ -101,7 +102,7 @@ def test_messages(row):
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["found", "marked"])
 def test_turns_of_the_prompt_do_not_count(template):
-    """Nor does a user's turn within a completion."""
+    """A user's turn within a completion does not count either."""
     before = [user("a"), assistant("b"), user("c")]
     row = {"chosen": [*before, assistant("d"), user("e"), assistant("f")], "rejected": [*before, assistant("g")]}
     piece = PairRows(template, ()).piece(row)
@@ -133,7 +134,7 @@ def test_rows_that_are_refused(row, template, why):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A file made by the command, and its held-out part."""
+    """Prepare a file and its validation part with the command."""
     folder = tmp_path_factory.mktemp("pairs")
     rows = [{"prompt": f"{i}: " + "a" * (i % 40), "chosen": "b" * (1 + i % 7), "rejected": "c" * (i % 11)} for i in range(300)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -144,7 +145,7 @@ def prepared(tmp_path_factory):
 
 
 def test_the_file_holds_every_pair_once(prepared):
-    """Both members on one side of --validation, one after the other, over the borders of parts and batches."""
+    """Both members of a pair are on the same side of --validation, in order, across the borders of parts and batches."""
     folder, rows = prepared
     found = []
     for name in ("pairs.tok", "pairs.val.tok"):

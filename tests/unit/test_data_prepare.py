@@ -1,4 +1,4 @@
-"""Text, tables and compressed files to token files: bad lines, parts that are kept, and commands that are refused."""
+"""Text, tables and compressed files to token files: bad lines, finished parts that are kept, and refused commands."""
 
 import bz2
 import gzip
@@ -24,7 +24,7 @@ from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
 
 
 def make_corpus(folder: Path, count: int = 40) -> list[str]:
-    """The same documents as text, JSON lines (plain and gzip) and Parquet."""
+    """Write the same documents as text, JSON lines (plain and gzip) and Parquet."""
     documents = [f"Document {i}: " + "naïve café " * (i % 7 + 1) + "\n" for i in range(count)]
     (folder / "txt").mkdir()
     for i, text in enumerate(documents):
@@ -115,7 +115,7 @@ def test_commands_that_are_wrong_exit_2_and_write_nothing(tmp_path, monkeypatch)
         ("would hold no document", "--input=a.txt", "--output=b.tok", "--validation=0.001"),
         ("less than 1", "--input=a.txt", "--output=b.tok", "--validation=1.5"),
     ):
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # fails at once, not after five attempts
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # fails at once, without five attempts
         done = command(tmp_path, "prepare", *args)
         assert done[0] == 2, (args, done)
         assert said in done[1], (args, done)
@@ -144,7 +144,7 @@ def test_verify_and_show_commands(tmp_path):
 
 
 def test_verify_refuses_what_is_no_file(tmp_path, capsys):
-    """A wrong command, found before any file is read; exit code 1 means damage."""
+    """A wrong command line is found before any file is read. Exit code 1 is reserved for damage."""
     (tmp_path / "damaged.tok").write_bytes(b"damaged")
     for name, rule in (("gone.tok", "no such file"), (".", "is a folder")):
         path = tmp_path / name
@@ -224,7 +224,7 @@ def test_several_processes_name_the_same_bad_lines_and_make_the_same_file(tmp_pa
 
 
 def cut_off(folder: Path, monkeypatch, **options) -> list[str]:
-    """A run that ends after three parts, as if by Ctrl-C. What it said."""
+    """Interrupt prepare after three parts, as by Ctrl-C, and return its messages."""
     made = prepare.make_part
 
     def stop(job, where, number, *rest):
@@ -241,7 +241,7 @@ def cut_off(folder: Path, monkeypatch, **options) -> list[str]:
 
 
 def swap(path: Path) -> None:
-    """In place of a part's file, the whole one of another part."""
+    """Replace a part's file with the complete file of another part."""
     path.write_bytes(path.with_name("000000.tok").read_bytes())
 
 
@@ -269,7 +269,7 @@ def test_what_differs_starts_afresh_and_says_so(tmp_path, monkeypatch):
     os.utime(tmp_path / "a.jsonl", (1, 1))
     assert "other inputs or options; starting again" in run()[0]
     assert texts(tmp_path / "a.tok") == want
-    # a part that has changed is made again
+    # a part that has changed is prepared again
     for damage in (lambda p: p.with_suffix(".json").unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink, swap):
         (tmp_path / "a.tok").unlink()
         cut_off(tmp_path, monkeypatch)
@@ -291,7 +291,7 @@ def test_compressed_files_are_read_and_cut_off_ones_refused(tmp_path, suffix):
     want = [f"document {i} ü" for i in range(50)]
     data = "".join(json.dumps({"text": t}) + "\n" for t in want).encode()
     path = tmp_path / f"a.jsonl.{suffix}"
-    path.write_bytes(PACK[suffix](data[:300]) + PACK[suffix](data[300:]))  # several streams in one file
+    path.write_bytes(PACK[suffix](data[:300]) + PACK[suffix](data[300:]))  # several compressed streams in one file
     (tmp_path / f"b.txt.{suffix}").write_bytes(PACK[suffix](b"a text\n"))
     prepare.prepare([f"{tmp_path}/*"], tmp_path / "a.tok")
     assert texts(tmp_path / "a.tok") == [*want, "a text\n"]
@@ -331,7 +331,7 @@ def test_several_columns_are_joined(tmp_path, capsys):
 
 
 def test_a_dataset_by_name(tmp_path, monkeypatch, capsys):
-    """As far as it goes without a network: a folder that the package reads as it would one of the hub."""
+    """The test needs no network: a local folder takes the place of the hub's data set."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "datasets", None)
         with pytest.raises(prepare.PrepareError, match=r"pip install .* -r pyproject\.toml --extra hf-datasets"):

@@ -1,4 +1,4 @@
-"""Digests of arrays: they see every bit, and where it is."""
+"""Digests of arrays depend on every bit and on its position."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_parts_add_up_to_the_whole(rows, columns):
 
 
 def test_digests_of_many_arrays_do_not_depend_on_the_mesh():
-    """Split, replicated, or on one device: the same three sums."""
+    """The digests are equal for sharded and replicated arrays, and for arrays on one device."""
     mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     array = np.arange(64, dtype=np.float32).reshape(8, 8)
     array[3, 3] = np.inf

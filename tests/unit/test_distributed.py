@@ -1,4 +1,4 @@
-"""The processes of a run: their description by launchers, and their messages, with threads in place of processes."""
+"""The processes of a run: how launchers describe them, and their messages, with threads in place of processes."""
 
 import concurrent.futures
 import functools
@@ -40,7 +40,7 @@ def without(environ: dict[str, str], part: str) -> dict[str, str]:
     return {name: text for name, text in environ.items() if part not in name}
 
 
-# name -> (options, environment, the fields of the Cluster that is detected)
+# name -> (options, environment, the fields of the detected Cluster)
 FOUND: dict[str, tuple[dict[str, str], dict[str, str], tuple[Any, ...] | None]] = {
     "nothing": ({}, {}, None),
     "not given": (dict.fromkeys(distributed.FIELDS, ""), {}, None),
@@ -100,7 +100,7 @@ FOUND: dict[str, tuple[dict[str, str], dict[str, str], tuple[Any, ...] | None]] 
     "Kubernetes, an index alone": ({}, KUBERNETES, None),
 }
 
-# name -> (options, environment, for each problem, in order, words of it)
+# name -> (options, environment, words of each problem, in order)
 WRONG: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
     "coordinator alone": (
         {"coordinator": "head:1"},
@@ -188,7 +188,7 @@ def test_mistakes_in_it_are_named_with_a_fix(case: str):
     assert len(texts) == len(expected), texts
     for text, part in zip(texts, expected, strict=True):
         assert part in text
-        assert text.count(". ") >= 1 and text.endswith("."), text  # a rule and a remedy
+        assert text.count(". ") >= 1 and text.endswith("."), text  # a rule and a fix
 
 
 def test_slurm_ranks_agree_on_the_coordinator():
@@ -227,7 +227,7 @@ def test_all_devices_of_a_run_are_those_of_all_its_processes(kind: str, ids: tup
 
 @pytest.fixture
 def connect() -> Iterator[Callable[[Store, int], list[Peers]]]:
-    """A function that returns the peers of a store; their threads end with the test."""
+    """Return a function that makes the peers of a store. Their threads end with the test."""
     made: list[Peers] = []
 
     def peers(store: Store, count: int) -> list[Peers]:
@@ -258,7 +258,7 @@ def test_one_process_waits_for_nothing():
 
 
 def await_steps(store: Store, count: int) -> None:
-    """Wait until all processes have published the step they have reached."""
+    """Wait until all processes have published the step that they have reached."""
     for i in range(count):
         store.blocking_key_value_get(f"jaxtrain/reached/{i}", 60_000)
 
@@ -266,18 +266,18 @@ def await_steps(store: Store, count: int) -> None:
 def test_all_stop_at_the_furthest_step(connect: Connect):
     store = Store()
     peers = connect(store, 3)
-    for i, reached in enumerate((3, 7, 0)):  # one has not begun
+    for i, reached in enumerate((3, 7, 0)):  # process 2 has not started a step
         assert all(peers[i].may_start(step) for step in range(1, reached + 1))
     peers[2].ask_to_stop("SIGTERM")
     peers[0].ask_to_stop("too late")
-    await_steps(store, 3)  # until then they may go on
+    await_steps(store, 3)  # until all have published, processes may continue
     for one in peers:
         assert one.may_start(7) and not one.may_start(8) and not one.may_start(9)
         assert one.stop_reason == "SIGTERM"
 
 
 def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for(connect: Connect):
-    """A rollback after an agreement, in all processes, also in one that has not read the request."""
+    """All processes roll back after they have agreed on a step to stop at, even one that has not read the request."""
     store = Store()
     peers = connect(store, 2)
     assert all(one.may_start(step) for one in peers for step in (1, 2, 3))
@@ -300,7 +300,7 @@ def test_a_request_to_stop_reaches_a_process_that_listens_later(connect: Connect
 
 
 def test_a_second_close_waits_for_the_first(connect: Connect):
-    """Its caller ends the process: in the barrier, the first would be cut off."""
+    """The second caller would end the process, and interrupt the first while it waits in the barrier."""
     store = Store()
     peers = connect(store, 2)
     store.barrier = threading.Barrier(2)
@@ -348,11 +348,11 @@ def test_gathers_leave_little_behind_and_name_the_missing_process(connect: Conne
         peers[0].gather("b", "", 7)
 
 
-# ---- A process that dies or fails. Real processes are in tests/campaign/test_peers.py.
+# ---- A process that dies or fails. tests/campaign/test_peers.py uses real processes.
 
 
 class Losses:
-    """The messages of each process's watch."""
+    """Collect the messages about lost processes, by process."""
 
     def __init__(self, peers: list[Peers]):
         self.queues = [queue.Queue[str]() for _ in peers]
@@ -367,7 +367,7 @@ class Losses:
 
 
 def test_a_failed_collective_is_blamed_on_the_process_that_ended(connect: Connect, monkeypatch: pytest.MonkeyPatch):
-    """The service notices a dead process after HEARTBEAT_S, and process 0 reads the news of it a little later."""
+    """The service notices a dead process after HEARTBEAT_S. Process 0 reads that a little later."""
     monkeypatch.setattr("jaxtrain.distributed.peers.HEARTBEAT_S", 1.0)
     monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.05)
     store = Store()
@@ -414,7 +414,7 @@ def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.
 
 @pytest.mark.parametrize("aborting", [False, True])
 def test_process_0_without_an_answer_is_reported(aborting: bool, monkeypatch: pytest.MonkeyPatch):
-    """At once if JAX is aborting this process because of it, otherwise at the fifth question."""
+    """Process 0 is lost at the first timeout if JAX is aborting this process, otherwise at the fifth."""
     monkeypatch.setattr("jaxtrain.distributed.peers.is_aborting", lambda: aborting)
     store = Store(never=("jaxtrain/who/0",))
     peers = Peers(1, 2, store)
@@ -429,13 +429,13 @@ def test_the_end_of_the_service_is_reported(monkeypatch: pytest.MonkeyPatch):
     losses = Losses([peers])
     store.gone = True
     assert losses.of(0).startswith("process 0 is gone")
-    peers.ask_to_stop("SIGTERM")  # the loss has been reported
+    peers.ask_to_stop("SIGTERM")  # the loss has been reported already
     with pytest.raises(PeerLost, match="process 0 does not answer: UNAVAILABLE"):
         peers.gather("a", "", 60)
 
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
-    """The others leave once process 0 waits for them; if it does not wait, they leave after it."""
+    """The other processes leave once process 0 waits for them. If it does not wait, they leave after it."""
     is_waiting = threading.Event()
 
     class Alone(threading.Event):
@@ -479,7 +479,7 @@ def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_port_in_use_is_refused_after_half_a_minute(monkeypatch: pytest.MonkeyPatch):
-    """An earlier attempt of the same job may still hold it."""
+    """Before the refusal the service waits: an earlier attempt of the same job may still hold the port."""
     monkeypatch.setattr(service, "time", clock := Clock())
     with socket.create_server(("127.0.0.1", 0)) as other:
         cluster = Cluster(f"127.0.0.1:{other.getsockname()[1]}", 2, 0, None, "the test")

@@ -1,7 +1,7 @@
-"""README and docs say what is so: their links lead somewhere, files that they name exist, and their commands can be parsed.
+"""README and docs are correct: links and file names exist, and commands can be parsed.
 
-Commands in ```bash blocks are run by tests/campaign/test_doc_commands.py. Those in ```text blocks, and those that config files
-open with, need GPUs or the network: their configs are checked against a described node of eight GPUs.
+tests/campaign/test_doc_commands.py runs the commands of ```bash blocks. Commands in ```text blocks, and in the docstrings of
+config files, need GPUs or the network: their configs are checked against a described node of eight GPUs.
 """
 
 import argparse
@@ -81,12 +81,12 @@ NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """The contents of a page's fenced blocks."""
+    """Return the contents of a page's fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
-    """The command lines in a text, with continued lines joined."""
+    """Return the command lines in a text, with continued lines joined."""
     lines = [line.strip() for line in text.replace("\\\\\n", "\\\n").replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in lines]
     return [
@@ -97,7 +97,7 @@ def commands(text: str) -> list[str]:
 
 
 def all_commands() -> list[tuple[str, str, str]]:
-    """(page or config file, language of the block, command)."""
+    """Return (page or config file, language of the block, command) for every command."""
     found = [(p.name, kind, c) for p in PAGES for kind in ("text", "bash") for b in blocks(p, kind) for c in commands(b)]
     for path in sorted((REPO / "configs").glob("*.py")):
         found += [(path.name, "text", c) for c in commands(path.read_text().split('"""')[1])]
@@ -105,14 +105,14 @@ def all_commands() -> list[tuple[str, str, str]]:
 
 
 def first_of_a_line(command: str) -> list[str]:
-    """The words of a command line up to what the shell does with them."""
+    """Return the words of a command line up to the first operator of the shell."""
     read = shlex.shlex(command, posix=True, punctuation_chars=";&|<>")
     read.whitespace_split, read.commenters = True, ""
     return list(itertools.takewhile(lambda word: word.strip(";&|<>"), read))
 
 
 def parsed(words: list[str]) -> list[Any]:
-    """What is wrong with the command line of a module or of run.sh: [] where it can be parsed, but for main's config."""
+    """Return the problems of a command line of a module or of run.sh, [] if it can be parsed. main's config is not checked."""
     name, *words = words
     if name in PARSERS:
         PARSERS[name].parser().parse_args(words)
@@ -147,13 +147,16 @@ def parsed(words: list[str]) -> list[Any]:
     elif name == "test":
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
-    else:  # those that have no parser of their own are run by the campaign
+    else:  # commands without a parser of their own are run by the campaign
         return [] if name in ("hf download", "setup", "lint", "notebooks", "docs", "sample") else [f"what is {name}?"]
     return []
 
 
 def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]:
-    """What is wrong with a run on a node of GPUs, or with the command line alone, but for files that are not there."""
+    """Return the problems of a training command, apart from missing files.
+
+    With `runs_here` only the command line is checked, otherwise the run on a node of GPUs too.
+    """
     parsed = main.COMMAND.parse(words)
     loaded = parsed.config
     variant = loaded.launch.variant
@@ -167,9 +170,9 @@ def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]
 
 @pytest.mark.parametrize("page", sorted({page for page, *_ in all_commands()}))
 def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Those of ```bash blocks are for this machine, where a campaign runs them; all others for a described node."""
+    """Commands of ```bash blocks run on this machine in a campaign; all others are checked for a described node."""
     monkeypatch.chdir(REPO)
-    for variable in environment.select_variables(os.environ):  # the suite's own fake devices, on a described node
+    for variable in environment.select_variables(os.environ):  # the described node must not see the suite's fake devices
         monkeypatch.delenv(variable)
     for kind, command in [(kind, command) for name, kind, command in all_commands() if name == page]:
         words = first_of_a_line(command)
@@ -200,7 +203,7 @@ def test_links_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_names_of_files_exist(page: Path):
-    """Files of this repository that a page names in backticks."""
+    """The names are those in backticks that start with a folder of this repository."""
     roots = ("jaxtrain/", "configs/", "recipes/", "tests/", "docs/", "benchmarks/", "requirements/")
     for name in re.findall(r"`([\w./-]+)`", page.read_text()):
         if name.startswith(roots):
@@ -208,13 +211,13 @@ def test_names_of_files_exist(page: Path):
 
 
 def settings() -> list[tuple[str, str]]:
-    """(row, what it tells to write) for the rows of the tables in coming_from.md: their second column."""
+    """Return (row, setting) for each setting in the second column of coming_from.md's tables."""
     rows = [line for line in (REPO / "docs" / "coming_from.md").read_text().splitlines() if line.startswith("| ")]
     return [(row, text) for row in rows for text in re.findall(r"`([^`]+)`", row.split("|")[2])]
 
 
 def test_settings_for_people_from_elsewhere_exist():
-    """Whatever coming_from.md tells to write is a key, with a value that it takes."""
+    """Every setting in coming_from.md is a key with a valid value."""
     keys = {key for key, _ in flatten(to_dict(RunConfig()))}
     other = ("--", "./run.sh", "python -m", "CUDA_VISIBLE_DEVICES")
     wrong = []
@@ -240,18 +243,90 @@ def test_rows_without_a_setting_say_why():
     assert not [row for row in rows if "`" not in row.split("|")[2] and row.split("|")[2].strip() not in words]
 
 
+# Part of a row of coming_from.md with a capability that is "not there" -> pattern of the name that it would have here.
+NOT_THERE = {
+    "enable_async_tensor_parallel": "async_tensor|decompos",
+    "enable_fsdp_symm_mem": "symm",
+    "parallelism.pipeline_parallel_schedule": "bubble|zb",
+    "selective_ac_option": "every_other|alternate",
+    "MXFP8LinearConverter": "mxfp8|nvfp4",
+    "early_step_in_backward": "early_step|in_backward|fused_step",
+    "lr_scheduler.decay_type": "sqrt",
+    "comm.init_timeout_seconds": "init_timeout|trace_buf|flight_rec",
+    "ici_fsdp_transpose_parallelism": "transpose|autoregressive",
+    "pipeline_delay_activation_forwarding": "delay|layers_per",
+    "use_ring_of_experts": "ring_of",
+    "te_comm_gemm_overlap": "gemm_overlap",
+    "enable_rampup_batch_size": "ramp",
+    "parameter_memory_host_offload": "params_offload|offload_param|parameter_offload",
+    "te_fp8_currentscaling": "delayed",
+    "fused_qkv": "fused_(qkv|mlp)",
+    "dropout_rate": "dropout",
+    "enable_emergency_checkpoint": "emergency",
+    "decoder-first-pipeline-num-layers": "first_pipeline|stage_layers|pipeline.layout",
+    "tp-comm-overlap": "comm_overlap",
+    "ddp-bucket-size": "bucket_size|nccl_ub",
+    "--rampup-batch-size": "ramp",
+    "recompute-method block": "recompute_layers|remat.layers",
+    "optimizer-offload-fraction": "fraction_offload|offload_fraction",
+    "--fp16": "fp16|float16|loss_scale",
+    "fp8-format hybrid": "e5m2|hybrid|delayed|tensorwise",
+    "attention-dropout": "dropout",
+    "use-flash-attn": "flash",
+    "token-dispatcher-type flex": "flex|deepep",
+    "tools/checkpoint/convert.py": "megatron",
+    "distributed-timeout-minutes": "distributed_timeout",
+    "reduce_bucket_size": "bucket_size",
+    "stage3_param_persistence_threshold": "persist",
+    "zero_optimization.offload_param": "nvme|offload_param|params_offload",
+    "zero_hpz_partition_size": "hpz|secondary",
+    "zero_quantized_gradients": "quantized_grad",
+    "fp16.enabled": "fp16|float16|loss_scale",
+    "optimizer.type": "lamb|onebit",
+    "comet": "comet",
+    "elasticity": "elastic",
+    "reshard_after_forward=8": "reshard",
+    "ignored_modules": "ignored",
+    "flash_attn": "flash",
+    "ScheduleGPipe": "bubble|zb",
+    "`tf32`": "fp16|float16",
+    "lora_dropout": "dropout",
+    "loss_type": "ipo|hinge|kto|orpo|simpo",
+}
+
+
+def names_of_jaxtrain() -> str:
+    """Return a line for each key with its values, command, option and module."""
+    docs = REPO / "docs"
+    keys = [" ".join(row.split(" | ")[:4]) for row in (docs / "config.md").read_text().splitlines() if row.startswith("| `")]
+    options = [row.split(" | ")[0] for row in (docs / "commands.md").read_text().splitlines() if row.startswith("| ")]
+    modules = [str(p.relative_to(REPO)) for p in (REPO / "jaxtrain").rglob("*.py")]
+    return "\n".join([*keys, *options, *modules]).lower().replace("-", "_")
+
+
+def test_absent_capabilities_are_absent():
+    """A row that calls a capability "not there" is true, until a key, value, option or module of that name arrives."""
+    page = (REPO / "docs" / "coming_from.md").read_text().splitlines()
+    rows = [row for row in page if row.startswith("| ") and re.search(r"not there(?! \| jaxtrain)", row)]
+    assert not [row for row in rows if not any(word in row for word in NOT_THERE)], "rows that no word of NOT_THERE describes"
+    assert not [word for word in NOT_THERE if not any(word in row for row in rows)], "words of no row"
+    known = names_of_jaxtrain()
+    assert "muon" in known and "import" in known and "experts/pallas" in known
+    assert {word: found.group() for word, pattern in NOT_THERE.items() if (found := re.search(f".*({pattern}).*", known))} == {}
+
+
 def test_the_list_of_modules_is_up_to_date():
     assert file_tree.PAGE.read_text() == file_tree.page(), "run: python -m benchmarks.file_tree --write"
 
 
 def test_the_list_of_commands_is_up_to_date(monkeypatch: pytest.MonkeyPatch):
-    """Whatever the terminal's width, and however the page is made."""
+    """The page is the same for any terminal width."""
     monkeypatch.setenv("COLUMNS", "40")
     assert command_reference.PAGE.read_text() == command_reference.page(), "run: python -m benchmarks.command_reference --write"
 
 
 def test_the_list_of_commands_has_every_option_and_default():
-    """Options are counted in --help, which the page is not made from."""
+    """The options are counted in --help, which is not the source of the page."""
     pages = command_reference.PAGE.read_text().split("\n## ")
     sections = {text.split("\n")[0]: text for text in pages}
     for name, module in (("plan", plan), ("parity", parity), ("main", main)):
@@ -309,7 +384,7 @@ def test_a_module_is_described_by_its_first_sentence(tmp_path: Path):
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
-    """One screen of a README: at most 10 KB. Pages without a link from it would not be found."""
+    """The README has at most 10 KB and links every page; a page without a link would not be found."""
     text = (REPO / "README.md").read_text()
     assert len(text.encode()) <= 10_000
     linked = set(re.findall(r"\(docs/([\w.]+\.md)", text))
@@ -365,7 +440,7 @@ def quoted_messages() -> list[str]:
 
 @pytest.mark.parametrize("message", quoted_messages())
 def test_messages_of_troubleshooting_occur_in_the_package(message: str):
-    """A message that was reworded would not be found by the user who has it."""
+    """A page that quotes a reworded message would not help the user who searches for it."""
     parts = constant_parts(message)
     assert max(map(len, parts)) >= 9, "too short to find"
     assert not [part for part in parts if part not in literals()]

@@ -1,4 +1,4 @@
-"""The environment of a run: what it sets, what the shell may bring, and what is refused."""
+"""The environment of a run: variables that it sets, variables that the shell may set, and variables that are refused."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ from jaxtrain.validate import validate
 
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 CPU = Devices("cpu", "cpu", 8, 3.0, "described")
-# What a shell on a GPU node holds that is nobody's fault: an image's own words, where the network is, what is asked for.
+# Harmless variables of a shell on a GPU node: those of images, of network settings, and of requests to the scheduler.
 USUAL = {
     "PATH": "/usr/bin",
     "CUDA_VERSION": "12.9.1",
@@ -72,7 +72,7 @@ def test_what_the_shell_slips_in_is_refused_unless_named(name: str):
 
 
 def test_all_that_slipped_in_is_told_at_once():
-    """With a line that takes what was taken before, too: following it ends the matter."""
+    """The message ends with a line that also allows the variables allowed before, so that one correction is enough."""
     shell = USUAL | {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL", "XLA_FLAGS": "--a=b"}
     (problem,) = environment.overlay(run(inherit="NCCL_ALGO"), H200, shell)[1]
     assert problem.value == "NCCL_PROTO=LL XLA_FLAGS=--a=b"

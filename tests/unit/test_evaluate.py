@@ -1,4 +1,4 @@
-"""Held-out loss by hand: which rows count, what a run that is asked to stop gets, and the units it is told in."""
+"""Held-out loss by hand: the rows that count, an evaluation that a stop request interrupts, and the units of the loss."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ RUN = helpers.tiny({"train.global_batch": ROWS, "data.seq_len": 16, "model.num_l
 
 
 class Rows:
-    """Held-out data whose row i is made of the token i; row 3 predicts half of its tokens alone."""
+    """Held-out data whose row i holds the token i. In row 3 only half of the tokens are predicted."""
 
     def batch(self, step, rows=None):
         numbers = step * ROWS + np.arange(ROWS)
@@ -28,7 +28,7 @@ class Rows:
 
 
 def step(params, batch):
-    """The token is the loss: the sum over rows, and the weight."""
+    """Return (sum of losses, sum of weights, {}) of a batch; the loss of a token is its id."""
     assert (np.asarray(batch["segments"] != 0) | (np.asarray(batch["weights"]) == 0)).all()
     return (np.asarray(batch["tokens"]) * np.asarray(batch["weights"])).sum(), np.asarray(batch["weights"]).sum(), {}
 
@@ -47,7 +47,7 @@ def test_the_mean_is_over_predicted_tokens_of_so_many_rows(sequences):
 
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
 def test_the_rows_of_named_sets_do_not_depend_on_batches_and_processes(tmp_path, packing):
-    """Of text, conversations and a mixture: 37 sequences, in batches of every size, whole or in the parts of processes."""
+    """Data sets of text, conversations and a mixture give the same 37 rows, for every batch size and number of processes."""
     text = write_file(tmp_path / "text.tok", random_documents(0, 400, 30))
     chat = write_conversations(tmp_path / "chat.tok", [4 + k % 11 for k in range(300)])
     given = {

@@ -1,6 +1,6 @@
 """Figures in user pages and in comments of configs agree with a golden plan, a formula, or a page of evidence.
 
-A figure here is a number with a unit, such as "127 GiB", outside of fenced blocks. A new figure needs a line in `SOURCES`.
+A figure is a number with a unit, such as "127 GiB", outside of fenced blocks. A new figure needs a line in `SOURCES`.
 """
 
 import json
@@ -28,7 +28,7 @@ GENERATED = {"config.md", "modules.md", "presets.md", "coming_from.md", "command
 
 
 def pages() -> list[Path]:
-    """The README, the hand-written user pages, and the shipped configs."""
+    """Return the README, the hand-written user pages, and the shipped configs."""
     docs = [path for path in sorted((REPO / "docs").glob("*.md")) if path.name not in GENERATED]
     return [REPO / "README.md", *docs, *sorted((REPO / "configs").glob("*.py"))]
 
@@ -38,33 +38,33 @@ def figures(path: Path) -> list[str]:
     text = path.read_text()
     if path.suffix == ".md":
         text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    else:  # a comment's line may end within a figure
+    else:  # a line break in a comment may fall within a figure
         text = re.sub(r"\n\s*#\s*", " ", text)
     return list(dict.fromkeys(f"{number} {unit}" for number, unit in FIGURE.findall(text)))
 
 
 def peak(name: str) -> Callable[[], float]:
-    """Peak memory of a golden plan, GiB."""
+    """Return the peak memory of a golden plan, in GiB."""
     return lambda: json.loads((REPO / f"tests/golden/{name}.json").read_text())["peak_gib"]
 
 
 def a_parameter(config: str, size: float, gpus: int) -> Callable[[], float]:
-    """GiB on each GPU of `size` bytes for each of a model's parameters."""
+    """Return the GiB on each GPU if each of the model's parameters has `size` bytes."""
     return lambda: flops.parameters(load(config).model)["total"] * size / gpus / GIB
 
 
 def attention_outputs(config: str, gpus: int) -> Callable[[], float]:
-    """GiB on each GPU of attention's outputs in bfloat16, of one sequence and all layers."""
+    """Return the GiB on each GPU of attention's outputs in bfloat16, for one sequence and all layers."""
     run = load(config)
     return lambda: 2 * run.model.num_layers * run.data.seq_len * run.model.d_model / gpus / GIB
 
 
 def recorded(page: str) -> str:
-    """The figure is on a page of docs/evidence, which its command wrote or which names its command."""
+    """Return a source: a page of docs/evidence that contains the figure. A command writes that page, or the page names it."""
     return (REPO / "docs/evidence" / page).read_text()
 
 
-# "page: figure" -> the value that it rounds, or the text of a page that has it.
+# "page: figure" -> the value that the figure rounds, or the text of a page that contains the figure
 SOURCES: dict[str, Callable[[], float] | str] = {
     "attention.md: 2.5 GiB": lambda: cudnn.WORKSPACE / GIB,
     "attention.md: 8.28 GiB": recorded("attention_kernels.md"),
@@ -83,6 +83,10 @@ SOURCES: dict[str, Callable[[], float] | str] = {
     "gpt_oss_20b.py: 10 GiB": a_parameter("gpt_oss_20b", 4, 8),
     "deepseek_v3.py: 143.2 GiB": recorded("deepseek_v3.md"),
     "gpt_oss_20b.py: 20 GiB": a_parameter("gpt_oss_20b:120b", 12, 64),
+    "gpt_oss_20b.py: 163 GiB": a_parameter("gpt_oss_20b:120b", 12, 8),
+    "gpt_oss_20b.py: 84.2 GiB": recorded("deepseek_v3.md"),
+    "gpt_oss_20b.py: 27 GiB": a_parameter("gpt_oss_20b:120b", 2, 8),
+    "gpt_oss_20b.py: 123.7 GiB": recorded("deepseek_v3.md"),
     "gpt_oss_20b.py: 129.3 GiB": recorded("deepseek_v3.md"),
     "gpt_oss_20b.py: 105 GiB": peak("gpt_oss_20b"),
     "llama2_7b.py: 42 GiB": peak("llama2_7b"),
@@ -122,7 +126,7 @@ def agrees(figure: str, source: Callable[[], float] | str) -> bool:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)
 def test_figures_have_sources(page: Path):
-    """And each source belongs to a figure that is there."""
+    """Each source also belongs to a figure that is on its page."""
     found = {f"{page.name}: {figure}" for figure in figures(page)}
     listed = {name for name in SOURCES if name.startswith(f"{page.name}: ")}
     assert found == listed, "without a source (give it one, or leave the figure out), or with a source and gone"

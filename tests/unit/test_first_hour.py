@@ -1,4 +1,4 @@
-"""benchmarks/first_hour.py: its plan of an hour, its configs on described GPUs, and how it judges results."""
+"""benchmarks/first_hour.py: its schedule of an hour, its configs on described GPUs, and its verdicts."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def node(tmp_path: Path, gib: float = 140.0, smoke: bool = True) -> parts.Node:
 
 
 def test_stages_fit_into_their_time():
-    """The most important comes first and always fits; a number from a loop comes before an unrolled step."""
+    """The most important item comes first and always fits. A step with a layer loop is measured before an unrolled step."""
     assert len(first_hour.STAGES) * first_hour.SECONDS < 3600
     for items in first_hour.STAGES.values():
         assert all(item.need_s <= item.most_s < first_hour.SECONDS for item in items)
@@ -39,7 +39,9 @@ def test_stages_fit_into_their_time():
 
 @pytest.mark.parametrize("gib", [140.0, 79.6])
 def test_cases_can_be_run(gib):
-    """On one described H200 and one H100; no two load the same run, but the 1B's where it stands in for the 8B."""
+    """The cases are valid on one described H200 and one H100. All runs differ, except that the H100 runs the 1B instead of the
+    8B.
+    """
     runs = {}
     for name in first_hour.CASES:
         loaded = launch.load(first_hour.case_argv(name, False, gib))
@@ -177,7 +179,7 @@ def test_rates_of_an_earlier_stage_are_used(tmp_path, monkeypatch):
 
 
 def test_the_cost_of_gpu_metrics_follows_from_turns(tmp_path, monkeypatch):
-    """Stage 6 on a described GPU: runs whose steps take 1.01 s with GPU metrics, 1 s without."""
+    """Stage 6 on a described GPU: steps take 1.01 s with GPU metrics and 1 s without."""
     asked = []
 
     def run_program(command, log, *, environ=None, limit_s):

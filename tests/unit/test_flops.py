@@ -1,4 +1,4 @@
-"""FLOPs and parameter counts against figures that others publish, and against counting by hand."""
+"""FLOPs and parameter counts, compared with published figures and with counts by hand."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ QWEN3 = Model(
     ("model", "billions", "active"),
     [
         *((Model(**PRESETS[name]), n, n) for name, n in (("llama2_7b", 6.738), ("llama3_70b", 70.554), ("llama3.2_1b", 1.236))),
-        (LLAMA, 8.030_261_248, 8.030_261_248),  # to the last norm
+        (LLAMA, 8.030_261_248, 8.030_261_248),  # exact to the last norm
         (MIXTRAL, 46.703, 12.880),
         (QWEN3, 30.532, 3.354),
         (Model(**DEEPSEEK["deepseek_v3"]), 671.026, 37.552),  # arXiv:2412.19437: 671 B and 37 B
@@ -53,14 +53,14 @@ def test_parameters_of_published_models(model, billions, active):
 
 
 def test_llama3_8b_flops_per_token():
-    """51.47 GFLOP is what Megatron and MaxText count for it at 8192; the whole square adds another 6.44."""
+    """Megatron and MaxText count 51.47 GFLOP a token at 8192. The full convention adds 6.44."""
     f = flops.per_token(LLAMA, 8192)
     assert f.causal == pytest.approx(51.47e9, rel=5e-3)
     assert f.full - f.causal == pytest.approx(6 * 32 * 4096 * 8192)
 
 
 def test_full_convention_is_palms():
-    """6 N + 12 L H Q T, with N the weights that are multiplied: without the embedding, with the head."""
+    """The full convention is 6 N + 12 L H Q T. N is the number of matmul weights: without the embedding, with the head."""
     parts = flops.parameters(SMALL)
     weights = parts["attention"] + parts["mlp"] + parts["head"]
     assert flops.per_token(SMALL, 32).full == 6 * weights + 12 * 6 * 8 * 16 * 32
@@ -83,7 +83,7 @@ def test_sliding_window_limits_the_causal_count(window):
     seq_len = 64
     exact = sum(min(t + 1, window) for t in range(seq_len)) / seq_len
     got = flops.attention(dataclasses.replace(SMALL, sliding_window=window), seq_len)
-    # The convention counts half a square and half a band: half a position less than the exact sum.
+    # The convention counts half of the square, or half of the band: half a position less than the exact sum.
     assert got.causal / (4 * 8 * 16) == pytest.approx(exact, abs=0.51)
     assert got.full == 4 * 8 * 16 * seq_len
 
@@ -99,17 +99,19 @@ def test_recompute_by_policy():
     assert causal(policy="dots") == 6 * attention
     assert causal(policy="full") == 6 * (sum(layer.values()) - layer["mlp_down"] + attention)
     assert causal(policy="attention") == 6 * (layer["attention_proj"] + layer["mlp_gate"] + layer["mlp_up"])
-    # Layers that share a checkpoint: all but the last of each group have their output made again (3 groups of 2; 4 and 2).
+    # Layers that share a checkpoint: the outputs of all but a group's last layer are recomputed (3 groups of 2; then 4 and 2).
     assert causal(policy="full", every=2) == causal(policy="full") + 3 * layer["mlp_down"]
     assert causal(policy="full", every=4) == causal(policy="full") + 4 * layer["mlp_down"]
-    # A kept output without its log-sum-exp does not spare the kernel; the residual stream spares wo.
+    # A saved attention output without its log-sum-exp does not avoid the recompute of attention. A saved residual avoids wo's.
     most = "q=keep,k=keep,v=keep,mlp_gate=offload,mlp_up=keep"
     assert causal(policy="custom", tensors=most + ",residual=keep,attention_out=keep") == 6 * attention
     assert causal(policy="custom", tensors=most + ",residual=recompute") == 6 * (attention + layer["attention_proj"])
 
 
 def test_recompute_with_norms_behind_the_products():
-    """What is normed is read by the backward pass: keeping what comes out of the norm spares no product."""
+    """The backward pass of a norm reads the norm's input, so saving the norm's output avoids no recompute of the matmul before
+    it.
+    """
     layer, attention = flops.gemms(SMALL), flops.attention(SMALL, 32).causal
     normed, post = dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(SMALL, sandwich_norm=True)
 
@@ -143,7 +145,7 @@ EXPERTS = RunConfig(model=FEW, train=Train(freeze=""))
 
 
 def test_experts_count_those_a_token_goes_through():
-    """By hand: three matrices of each of two experts, of the shared one, and the router."""
+    """By hand: three matrices of each of two experts and of the shared expert, and the router."""
     d = FEW.d_model
     mlp = 3 * 2 * d * (2 * FEW.d_ff + FEW.shared_d_ff) + 2 * d * 4
     dense = 3 * 2 * d * SMALL.d_ff
@@ -151,7 +153,7 @@ def test_experts_count_those_a_token_goes_through():
     assert (
         flops.per_token(dataclasses.replace(FEW, num_experts=64), 32).full - flops.per_token(FEW, 32).full == 3 * 6 * 2 * d * 60
     )
-    # 6 N of the PaLM paper, N the active weights that are multiplied.
+    # 6 N of the PaLM paper, with N the active matmul weights
     weights = flops.active_parameters(FEW) - FEW.vocab_size * d - flops.parameters(FEW)["norms"]
     assert flops.per_token(FEW, 32).full == 6 * weights + 12 * 6 * 8 * 16 * 32
 
@@ -163,7 +165,7 @@ LATENT = dataclasses.replace(
 
 @pytest.mark.parametrize("rank", [0, 24])
 def test_latent_attention_by_hand(rank):
-    """The matrices of DeepSeek-V2's figure 3, each times 2; scores of 20 numbers a head, and values of 16."""
+    """Each weight of the matmuls in DeepSeek-V2's figure 3 counts 2 FLOPs. A head has 20 numbers in scores and 16 in values."""
     model, d, n = dataclasses.replace(LATENT, q_lora_rank=rank), 64, 8
     queries = d * rank + rank * n * 20 if rank else d * n * 20
     weights = queries + d * (32 + 8) + 32 * n * (12 + 16) + n * 16 * d
@@ -187,7 +189,7 @@ def test_dense_layers_have_no_experts():
 
 
 def test_a_capacity_costs_its_places_and_is_in_no_mfu():
-    one = 6 * 3 * 2 * 2 * FEW.d_model * FEW.d_ff  # forward FLOPs of all layers' experts, two for each token
+    one = 6 * 3 * 2 * 2 * FEW.d_model * FEW.d_ff  # forward FLOPs of all layers' experts, with two experts a token
     roomy = dataclasses.replace(EXPERTS, moe=Moe(capacity_factor=1.5))
     assert flops.training(roomy) == flops.training(EXPERTS)
     assert flops.beyond(EXPERTS).causal == 0
@@ -202,7 +204,7 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
 
 
 def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
-    """Two experts a token, and room for 1.25 even shares: the matmul of one expert takes all of that room."""
+    """Each token has two experts, and the buffer holds 1.25 even shares. A device with one expert computes its whole buffer."""
     few = dataclasses.replace(EXPERTS, moe=Moe(buffer=1.25))
     for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
         spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))
@@ -225,7 +227,7 @@ def test_recompute_of_experts():
 
 
 def test_muons_products_of_experts():
-    """Each expert's three matrices are made orthogonal by themselves."""
+    """Muon orthogonalizes each of the three matrices of each expert separately."""
     d, f, s = FEW.d_model, FEW.d_ff, FEW.shared_d_ff
 
     def one(a: int, b: int) -> float:

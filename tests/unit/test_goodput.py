@@ -1,4 +1,4 @@
-"""The ledger of wall time: every second of a run has one cause, through kills, hangs and resumes."""
+"""The ledger of wall time: every second of a run has one cause, across kills, hangs and resumes."""
 
 import json
 from pathlib import Path
@@ -38,8 +38,8 @@ KILLED = [
     begin(0.0),
     spent(5.0, None, startup=5.0),
     back(0),
-    spent(15.0, 10, step=9.0, save=1.0),  # checkpoint 10
-    spent(35.0, 30, step=18.0, data=2.0),  # killed at 39, seen last then
+    spent(15.0, 10, step=9.0, save=1.0),  # a checkpoint at step 10
+    spent(35.0, 30, step=18.0, data=2.0),  # killed at 39 s, the time of its last sign of life
     begin(50.0, seen=39.0),
     spent(53.0, None, "restore", startup=2.0, restore=1.0),
     back(10),
@@ -50,7 +50,7 @@ ACROSS = [begin(0.0), back(0), spent(10.0, 10, step=10.0), begin(10.0, seen=10.0
 HUNG = [
     begin(0.0),
     back(0),
-    spent(10.0, 10, step=10.0),  # the checkpoint: none of what comes after was spent on steps that count
+    spent(10.0, 10, step=10.0),  # a checkpoint at step 10: no later second belongs to a step that counts
     spent(40.0, 10, step=30.0),
     spent(900.0, 10, step=860.0),
     end(900.0, 124),
@@ -63,12 +63,12 @@ RUNS = [begin(0.0), spent(2.0, None, startup=2.0), back(0), spent(4.0, 2, step=2
 
 
 def between(code: int) -> list[dict[str, Any]]:
-    """Two attempts of 10 s, the first of which ends with this code; 100 s between them."""
+    """Return the ledger of two attempts of 10 s, 100 s apart. The first ends with this exit code."""
     return [begin(0.0), back(0), spent(10.0, 5, step=10.0), end(10.0, code), begin(110.0, 10.0), spent(120.0, 6, step=10.0)]
 
 
 def seen_last(lines: list[dict[str, Any]], at: float) -> list[dict[str, Any]]:
-    """The same ledger, whose file was last touched then."""
+    """Return the ledger with `at` as the time at which its file was last touched."""
     return [*lines[:-1], lines[-1] | {"seen_last": at}]
 
 
@@ -76,19 +76,19 @@ def seen_last(lines: list[dict[str, Any]], at: float) -> list[dict[str, Any]]:
     ("lines", "now", "parts", "counted", "good"),
     [
         (FINISHED, None, {"startup": 1, "compile": 3, "step": 8, "data": 1.5, "save": 0.5}, (1, 10, 0), 8 / 14),
-        # 18 + 2 and the 4 s that no line tells of were for steps after the 10th.
+        # The 18 + 2 s, and 4 s without a line, were spent on steps after step 10.
         (KILLED, None, {"startup": 7, "step": 59, "save": 1, "repeated": 24, "down": 11, "restore": 1}, (2, 60, 20), 59 / 103),
-        # A line that lies across the checkpoint is divided; a rollback may go before what had been kept.
+        # A line that spans the checkpoint is divided. A rollback may go back further than the restore before.
         (ACROSS, None, {"step": 6, "repeated": 6}, (2, 6, 6), 1 / 2),
         ([*ACROSS, back(2), spent(16.0, 6, step=4.0)], None, {"step": 6, "repeated": 10}, (2, 6, 10), 6 / 16),
         (HUNG, None, {"step": 20, "hang": 890, "down": 5}, (2, 20, 0), 20 / 915),
-        # Lines come while a step is under way: a kill loses them, although the step counted stands in a checkpoint.
+        # Lines are written while a step is under way. A kill loses that time, even if the counted step is in a checkpoint.
         (SLOW, None, {"step": 10, "repeated": 35, "down": 15}, (2, 5, 0), 1 / 6),
         *((between(code), None, {"step": 20, "stopped": 100}, (2, 6, 0), 1.0) for code in (0, 130)),
         *((between(code), None, {"step": 20, "down": 100}, (2, 6, 0), 1 / 6) for code in (75, 124, 1)),
         (RUNS, 9.0, {"startup": 2, "step": 7}, (1, 2, 0), 7 / 9),
         (seen_last(RUNS, 6.0), None, {"startup": 2, "step": 4}, (1, 2, 0), 4 / 6),
-        # A file that was copied later tells of no more time than two lines may lie apart.
+        # A file that was copied later counts for at most the longest time between two lines.
         (seen_last(RUNS, 86_400.0), None, {"startup": 2, "step": 62}, (1, 2, 0), 62 / 64),
         ([], None, {}, (0, 0, 0), None),
     ],
@@ -109,7 +109,7 @@ def test_every_second_has_one_cause(lines, now, parts, counted, good):
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The ledger's clock, which stands still unless a test moves it."""
+    """Replace the ledger's clock by one that moves only when the test moves it."""
     now = [1000.0]
     clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0] - 900.0)
     monkeypatch.setattr("jaxtrain.ledger.time", clock)
@@ -140,7 +140,7 @@ def test_blocks_claim_their_time_and_no_more(tmp_path: Path, now: list[float]):
 
 
 def test_lines_come_while_a_block_is_long(tmp_path: Path, now: list[float]):
-    """The thread that beats writes one each LINE_S seconds, and touches the file at every beat."""
+    """The heartbeat thread writes a line every LINE_S seconds, and touches the file at every beat."""
     path = tmp_path / goodput.FILE
     ledger = Ledger(path, now[0])
     ledger._thread = SimpleNamespace(start=lambda: None, is_alive=lambda: False)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""guard.judge, by hand: which steps are taken, which are skipped, and what the next step finds."""
+"""guard.judge, by hand: which steps are taken, which are skipped, and the state for the next step."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ SIGMAS = 8.0
 
 
 def judged(losses, sigmas=SIGMAS, norm=1.0):
-    """The guard after steps with these losses, and their verdicts."""
+    """Return the guard after steps with these losses, and its verdicts."""
     state, verdicts = guard.fresh(), []
     for loss in losses:
         verdict, state = judge(state, jnp.float32(loss), jnp.float32(norm), sigmas)
@@ -80,7 +80,7 @@ def test_norms_are_compared_with_norms(norm, verdict):
 
 
 def test_so_many_skipped_steps_in_a_row_are_a_divergence():
-    bads = Bads(in_a_row=1, skipped=4, most=3)  # one of them by an attempt before
+    bads = Bads(in_a_row=1, skipped=4, most=3)  # one of them was skipped by an earlier attempt
     bad = Bad(7, guard.SPIKE, 9.0, 1.0, 6, (3072, 3584), "batch 6")
     assert [bads.add(bad), bads.add(bad)] == [False, True]
     bads.took()

@@ -1,4 +1,4 @@
-"""GPUs by name, those that a run may use, and the memory that it may take; the driver is played."""
+"""GPUs by name, the GPUs that a run may use, and the memory that it may use; the driver is a fake."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_unknown_gpus_are_not_guessed(kind):
 
 
 def test_rates_are_dense():
-    """Doubling from one format to the next narrower one, and no sparse rate among them."""
+    """Rates double from one format to the next narrower format, and no rate is a sparse rate."""
     for _, gpu in hardware.TABLE:
         assert gpu.tf32 == pytest.approx(gpu.bf16 / 2, rel=0.01)
         assert gpu.fp8 in (0.0, pytest.approx(2 * gpu.bf16, rel=0.01))
@@ -57,7 +57,7 @@ def test_probe_counts_cpu_devices():
 
 
 class FakeNvml:
-    """The driver's interface, with as many GPUs as asked."""
+    """A fake of NVML, with GPUs of these names."""
 
     class NVMLError(Exception):
         pass
@@ -95,7 +95,7 @@ class FakeNvml:
 
 @pytest.fixture
 def played(monkeypatch):
-    """`played(names)`: the driver has these GPUs, and JAX can use them."""
+    """Return a function played(names) that fakes a driver with these GPUs, which JAX can use."""
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
 
     def put(*names: str) -> FakeNvml:
@@ -149,7 +149,7 @@ def test_the_driver_takes_the_beginning_of_a_uuid():
 
 
 def test_a_driver_that_fails_is_a_problem(played, monkeypatch):
-    """The run is refused: it was started on a machine with GPUs, and must not go on without them."""
+    """The run is refused: it started on a machine with GPUs, and must not continue without them."""
     nvml = played("NVIDIA H200")
 
     def lost(handle):
@@ -236,7 +236,7 @@ def test_contradicting_memory_variables(name, value):
 
 
 def test_jax_reads_the_variable_that_is_exported(monkeypatch):
-    """Canary: the name that this jax honours."""
+    """Fails if another jax version reads another variable."""
     from jaxlib import xla_client
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read of config.json and tensors, what is refused by name, presets, tokenizers."""
+"""Hugging Face folders: reading config.json and tensors, refusals by name, presets, tokenizers."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_configs_of_transformers_4_and_5_say_the_same(name):
 
 
 def in_mxfp4(tensors: dict[str, np.ndarray], seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A GPT-OSS folder's tensors with made experts in MXFP4, and the same by the definition of the format, one by one."""
+    """Return the tensors of a GPT-OSS folder with made-up experts in MXFP4, and their values by the format's definition."""
     rng, magnitudes = np.random.default_rng(seed), (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     packed, plain = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -57,7 +57,7 @@ def in_mxfp4(tensors: dict[str, np.ndarray], seed: int = 0) -> tuple[dict[str, n
 
 
 def test_experts_in_mxfp4_are_read(tmp_path):
-    """As GPT-OSS is published: blocks and scales in the place of each weight of the experts."""
+    """The tensors are as in published GPT-OSS: blocks and scales in place of each weight of the experts."""
     folder = hugging_face.write(tmp_path / "plain", "gpt_oss")
     packed, plain = in_mxfp4(tensors_of(folder))
     other = tmp_path / "packed"
@@ -75,13 +75,13 @@ def test_experts_in_mxfp4_are_read(tmp_path):
     damaged[name] = packed[name][..., :1]
     save_file(damaged, other / "model.safetensors")
     with pytest.raises(HuggingFaceError, match="_blocks: .* does not fit its scales"):
-        open_folder(other).tensors  # noqa: B018 - read where it is used
+        open_folder(other).tensors  # noqa: B018 - the tensors are read when the property is
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(HuggingFaceError, match="quant_method = 'fp8': only mxfp4 is read"):
         open_folder(other)
 
 
-# ---- What is refused, by name
+# ---- Refusals by name
 
 
 REFUSED = [
@@ -191,7 +191,7 @@ def test_experts_that_are_not_understood_are_refused(tmp_path, name, change, wor
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_one_tensor_are_read(tmp_path, name):
-    """As transformers 5 writes them where it is told not to write as version 4 did."""
+    """transformers 5 writes them in this form if its option for version 4's form is off."""
     folder = hugging_face.write(tmp_path / "apart", name)
     (apart, _), model = matched(open_folder(folder)), open_folder(folder).model
     tensors = tensors_of(folder)
@@ -216,7 +216,7 @@ def test_experts_in_one_tensor_are_read(tmp_path, name):
 
 
 def in_fp8(folder, block):
-    """Rewrites a folder's matrices as FP8 with a scale for each block. Returns its tensors, and the numbers they stand for."""
+    """Rewrite a folder's matrices in FP8 with a scale for each block. Returns its tensors, and their values."""
     tensors, stand_for = tensors_of(folder), {}
     for name, x in tensors.copy().items():
         if x.ndim == 2 and ("_proj" in name) and ".self_attn.kv_a" not in name:
@@ -235,7 +235,7 @@ def in_fp8(folder, block):
 
 
 def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
-    """In blocks that do not divide the matrices, whose last ones are smaller; a scale that is not there is missed."""
+    """The blocks do not divide the matrices, and the last blocks are smaller. A missing scale is an error."""
     quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}
     folder = hugging_face.write(tmp_path, "deepseek_v3", quantization_config=quantized)
     tensors, stand_for = in_fp8(folder, 24)
@@ -258,7 +258,7 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
 
 
 def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
-    """As published: a layer more than config.json counts. Of another family that is an error."""
+    """Published checkpoints have one layer more than config.json counts. In another family that is an error."""
     folder = hugging_face.write(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     save_file(tensors_of(folder) | extra, folder / "model.safetensors")
@@ -267,7 +267,7 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
 
 
 def test_a_router_bias_stays_in_float32(tmp_path):
-    """Beside weights in bfloat16, there and back: rounded it would choose other experts."""
+    """The bias stays in float32 beside bfloat16 weights, on import and export: rounding would choose other experts."""
     folder = hugging_face.write(tmp_path / "theirs", "deepseek_v3")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors = {k: v if k.endswith("bias") else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
@@ -279,7 +279,7 @@ def test_a_router_bias_stays_in_float32(tmp_path):
     assert np.array_equal(back[bias], tensors[bias]) and bias in back
 
 
-# As published, by what matters here: what transformers 4 wrote, with keys that later ones dropped.
+# Parts of published config.json files that matter here, as transformers 4 wrote them, with keys that later versions dropped.
 PUBLISHED = {
     "gemma2": {"sliding_window_size": 6, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
     "qwen2": {"use_mrope": False, "unsloth_version": "2024.9", "use_sliding_window": False, "layer_types": None},
@@ -289,7 +289,7 @@ PUBLISHED = {
     "qwen3_moe": {"max_window_layers": 48, "norm_topk_prob": True},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1, "seq_aux": True},
 }
-# Keys that say a number where they are not: transformers has another one than none for each.
+# Keys for which config.json must have a number: if they are missing, transformers uses a default that is not None.
 SAID = {"gemma2": ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"), "mistral": ("sliding_window",)}
 
 
@@ -357,10 +357,12 @@ def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
 
 
 def test_a_lone_tokenizer_is_completed(tmp_path):
-    """Without tokenizer_config.json transformers would go by the model's type; what ends a text are control tokens first."""
+    """End-of-text is a control token if there is one. Without tokenizer_config.json, transformers would guess the tokenizer's
+    class.
+    """
     folders.write_byte_tokenizer(tmp_path / "whole")
     described = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())
-    described["model"]["vocab"]["</s>"] = 257  # a piece of HTML, as in Gemma
+    described["model"]["vocab"]["</s>"] = 257  # a piece of HTML, as in Gemma's vocabulary
     (tmp_path / "mine.json").write_text(json.dumps(described))
     spec = str(tmp_path / "mine.json")
     assert load_tokenizer(spec).eot == 256
@@ -408,8 +410,8 @@ def test_tokens_that_cannot_be_read_are_refused_by_name(tmp_path, capsys, conten
 
 
 # Parameters as the safetensors indexes on the hub count them. Some small models with a tied head are published with a copy of
-# it, and Gemma 3 from 4B on with a vision tower: a layer of 15,239,504 parameters 27 times, 5,399,424 beside them, and the
-# projection to d_model. Neither is a part of these models.
+# the head. Gemma 3 from 4B on is published with a vision tower: 27 layers of 15,239,504 parameters, 5,399,424 further
+# parameters, and a projection to d_model. jaxtrain's models have neither.
 VISION = 27 * 15_239_504 + 5_399_424
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
@@ -442,7 +444,7 @@ PARAMETERS = {
     "qwen3_235b_a22b": 235_093_634_560,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
-    "deepseek_v3": 671_026_419_200,  # without the layer of multi-token prediction
+    "deepseek_v3": 671_026_419_200,  # without the multi-token prediction layer
     "kimi_k2": 1_026_408_232_448,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
@@ -478,7 +480,7 @@ def test_a_config_starts_from_a_preset_by_name(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_presets_read_back(name):
-    """What a preset is written as reads as itself."""
+    """A preset that is written as config.json reads back as the same preset."""
     if name not in models.FAMILIES:
         return
     run = config.RunConfig()
@@ -500,7 +502,7 @@ def test_presets_read_back(name):
 
 
 def test_experts_have_no_adapters(tmp_path, capsys):
-    """Neither by lora.targets nor of PEFT, in whose files they are named."""
+    """Neither lora.targets nor PEFT files, which name the experts, can give experts adapters."""
     folder = hugging_face.write(tmp_path / "theirs", "mixtral", vocab=264)
     args = [f"--config={ROOT / 'configs' / 'finetune.py'}:base={folder},lora=3", f"--workdir={tmp_path / 'run'}"]
     assert main.main([*args, "--config.data.source=synthetic", "--config.paths.cache="]) == 2

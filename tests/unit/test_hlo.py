@@ -1,4 +1,4 @@
-"""The reader of HLO text: what it reads, what it refuses, and that it reads whole programs of both compilers."""
+"""The reader of HLO text: small programs, refusals, and whole programs of both compilers."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxtrain.plan.program import hlo
 
 PACKAGE = Path(jaxtrain.__file__).resolve().parent
 
-# Stack frames 1, 2 and 3 are called from each other; a parent is written plus one.
+# Frames 1, 2 and 3 are nested calls; the text holds the parent's number plus one.
 TEXT = f"""HloModule jit_made, is_scheduled=true, \
 input_output_alias={{ {{0}}: (0, {{}}, may-alias), {{1, 2}}: (3, {{0}}, must-alias) }}, num_partitions=4
 
@@ -153,7 +153,7 @@ def test_fusions_are_entered_on_request(made):
 
 
 def loop(counts: str = "", start: str = "constant(2)", bound: str = "constant(14)", step: str = "constant(3)") -> str:
-    """A while loop with a counter, its parts in fusions as the compilers leave them; within it a call and a conditional."""
+    """Return a while loop with a counter, in fusions as the compilers make them. It contains a call and a conditional."""
     return f"""HloModule loops, is_scheduled=true
 
 %less (l: s32[], m: s32[]) -> pred[] {{
@@ -213,10 +213,11 @@ KNOWN = ', backend_config={"known_trip_count":{"n":"7"},"dynamic_variables":[]}'
     ("text", "count"),
     [
         (loop(KNOWN), 7),
-        (loop(), 4),  # 2, 5, 8, 11
+        (loop(), 4),  # counter values 2, 5, 8, 11
         (loop(start="constant(14)"), 0),
         (loop(bound="constant(15)"), 5),
-        (loop(start="constant(20)").replace("direction=LT", "direction=GT").replace("add(%j", "subtract(%j"), 2),  # 20, 17
+        # counter values 20, 17
+        (loop(start="constant(20)").replace("direction=LT", "direction=GT").replace("add(%j", "subtract(%j"), 2),
     ],
 )
 def test_trip_count(text, count):
@@ -230,7 +231,7 @@ def test_the_host_waits_for_loops_of_unknown_length_and_for_branches():
 
     assert waits(loop(KNOWN)) == {"chosen": 7}, "each of the loop's rounds, and not its end"
     assert waits(loop()) == {"while.1": 5, "chosen": 4}, "4 rounds and the end"
-    # What depends on data runs as often as is supposed of experts' loads; its end is asked for all the same.
+    # A loop whose trips depend on data runs as often as assumed for the load of the experts. Its end is still read.
     further = loop(SCOPE, bound="add(%k, %k)")
     assert waits(further)["while.1"] == 1
     assert waits(further, further_rounds=2) == {"while.1": 3, "chosen": 2}
@@ -274,7 +275,7 @@ def test_a_loop_without_a_body_is_named():
 
 
 def program(x_AB, w_LBB):
-    """A loop over layers inside one over rounds; attention-like, with a sort, a scatter and a branch."""
+    """Run a loop over layers inside a loop over rounds. A layer resembles attention, with a sort, a scatter and a branch."""
 
     def layer(x, w):
         return jnp.tanh(x @ w) + jax.nn.softmax(x @ x.T) @ x, None
@@ -307,7 +308,7 @@ def test_every_line_of_a_program_is_read(text):
 
 
 def test_loops_of_a_program(text):
-    """As the compiler wrote the counts down, and again from the loops' counters alone."""
+    """The trip counts are those in the compiler's text, and again those derived from the loops' counters alone."""
     counts = []
     for source in (text, re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)):
         module = hlo.parse(source)
@@ -319,7 +320,7 @@ def test_loops_of_a_program(text):
     assert counts[0] == counts[1] and counts[0]
 
 
-# ---- What is refused
+# ---- Refusals
 
 
 ENTRY = "HloModule m\n\nENTRY %e (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"

@@ -1,7 +1,7 @@
-"""Imports of jaxtrain only point down, and modules that answer before JAX starts import no jax.
+"""Imports of jaxtrain only point to lower layers, and modules that run before JAX starts import no jax.
 
-A module may import what stands in a lower layer. In the first five layers it may also import its neighbours, without cycles; in
-the others only those to the left of it.
+A module may import any module of a lower layer. In the first five layers it may also import modules of its own layer, without
+cycles. In the other layers it may import only modules to the left of it.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "jaxtrain"
 
-# "name.*" stands for a package and all that is in it.
+# "name.*" is a package with all its modules.
 LAYERS = {
     "facts": """
         callable_module __init__ commands runtime.* train shapes synonyms config context activations train.auto_remat windows
@@ -52,7 +52,7 @@ LAYERS = {
     """,
 }
 ORDERED_FROM = 5  # from this layer on, the order within a layer counts too
-# Imports that point up on purpose: when called, for users who look for a function in the module that has its name.
+# Allowed imports from a higher layer. They happen in calls, for users who look for a function in the module of its name.
 UP = {
     ("__init__", "api"),
     ("callable_module", "api"),
@@ -61,7 +61,7 @@ UP = {
     ("profile.measure", "profile.report"),
     ("report.run", "report.page"),
 }
-# What answers before JAX starts: config files, --help, --explain, and every mistake in a config.
+# Modules that work before JAX starts: config files, --help, --explain, and every mistake in a config.
 LIGHT = (
     *("__init__", "config", "launch", "validate", "hardware", "flops", "explain", "main", "models", "models.families.llama"),
     *("data.pipeline", "runtime.__main__", "commands"),
@@ -69,7 +69,7 @@ LIGHT = (
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name within jaxtrain -> file; a package is called by its own name, jaxtrain itself `__init__`."""
+    """Return {dotted name within jaxtrain: file}. A package has its own name, and jaxtrain itself is `__init__`."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -80,7 +80,7 @@ def modules() -> dict[str, Path]:
 
 
 def place(module: str) -> tuple[int, int]:
-    """Return (layer, place in the layer) of a module. Raises KeyError where it has none."""
+    """Return (layer, index in the layer) of a module. Raises KeyError if no layer lists it."""
     for layer, names in enumerate(LAYERS.values()):
         for i, name in enumerate(names.split()):
             package = name.removesuffix(".*")
@@ -91,17 +91,17 @@ def place(module: str) -> tuple[int, int]:
 
 @functools.cache
 def nodes() -> dict[str, list[ast.AST]]:
-    """The syntax tree of each module, flat."""
+    """Return the nodes of each module's syntax tree, as a flat list."""
     return {name: list(ast.walk(ast.parse(path.read_text()))) for name, path in modules().items()}
 
 
 def statements(found: list[ast.AST]) -> list[ast.AST]:
-    """The import statements alone."""
+    """Return the import statements alone."""
     return [node for node in found if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported(found: list[ast.AST], known: set[str]) -> set[str]:
-    """Modules of jaxtrain that a file imports anywhere in it: at its top, in functions, and by name through importlib."""
+    """Return the modules of jaxtrain that a file imports: at its top, in functions, and by name through importlib."""
     targets = set()
     for node in found:
         names = []
@@ -152,7 +152,8 @@ def test_imports_point_down():
 
 
 def test_no_cycles():
-    # A package's __init__ that names its modules for lazy import is a table, not a dependency; those are found by name only.
+    # A package's __init__ that lists its modules for lazy import is a table, not a dependency. Only import statements count
+    # here.
     graph = {name: imported(statements(found), set(nodes())) - {name} for name, found in nodes().items()}
     for importer, target in UP:
         graph[importer].discard(target)
@@ -160,7 +161,7 @@ def test_no_cycles():
 
 
 def test_light_modules_import_no_jax():
-    """Nor does what they import at their tops, or a package above it."""
+    """Neither a light module, nor a module that it imports at its top, nor a package above it imports jax."""
     left, seen = list(LIGHT), set()
     while left:
         name = left.pop()
@@ -179,7 +180,7 @@ def test_light_modules_import_no_jax():
 
 
 def test_test_files_have_names_of_their_own():
-    # pytest imports each test file by its bare name, so that two files of one name fail at collection.
+    # pytest imports each test file by its bare name, so that two files of one name would fail at collection.
     names = [path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
 

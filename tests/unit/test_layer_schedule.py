@@ -14,8 +14,8 @@ from jaxtrain.plan.topology import parse
 @pytest.mark.parametrize(
     ("starts", "layers", "window"),
     [
-        ([0.0, 2.0, 4.0, 9.0], 4, (0.0, 2.0)),  # the last gap has the loss in it
-        ([0.0, 1.0, 4.0, 5.0, 8.0, 9.0], 3, (0.0, 4.0)),  # a ring of two kernels a layer
+        ([0.0, 2.0, 4.0, 9.0], 4, (0.0, 2.0)),  # the loss is in the last gap
+        ([0.0, 1.0, 4.0, 5.0, 8.0, 9.0], 3, (0.0, 4.0)),  # ring attention with two kernels a layer
         ([0.0], 1, None),
         ([], 8, None),
     ],
@@ -25,7 +25,7 @@ def test_a_layer_lasts_from_its_attention_to_the_next(starts: list[float], layer
 
 
 def test_lanes_are_cut_to_the_layer(monkeypatch: pytest.MonkeyPatch):
-    """Three rounds of a loop whose matmul stands for attention; its gather overlaps with it."""
+    """Three rounds of a loop whose matmul takes the place of attention; its gather overlaps with the matmul."""
     module = hlo.parse(PROGRAM)
     monkeypatch.setitem(layer_schedule.roofline.KIND_OF_WORK, "gemm", "attention")
     lanes = layer_schedule.read(module, MESH, parse("h200:2"), sample().rates, 3)

@@ -1,4 +1,4 @@
-"""The campaign's ledger, on files made by hand."""
+"""The campaign's ledger, on hand-made files."""
 
 import ledger
 import pytest

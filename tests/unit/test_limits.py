@@ -1,4 +1,4 @@
-"""Shipped configs beside their limits: the page, the stored figures beside the golden plans, and the formula."""
+"""Shipped configs compared with their limits: the page, the stored figures and golden plans, and the formula."""
 
 import dataclasses
 import json
@@ -24,8 +24,8 @@ def test_stored_plans_are_of_these_configs():
     assert not stale, f"the layouts of these have changed, run {limits.COMMAND}"
 
 
-# The plan counts the attention of every GPT-OSS layer as that of a full one, and DeepSeek-V3 has no golden plan with an
-# earlier layout to compare with.
+# The plan counts the attention of every GPT-OSS layer as full attention. DeepSeek-V3 has no golden plan of an earlier layout to
+# compare with.
 WITHOUT_ROW = {"gpt_oss_20b", "deepseek_v3"}
 WITH_ROW = [name for name in golden_plans.SHIPPED if name not in WITHOUT_ROW]
 
@@ -58,7 +58,7 @@ def test_gaps_add_up_and_the_limit_is_below_the_plan(row):
 
 
 def test_the_limit_of_8b_by_hand():
-    """Llama 3 8B, 262,144 tokens a GPU: 6 x 7.5 G matmul weights a token, 32 layers of 2 x 4096 x 8192 causal attention."""
+    """Llama 3 8B, 262,144 tokens a GPU: 6 FLOPs for each of 7.5 G matmul weights a token, and 32 layers of causal attention."""
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     matmuls = 6 * (32 * layer + 4096 * 128256) * 262_144
     attention = 32 * 2 * 4096 * 8192 * 262_144

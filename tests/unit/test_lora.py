@@ -1,4 +1,4 @@
-"""Low-rank adapters: how they begin, what they add to weights, their base's digest, and PEFT's form of them."""
+"""Low-rank adapters: their initial values, their merge into weights, their base's digest, and their PEFT form."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from jaxtrain.train.state import abstract_tensors
 PREFIX, RANK, ALPHA = "params.", 3, 6.0
 MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2}
 LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
-# Our weight's letters: inputs and outputs, written down again.
+# The axes of our weights, inputs and outputs, written down independently.
 DELTA = {
     **dict.fromkeys(("wq", "wk", "wv"), "DR,RNH->DNH"),
     "wo": "NHR,RD->DNH",
@@ -38,7 +38,7 @@ DELTA = {
 
 @pytest.fixture(scope="module")
 def tensors():
-    """Weights and adapters of a model, drawn at random."""
+    """Return random weights and adapters of a model."""
     shapes = abstract_tensors(helpers.program(helpers.tiny(MODEL | LORA)).state)
     rng = np.random.default_rng(0)
     return {k: rng.normal(0, 0.05, a.shape).astype(np.float32) for k, a in shapes.items() if k.startswith(PREFIX)}
@@ -56,7 +56,7 @@ def test_adapters_begin_as_pefts_do():
 
 
 def test_adapters_stand_beside_the_base_they_were_trained_with():
-    """Where it was, unless it is asked for elsewhere; and no other one."""
+    """The base is at the path of training unless another path is given, and its digest must match."""
     meta = {"step": 7, "config": {"init": {"from": "there"}}, "base": {"path": "there/checkpoints/4", "digest": "abc"}}
     assert lora.base_path(meta) == lora.base_path(meta, "there") == "there/checkpoints/4"
     assert lora.base_path(meta, "moved") == "moved"
@@ -115,7 +115,7 @@ def test_the_digest_is_of_every_number_and_of_nothing_else():
 
 
 def test_the_config_for_finetuning(tmp_path):
-    """Its variants are runs that may start; how the small one goes, proofs/test_lora_training.py shows."""
+    """All variants are valid runs; proofs/test_lora_training.py trains the small one."""
     (tmp_path / "large").mkdir()
     described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336}
     described |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -161,7 +161,7 @@ def test_to_peft_and_back(tensors, tmp_path):
     q = "base_model.model.model.layers.1.self_attn."
     assert theirs[q + "q_proj.lora_A.weight"].shape == (RANK, 64)
     assert theirs[q + "k_proj.lora_B.weight"].shape == (2 * 8, RANK)
-    # A linear layer of theirs computes x A' B': a head's outputs lie one after another.
+    # A linear layer of PEFT computes x A' B'; the outputs of one head are adjacent.
     x = np.random.default_rng(0).normal(size=64)
     wq_a, wq_b = (adapters[f"params.layers.1.attention.lora.wq_{half}"] for half in "ab")
     mine = np.einsum("D,DR,RNH->NH", x, wq_a, wq_b)
@@ -177,7 +177,7 @@ def test_to_peft_and_back(tensors, tmp_path):
 
 
 def test_peft_needs_a_base_that_is_there(tensors, tmp_path, monkeypatch):
-    """A base that was moved is missed by name; its new place, too, leads to the folder that it was imported from."""
+    """A base that was moved is reported missing by name. Its new path leads to the folder from which it was imported."""
     theirs = hugging_face.write(tmp_path / "theirs", "llama")
     import_folder(open_folder(theirs), tmp_path / "A", "auto", lambda line: None)
     base, run = f"{tmp_path}/A/checkpoints/0", helpers.tiny(MODEL | LORA)

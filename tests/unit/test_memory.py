@@ -1,4 +1,4 @@
-"""Memory that does not suffice: what is said of it, which settings would help, and when a step is refused before it runs."""
+"""Too little memory: the message, the settings that would help, and when a step is refused before it runs."""
 
 import re
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ MEMORY = {"parameters": 15.0, "optimizer state": 30.0, "batch": 0.01, "temporari
 
 
 def resolved(**section: Any) -> RunConfig:
-    """A resolved config with these keys of `train`."""
+    """Return a resolved config with these keys of `train`."""
     config, problems = resolve({"train": section})
     assert not problems
     return config
@@ -70,7 +70,7 @@ def test_other_errors_of_the_runtime_stay_as_they_are() -> None:
     ],
 )
 def test_the_step_is_compared_with_the_free_memory_that_is_left(stats: dict[str, int] | None, said: str) -> None:
-    """At 42 GiB beside a state of 36 GiB."""
+    """The step needs 42 GiB beside a state of 36 GiB."""
     analysis = SimpleNamespace(
         argument_size_in_bytes=36 * GIB,
         output_size_in_bytes=37 * GIB,

@@ -1,4 +1,4 @@
-"""What a layout asks of a config: each refusal names its key, the broken rule and a fix; and what is right beside it."""
+"""The rules of a layout: each refusal names its key, the broken rule and a fix; valid settings beside it pass."""
 
 import pytest
 
@@ -34,9 +34,9 @@ RIGHT = [
     STAGES,
     (*STAGES, *GROUPS),
     (*STAGES, "pipeline.schedule=gpipe"),
-    (*STAGES, "model.num_layers=6"),  # layers need not divide
+    (*STAGES, "model.num_layers=6"),  # the number of layers need not divide by the stages
     (*STAGES, *GROUPS, "model.num_layers=9"),
-    (*STAGES, "train.grad_accum=2"),  # a large bubble, and no mistake
+    (*STAGES, "train.grad_accum=2"),  # a large bubble is allowed
     (*STAGES, "train.grad_accum=1"),
     (*STAGES, "train.accumulate=microbatch"),
     (*STAGES, "remat.policy=full", "remat.every=2"),
@@ -44,7 +44,7 @@ RIGHT = [
     (*STAGES, "model.vocab_size=322", "sharding.rules.vocab=tensor"),
     (*STAGES, "optimizer.name=muon"),
     (*STAGES, "dtypes.m=int8", "dtypes.v=int8"),
-    (*GROUPS, "mesh.fsdp=8"),  # one stage: a schedule is not used, as by the layout that others are compared with
+    (*GROUPS, "mesh.fsdp=8"),  # with one stage the schedule is ignored, as in the reference layout of parity
     EXPERTS,
     (*EXPERTS, "model.router=sigmoid", "model.router_bias=true", "moe.bias_rate=0.01"),
     (*EXPERTS, "model.shared_d_ff=128", "moe.capacity_factor=1.5"),
@@ -168,7 +168,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("overrides", "key", "words"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
 def test_wrong(overrides: tuple[str, ...], key: str, words: str):
-    """One mistake is one line; but a rule for logical axes may break what several keys ask for."""
+    """One mistake gives one line. Only a rule for logical axes may break the constraints of several keys."""
     problems = found(*overrides)
     problem, *_ = [p for p in problems if p.key == key]
     assert words in str(problem)
@@ -177,7 +177,7 @@ def test_wrong(overrides: tuple[str, ...], key: str, words: str):
 
 
 def test_uneven_rows_in_8_bits_need_hopper():
-    """Named are the weights that are not excluded; a capacity makes rows even."""
+    """The fix names the weights that are not excluded yet. With a capacity, or one expert on each device, rows are even."""
     (line,) = problems_of(*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up", devices=B200)
     assert "only Hopper" in line and "B200 is sm100" in line and "fp8.exclude=mlp.down" in line
     for right in (("mesh.expert=8", "mesh.fsdp=1"), ("moe.capacity_factor=2.0",), ("fp8.exclude=mlp.gate,mlp.up,mlp.down",)):
@@ -195,7 +195,7 @@ def test_uneven_rows_in_8_bits_need_hopper():
     ],
 )
 def test_pallas_grouped_matmuls_need_hopper(devices, more, words):
-    """And auto takes others elsewhere."""
+    """With `auto`, other GPUs use another implementation."""
     (line,) = [line for line in problems_of(*EXPERTS, *more, "moe.impl=pallas", devices=devices) if "moe.impl" in line]
     assert words in line and "Set auto" in line
     assert not any("moe.impl" in line for line in problems_of(*EXPERTS, *more, devices=devices))
@@ -215,7 +215,7 @@ def test_pallas_grouped_matmuls_need_hopper(devices, more, words):
     ],
 )
 def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
-    """Then no gather puts them in another order; the rest of the mesh splits the model dimension of each."""
+    """Whole experts need no reordering after a gather. The remaining mesh axes shard the model dimension of each expert."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
     run = launch.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)

@@ -1,4 +1,4 @@
-"""What a run writes: lines of metrics, TensorBoard events, samples, rates, messages; signals, and which steps are traced."""
+"""The output of a run: metrics, TensorBoard events, samples, rates, messages; also signals, and which steps are traced."""
 
 import io
 import json
@@ -32,7 +32,8 @@ def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
     with metrics.Writers(tmp_path) as writers:
         writers.train(**train_line(1, loss=jnp.float32(0.1), grad_norm=loss, lr=1 / 3, mfu_full=None, tokens=np.int64(7)))
         writers.eval(step=1, loss=2.5, bits_per_byte=None, perplexity=12.25)
-        train, evaluation = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before closing: each line is flushed
+        # before the file is closed: each line is flushed
+        train, evaluation = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert tuple(json.loads(train)) == metrics.TRAIN_KEYS
     assert tuple(json.loads(evaluation)) == metrics.EVAL_KEYS
     train = json.loads(train)
@@ -72,7 +73,7 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
         with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
             if attempt:
                 before = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-                (tmp_path / "tb" / "events.out.tfevents.1.mine").write_bytes(b"")  # another program's stays
+                (tmp_path / "tb" / "events.out.tfevents.1.mine").write_bytes(b"")  # the file of another program stays
                 assert writers.rewind(4) == metrics.Rewound(kept=5, dropped=3, cut=False)
                 assert (tmp_path / "metrics.jsonl").read_text() == "".join(before[:5])
             for step in range(1 + 4 * attempt, 7):
@@ -94,7 +95,8 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
     assert found[0][1] == times[0] and found[2][1] == times[1] and found[3][1] == times[3]
     assert (tmp_path / "tb" / "events.out.tfevents.1.mine").exists()
     assert not list(tmp_path.glob(".*"))
-    for _ in range(3):  # as often as it is resumed: the file in use and one emptied, which an open TensorBoard may still read
+    # Any number of resumes leaves two files: the file in use and an emptied one, which an open TensorBoard may still read.
+    for _ in range(3):
         with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
             writers.rewind(6)
         sizes = [path.stat().st_size for path in sorted((tmp_path / "tb").glob(f"*{SUFFIX}*"))]
@@ -109,12 +111,12 @@ def test_a_cut_last_line(tmp_path):
             writers.train(**train_line(step)) if process == 0 else writers.gpu(**gpu_line(step, process=process))
         writers.close()
         whole = writers.path.read_bytes()
-        for cut in (1, 20, len(whole.splitlines()[-1]) - 1):  # even when only the end of line is missing
+        for cut in (1, 20, len(whole.splitlines()[-1]) - 1):  # even if only the newline is missing
             writers.path.write_bytes(whole[:-cut])
             assert [line["step"] for line in metrics.read(writers.path)] == [1, 2]
             assert writers.rewind(3) == metrics.Rewound(kept=2, dropped=0, cut=True)
             writers.path.write_bytes(whole[:-cut])
-            writers.gpu(**gpu_line(3, process=process))  # without a rewind: not glued to the rest of the old line
+            writers.gpu(**gpu_line(3, process=process))  # without a rewind, a new line does not continue the old one
             writers.close()
             assert [line["step"] for line in metrics.read(writers.path)] == [1, 2, 3]
     path = tmp_path / "metrics.jsonl"
@@ -163,7 +165,7 @@ def test_other_processes_write_their_gpus_apart(tmp_path):
     files = {name: list(metrics.read(tmp_path / name)) for name in ("metrics.jsonl", "metrics.1.jsonl")}
     assert [(line["kind"], line["step"]) for line in files["metrics.1.jsonl"]] == [("gpu", 1), ("gpu", 2), ("gpu", 3)]
     assert len(files["metrics.jsonl"]) == 6
-    for process in (0, 1):  # each rewinds its own
+    for process in (0, 1):  # each process rewinds its own file
         kept = metrics.Writers(tmp_path, process_index=process).rewind(2)
         assert kept == metrics.Rewound(4 - 2 * process, 2 - process, False)
     assert [line["step"] for line in metrics.read(tmp_path / "metrics.1.jsonl")] == [1, 2]
@@ -208,8 +210,10 @@ def test_prompts_are_split_and_perplexity_has_no_bound() -> None:
 
 
 def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), halt_s=0.0, save_after=(), copies_s=0.0):
-    """The trainer's loop against a simulated device: step i is queued, then the result of step i - 1 is waited for."""
-    done = [0.0]  # when the device finishes each step, the first being none
+    """Run the trainer's loop against a simulated device: step i is dispatched, then the loop waits for the result of step i -
+    1.
+    """
+    done = [0.0]  # time at which the device finishes each step; index 0 is before the first
     for i in range(steps):
         throughput.start_step()
         with throughput.waiting_for_data():
@@ -217,9 +221,9 @@ def run_loop(throughput, now, *, steps, device_s, data_s=0.0, halt_after=(), hal
         done.append(max(done[-1], now[0]) + device_s)
         now[0] = max(now[0], done[-2])
         if i in halt_after:
-            now[0] = max(now[0], done[-1]) + halt_s  # an evaluation waits for everything queued
+            now[0] = max(now[0], done[-1]) + halt_s  # an evaluation waits for all dispatched steps
             throughput.exclude()
-        if i in save_after:  # the newest metrics are read, then the device copies the state: the loop goes on
+        if i in save_after:  # the newest metrics are read, then the device copies the state while the loop continues
             now[0] = max(now[0], done[-1])
             done[-1] += copies_s
             throughput.exclude(more=1)
@@ -242,13 +246,13 @@ def test_throughput_is_that_of_the_device():
         "tflops_per_device": 20.0, "mfu_causal": 0.2, "mfu_full": 0.24, "hfu": 0.28,
     }  # fmt: skip
     assert tuple(line) == metrics.TRAIN_KEYS[7:15]
-    assert set(throughput.line().values()) == {None}  # no step since
+    assert set(throughput.line().values()) == {None}  # no step since the last line
     now[0] += 2.0
     throughput.start_step()
     assert throughput.line()["step_time_s"] == 2.0  # each line has its own mean
 
 
-@pytest.mark.parametrize("data_s", [0.0, 2.0])  # the device is the limit, or the data is
+@pytest.mark.parametrize("data_s", [0.0, 2.0])  # either the device or the data limits the speed
 def test_halts_and_warm_up_do_not_count(data_s):
     now = [0.0]
     throughput = make_throughput(now)
@@ -279,7 +283,7 @@ def test_unknown_peak_gives_no_utilisation():
 def test_memory_is_that_of_the_fullest_device():
     used = [{"bytes_in_use": n * 2**30, "peak_bytes_in_use": (9 - n) * 2**30} for n in (2, 3)]
     assert memory([SimpleNamespace(memory_stats=lambda told=told: told) for told in used]) == (3.0, 7.0)
-    assert memory(jax.local_devices()) == (None, None)  # CPUs do not tell
+    assert memory(jax.local_devices()) == (None, None)  # CPUs report no memory
 
 
 # ---- Messages
@@ -288,7 +292,7 @@ def test_memory_is_that_of_the_fullest_device():
 def test_plain_lines_and_log(tmp_path):
     out = io.StringIO()
     line = train_line(10, loss=2.34567, tokens_per_s=12345.6, mfu_causal=0.451, peak_memory_gib=70.26, step_time_s=2.0)
-    for _ in range(2):  # the second appends
+    for _ in range(2):  # the second run appends
         with progress.Console(tmp_path, 0, 100, stream=out) as console:
             console.say("[bold]not markup[/bold] 100%d")
             console.tick(9)
@@ -307,7 +311,7 @@ def test_plain_lines_and_log(tmp_path):
 
 
 def test_a_progress_line_fits_100_columns(tmp_path):
-    """Of a dense model on GPUs, late in a long run."""
+    """The line is of a dense model on GPUs, late in a long run."""
     numbers = {"loss": 2.3456, "grad_norm": 0.523, "lr": 3e-4, "tokens_per_s": 96512.0, "mfu_causal": 0.451}
     line = progress.numbers(train_line(1, **numbers, peak_memory_gib=131.2), 18420.0)
     assert len("step 12000/50000  " + line) <= 100
@@ -323,7 +327,7 @@ def test_a_new_metric_is_one_column(monkeypatch):
 
 
 def test_the_time_left_goes_by_recent_lines(tmp_path, monkeypatch):
-    """Evaluations and saves to come take time like those of late."""
+    """The remaining evaluations and saves are assumed to take as long as the recent ones."""
     now, out = [1000.0], io.StringIO()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.Console(tmp_path, 0, 1000, stream=out) as console:
@@ -345,7 +349,7 @@ def test_the_time_left_of_the_first_lines(tmp_path, monkeypatch):
             now[0] = at
             console.step(train_line(step, step_time_s=2.0))
     left = [re.findall(r"left (\S+)", text)[0] for text in out.getvalue().splitlines()]
-    assert left == ["2m40s", "5m50s", "2m00s"]  # 80 x 2 s, then 70 of 50 s / 10, then 40 of 120 s / 40
+    assert left == ["2m40s", "5m50s", "2m00s"]  # 80 steps of 2 s, then 70 steps of 50 s / 10, then 40 steps of 120 s / 40
 
 
 def test_other_processes_log_apart_and_warn_aloud(tmp_path):
@@ -364,7 +368,7 @@ def test_errors_and_foreign_warnings_are_in_the_log(tmp_path):
         raise RuntimeError("it went wrong")
     log = (tmp_path / "log.txt").read_text()
     assert "WARNING look at this" in log and "Traceback" in log and log.endswith("RuntimeError: it went wrong\n")
-    assert out.getvalue() == ""  # Python and the library's own handlers tell the terminal
+    assert out.getvalue() == ""  # Python and the library's own handlers print to the terminal
 
 
 # ---- Signals
@@ -390,11 +394,11 @@ WINDOW = Profile(start=3, steps=2)
     ("profile", "steps", "asked", "options", "windows", "words"),
     [
         (WINDOW, range(1, 8), {}, {}, [(3, 4)], ""),
-        (WINDOW, range(1, 4), {}, {}, [(3, 3)], ""),  # a run that ends inside it
-        (WINDOW, range(4, 8), {}, {}, [(4, 4)], ""),  # or begins there
+        (WINDOW, range(1, 4), {}, {}, [(3, 3)], ""),  # the run ends within the trace
+        (WINDOW, range(4, 8), {}, {}, [(4, 4)], ""),  # or the run starts at the traced steps
         (WINDOW, range(10, 12), {}, {}, [], "No trace: this run starts at step 10, behind profile.start=3."),
         (Profile(), range(1, 4), {}, {}, [], ""),
-        # Two requests that come during a trace are one more after it.
+        # Two requests during a trace cause one more trace after it.
         (Profile(steps=2), range(12), {2: 1, 3: 3, 9: 4}, {}, [(3, 4), (5, 6), (10, 11)], ""),
         (Profile(steps=0), range(3), {0: 1}, {}, [], "No trace: profile.steps = 0."),
         (Profile(steps=2), range(3), {0: 1}, {"process_index": 1}, [], "No trace by this process: process 0 takes it"),
@@ -402,7 +406,7 @@ WINDOW = Profile(start=3, steps=2)
     ],
 )
 def test_the_steps_asked_for_are_traced(profile, steps, asked, options, windows, words, tmp_path, monkeypatch):
-    """With a profiler that only notes its calls; a real one is in tests/proofs/test_traces.py."""
+    """The profiler is a fake that notes its calls; tests/proofs/test_traces.py uses a real one."""
     step, said, found, count = 0, [], [], [0]
 
     def written(*args: Any) -> None:

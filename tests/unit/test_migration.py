@@ -1,4 +1,4 @@
-"""docs/migration.md: its table is made of the full tables, and its defaults and answers are those of the code."""
+"""docs/migration.md: its table follows from the full tables, and its defaults and exit codes are those of the code."""
 
 import re
 

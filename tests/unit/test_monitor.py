@@ -1,4 +1,4 @@
-"""Watching GPUs: the lines made of what a played driver says, the warnings, and what becomes of a driver that fails."""
+"""Monitoring GPUs: the lines made of a fake driver's readings, the warnings, and the handling of a driver that fails."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from jaxtrain.plan.rates import PUBLISHED
 
 
 def stats(in_use: float, pool: float = 120.0, largest: float = 0.0) -> dict[str, int]:
-    """As a GPU's memory_stats: XLA's allocator there says 0 for the largest free block."""
+    """Return memory_stats of a GPU. XLA's allocator for GPUs reports 0 for the largest free block."""
     return {
         "bytes_in_use": int(in_use * GIB),
         "pool_bytes": int(pool * GIB),
@@ -29,7 +29,7 @@ def stats(in_use: float, pool: float = 120.0, largest: float = 0.0) -> dict[str,
 
 
 class Watched:
-    """A monitor whose threads never run and whose clock a test moves; it has taken its first sample."""
+    """A monitor whose threads never run and whose clock the test moves; it has taken its first sample."""
 
     def __init__(self, *gpus: Gpu, pools: dict[int, Any] | None = None, **options: Any):
         self.now = 100.0
@@ -50,18 +50,18 @@ class Watched:
         self.monitor.__exit__()
 
     def lines(self, step: int = 1, seconds: float = 10.0) -> list[dict[str, Any]]:
-        """After so long, with one more sample."""
+        """Return the lines after `seconds` and one more sample."""
         self.now += seconds
         self.monitor.sample()
         return self.monitor.lines(step)
 
     def alerts(self) -> list[str]:
-        """The warnings after one more line."""
+        """Return the warnings after one more line."""
         self.lines()
         return self.monitor.alerts()
 
     def in_thread(self, thread: Any, between: Iterator[Any]) -> None:
-        """Run a thread's function here; each time it waits, the next of `between` has happened, and then it ends."""
+        """Run a thread's function here. Each wait takes the next item of `between`; when none is left, the function ends."""
         waits = SimpleNamespace(wait=lambda seconds: next(between, "over") == "over")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.monitor, "_over", waits)
@@ -74,7 +74,7 @@ class Watched:
 def test_a_line_has_every_key_and_its_unit():
     gpu = Gpu(0, sent_kib=10**9, received_kib=5)
     with Watched(gpu) as watched:
-        assert watched.monitor.lines(1) == []  # not yet
+        assert watched.monitor.lines(1) == []  # no interval has passed yet
         gpu.sent_kib += 4 * 10**9 // 1024 * 10  # 4 GB/s for ten seconds
         (line,) = watched.lines(7)
         assert set(line) | {"kind", "time_unix"} == set(metrics.GPU_KEYS)
@@ -88,7 +88,7 @@ def test_a_line_has_every_key_and_its_unit():
         gpu.received_kib += 10**10 // 1024
         (line,) = watched.lines(8, seconds=20.0)
         assert (line["nvlink_tx_gb_s"], line["nvlink_rx_gb_s"]) == (0.0, pytest.approx(0.5))
-        gpu.sent_kib = 0  # the driver was loaded anew
+        gpu.sent_kib = 0  # the driver was reloaded
         assert watched.lines(9)[0]["nvlink_tx_gb_s"] is None
     assert watched.nvml.open == 0
 
@@ -100,7 +100,7 @@ def test_samples_become_means_and_the_highest_temperature():
         watched.monitor.sample()
         gpu.temperature, gpu.reasons = 50, SW_THERMAL
         watched.monitor.sample()
-        gpu.reasons = IDLE | AT_ITS_CAP | 0x2 | 0x100  # none of them is trouble
+        gpu.reasons = IDLE | AT_ITS_CAP | 0x2 | 0x100  # none of these reasons is a problem
         (line,) = watched.lines()
     assert line["utilization"] == 0.25 and line["power_w"] == 250.0 and line["temperature_c"] == 91.0
     assert line["throttled"] == 0.5 and line["throttle_reasons"] == "hw_thermal+sw_thermal"
@@ -132,7 +132,8 @@ def test_only_visible_gpus_of_this_process():
         (line,) = watched.lines()
         assert (line["gpu"], line["process"]) == (2, 5)
         assert {index for index, _ in watched.nvml.asked} == {2}
-    assert visible_handles("GPU-1, 0,9,2", Nvml(*gpus)) == [gpus[1], gpus[0]]  # as CUDA: it ends at the first that is none
+    # as CUDA: the list ends at the first entry that is no GPU
+    assert visible_handles("GPU-1, 0,9,2", Nvml(*gpus)) == [gpus[1], gpus[0]]
 
 
 @pytest.mark.parametrize(("pools", "every_s"), [({}, 10.0), ({0: lambda: stats(1.0)}, 0.0)])
@@ -168,7 +169,7 @@ def test_what_cannot_be_monitored_is_told_once(driver, visible, place, said):
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the threads have said since the last call, on the road that leads to log.txt."""
+    """Return the threads' log messages for log.txt since the last call."""
     said = [record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("jaxtrain", "WARNING")]
     caplog.clear()
     return said
@@ -187,7 +188,7 @@ def test_a_thread_that_fails_is_told_once_and_ends_no_run(caplog):
 
 @pytest.mark.parametrize("how", ["lost", "mute"])
 def test_a_gpu_that_falls_off_the_bus_is_told_at_once_and_left_alone(how, caplog):
-    """By the thread: the loop may hang by then."""
+    """The monitor's thread reports it, because the training loop may hang by then."""
     first, second = Gpu(0), Gpu(1)
     with Watched(first, second) as watched:
         assert len(watched.lines()) == 2
@@ -197,7 +198,7 @@ def test_a_gpu_that_falls_off_the_bus_is_told_at_once_and_left_alone(how, caplog
             second.broken = frozenset(name for _, name in watched.nvml.asked)
             watched.monitor.sample()
             watched.monitor.sample()
-            assert warnings(caplog) == []  # twice without an answer may be the driver's trouble
+            assert warnings(caplog) == []  # two samples without an answer may be a problem of the driver
         watched.monitor.sample()
         (text,) = warnings(caplog)
         assert [line["gpu"] for line in watched.lines()] == [0]
@@ -216,12 +217,12 @@ def test_a_gpu_that_answers_again_is_not_lost(caplog):
             watched.monitor.sample()
             watched.monitor.sample()
             gpu.broken = frozenset()
-        assert watched.lines()[0]["power_w"] == 650.0  # and what it did not say is no zero
+        assert watched.lines()[0]["power_w"] == 650.0  # values that the driver did not report are not zero
     assert warnings(caplog) == []
 
 
 def test_a_silent_driver_is_told_at_once_and_once(caplog):
-    """By a thread of its own: the one that asks hangs, and the loop may."""
+    """A second thread reports it: the thread that reads the driver hangs, and the training loop may hang too."""
 
     def seconds_later(watched: Watched) -> Iterator[Any]:
         for seconds, said in ((60.0, []), (1.0, ["the driver has not answered for 61 s"]), (30.0, [])):
@@ -245,7 +246,7 @@ HOT, WARM = {"reasons": HW_THERMAL, "temperature": 93, "sm_mhz": 1_100}, {"reaso
 @pytest.mark.parametrize(
     ("gpu", "lines"),
     [
-        # At its power limit: that is what full load looks like.
+        # a GPU at its power limit has full load, which is normal
         (Gpu(3), [({}, ""), (HOT, "GPU 3 is throttled: hw_thermal in 100% of the samples, 93 C, 1,100 MHz: it is too hot")]),
         (
             Gpu(3),
@@ -261,7 +262,7 @@ HOT, WARM = {"reasons": HW_THERMAL, "temperature": 93, "sm_mhz": 1_100}, {"reaso
             ],
         ),
         (
-            Gpu(2, ecc=5),  # those are preflight's to tell
+            Gpu(2, ecc=5),  # preflight reports those
             [
                 ({}, ""),
                 ({"ecc": 7}, "GPU 2 has 2 new uncorrected memory errors (ECC), 7 since"),
@@ -282,7 +283,7 @@ def test_a_short_dip_is_not_worth_a_word():
     found = alerts.GpuAlerts(episodes := alerts.Episodes())
     line = dict.fromkeys(metrics.GPU_KEYS) | {"gpu": 0, "throttle_reasons": "sw_thermal"}
     shares = [(0.1, 0), (0.3, 1), (0.1, 0), (0.3, 0), *[(0.3, 0), (0.0, 0)] * 30, *[(0.0, 0)] * (alerts.CLEAN - 2), (0.0, 1)]
-    for share, said in [*shares, (0.0, 0), (None, 0), (0.3, 1)]:  # one that comes and goes is one episode
+    for share, said in [*shares, (0.0, 0), (None, 0), (0.3, 1)]:  # warnings that come and go are one episode
         found.look(line | {"throttled": share, "throttle_reasons": "sw_thermal" if share else ""}, None)
         assert len(episodes.take()) == said, share
 
@@ -299,7 +300,7 @@ def test_every_reason_says_what_to_look_at():
 def test_memory_that_grows_outside_the_pool():
     gpu = Gpu(0, used=124 * GIB)
     with Watched(gpu) as watched:
-        for used in (125, 140, 127):  # NCCL and cuDNN take theirs; somebody's process was there for a moment
+        for used in (125, 140, 127):  # NCCL and cuDNN allocate memory too; another process used the GPU for a moment
             gpu.used = used * GIB
             watched.monitor.sample()
             watched.monitor._samples[0] = watched.monitor._samples[0][-1:]
@@ -321,11 +322,11 @@ def test_memory_that_grows_outside_the_pool():
 def test_mfu_below_the_plan_is_one_episode():
     alert = MfuAlert(1.0, 0.8)
     said = [alert.note(s) for s in [None, *[1.1] * 8, *[9.0] * 3]]
-    assert set(said) == {None}  # some slow lines are no matter
+    assert set(said) == {None}  # a few slow lines cause no warning
     said = [alert.note(2.0) for _ in range(8)]
     (text,) = [text for text in said if text]
     assert text.startswith("MFU is ") and "below log.mfu_alert=0.8" in text
-    near = [alert.note(1.0 / 0.805) for _ in range(16)]  # above, but not by enough to call it over
+    near = [alert.note(1.0 / 0.805) for _ in range(16)]  # above the threshold, but not by enough to end the warning
     assert set(near) == {None}
     said = [alert.note(1.1) for _ in range(8)]
     (text,) = [text for text in said if text]
@@ -335,6 +336,6 @@ def test_mfu_below_the_plan_is_one_episode():
 
 
 def test_the_alert_begins_below_the_range_that_is_expected():
-    """0.7 of the roofline's MFU may be what published runs reach; without a comparable run only a calibration says more."""
+    """Without a comparable run, published runs may reach 0.7 of the roofline's MFU, so only a calibrated plan has an alert."""
     assert Expected(1.0, 50.0, PUBLISHED, (1.1, 1.4)).longest_s == 1.4
     assert Expected(1.0, 50.0, PUBLISHED).longest_s is None and Expected(1.0, 50.0, "calibrated").longest_s == 1.0

@@ -1,4 +1,4 @@
-"""Schedules, AdamW, groups, clipping and stochastic rounding, by formulas and against optax's own."""
+"""Schedules, AdamW, groups, clipping and stochastic rounding, compared with formulas and with optax."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ def toy(seed: int) -> dict[str, Any]:
 
 
 def rate(o: config.Optimizer, steps: int, step: int) -> float:
-    """The learning rate of a step: a line up to the peak, what the schedule keeps of it, and the decay to lr_min."""
+    """Return the learning rate of a step: a linear warm-up, the schedule's constant part, and the decay to lr_min."""
     peak = max(1, o.warmup_steps) - 1
     if step <= peak or o.schedule == "constant":
         return o.lr * min(1, (step + 1) / max(1, o.warmup_steps))
@@ -49,7 +49,7 @@ def rate(o: config.Optimizer, steps: int, step: int) -> float:
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_no_rate_is_below_zero(schedule):
-    """Compiled, a line of these lengths ends 3e-11 below zero by itself."""
+    """Without a clip, a compiled linear decay of these lengths ends 3e-11 below zero."""
     for steps in (8, 16, 39):
         o = config.Optimizer(lr=1e-3, lr_min=0.0, warmup_steps=2, schedule=schedule)
         assert float(jax.jit(jax.vmap(make_schedule(o, steps)))(jnp.arange(steps)).min()) == 0.0
@@ -97,7 +97,7 @@ def test_axes_say_where_a_matrix_is(axes, found):
 
 
 def test_adamw_equals_optax():
-    """Thirty steps on made-up gradients, with the step's own -lr(step) against optax's schedule and mask."""
+    """Thirty steps on made-up gradients, with the step's own -lr(step), equal optax's schedule and mask."""
     o = config.Optimizer(lr=1e-2, lr_min=1e-3, warmup_steps=10, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
     schedule = make_schedule(o, 30)
     ours = make_optimizer(o, F32, AXES)
@@ -128,7 +128,7 @@ def test_moments_are_stored_in_their_types_and_updated_in_f32(m, v):
     assert {a.dtype for a in jax.tree.leaves(s.nu)} == {jnp.dtype(DTYPES[v])}
     ours, theirs = updates["layers"]["w"], wanted["layers"]["w"]
     assert ours.dtype == jnp.float32
-    np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)  # bf16 holds 8 bits
+    np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)  # bf16 has 8 significant bits
     assert (ours != theirs).any()
 
 
@@ -136,7 +136,7 @@ def test_moments_are_stored_in_their_types_and_updated_in_f32(m, v):
 
 
 def taken(clip: float, loss: float = 1.0) -> tuple[TrainState, dict[str, Any]]:
-    """Step 3 of one weight vector, whose gradient has the norm 5, by plain descent at a rate of 1/4."""
+    """Take step 3 of plain descent at a rate of 1/4, for one weight vector whose gradient has the norm 5."""
     params = {"w": jnp.asarray([1.0, 2.0])}
 
     def gradients(params: Any, batch: Any) -> Any:
@@ -171,7 +171,7 @@ def updates(o: config.Optimizer) -> dict[str, Any]:
 
 
 def test_groups_change_rates_and_decay_exactly():
-    """A parameter belongs to the first group that fits; a decay of 0 is said, too."""
+    """A parameter belongs to the first group that matches. A decay of 0 is a setting too."""
     plain = config.Optimizer(weight_decay=0.3)
     was, bare = updates(plain), updates(dataclasses.replace(plain, weight_decay=0.0))
     text = "embed.*:weight_decay=0; layers.w*:lr=0.25; layers.*:lr=2,weight_decay=0.5"
@@ -208,7 +208,7 @@ def test_all_mistakes_in_groups_are_reported():
 
 
 def test_groups_on_resume():
-    """Rates and decay change if allowed; another optimizer for a parameter never."""
+    """Rates and decay may change on resume if allowed. The optimizer of a parameter may not."""
     was, rates, moved = (
         config.to_dict(helpers.tiny(MUON | {"optimizer.groups": text})) for text in ("", "head:lr=2", "head:optimizer=muon")
     )
@@ -223,7 +223,7 @@ def test_groups_on_resume():
 
 def test_stochastic_rounding_is_unbiased_and_exact_where_nothing_is_cut_off():
     x = jnp.asarray([1.0, -1.0, 1.001, -1.001, 1 + 2**-9, 3e-5, -7.7e4, 0.0, 2**-8 * 1.3, jnp.inf, -jnp.inf], jnp.float32)
-    n = 1 << 16  # as many as there are bits: each occurs once
+    n = 1 << 16  # one element for each pattern of the random bits: each pattern occurs once
     bits = jnp.broadcast_to(jnp.arange(n, dtype=jnp.uint16)[:, None], (n, len(x)))
     made = np.asarray(to_bfloat16(jnp.broadcast_to(x, (n, len(x))), bits).astype(jnp.float32), np.float64)
     finite = np.isfinite(np.asarray(x))

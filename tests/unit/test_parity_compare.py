@@ -1,4 +1,4 @@
-"""The parity command without a step: which layouts it takes and refuses, and how it compares numbers."""
+"""The parity command without a step: accepted and refused layouts, and the comparison of numbers."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ def test_a_model_that_is_too_large(monkeypatch, capsys):
 
 
 def test_layouts_that_are_tried_by_default(monkeypatch, capsys):
-    """All of them where the config can be all; what it cannot be is left out, and said."""
+    """All default layouts are tried that the config allows. The others are left out and listed."""
     asked = []
     monkeypatch.setattr(command, "start_devices", lambda runs: None)
     monkeypatch.setattr(command, "run", lambda parsed, runs, console: asked.append([layout.name for layout, *_ in runs]) or 0)
@@ -168,7 +168,7 @@ def test_what_is_no_number_differs(value):
 
 
 def test_a_sign_that_rounding_picks_is_left_out():
-    """A weight whose gradient is below what is compared may go either way; one whose gradient is above may not."""
+    """A weight with a gradient below the threshold may change in either direction; one with a larger gradient may not."""
     same = trained()
     for size, wrong in ((1e-6, False), (1e-3, True)):
         gradient = same.gradients["w"].copy()
@@ -182,7 +182,7 @@ def test_a_sign_that_rounding_picks_is_left_out():
 
 
 def test_what_has_no_gradient_is_compared_by_where_it_began():
-    """A frozen weight, or a router's bias: whoever begins elsewhere differs, and how it moved is not judged."""
+    """A frozen weight or a router's bias must start equal. Its changes are not compared."""
     same = trained()
     fixed = {"b": np.ones(4)}
     reference = dataclasses.replace(same, start=same.start | fixed, weights=same.weights | fixed)
@@ -202,7 +202,7 @@ def test_the_yardstick_grows_with_the_parts_of_a_sum():
 
 @pytest.mark.parametrize(("size", "wider"), [(4, 2.5), (64, 1.375), (3600, 1.05)])
 def test_few_weights_may_scatter_more(size, wider):
-    """Weights that are 2% off in the reference; over one part the bound is sqrt(2) times that."""
+    """The reference's weights are 2% off. The bound is sqrt(2) times that for one part, and wider for few weights."""
     ones = np.ones(size)
     start = {"w": np.zeros(size)}
     exact = compare.Trained(np.ones(2), np.ones(2), start, {"w": ones}, {"w": ones})

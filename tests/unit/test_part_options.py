@@ -1,4 +1,4 @@
-"""Options of the suite for a part of one's own: what is wrong with them is said."""
+"""The suite's options for a user's own part: mistakes in them are reported."""
 
 import conftest
 import pytest

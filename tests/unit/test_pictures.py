@@ -1,4 +1,4 @@
-"""The pictures of the documentation are those that the code draws today, and they show what the code does."""
+"""The pictures of the documentation are those that the current code draws, and they show the behaviour of the code."""
 
 import collections
 import itertools
@@ -29,7 +29,9 @@ def test_a_stored_picture_is_the_one_that_is_drawn(name: str):
 
 @pytest.mark.parametrize("file", sorted(pictures.FOLDER.glob("*.svg")), ids=lambda file: file.stem)
 def test_a_picture_fits_its_frame_and_can_be_read(file: Path):
-    """Letters of at least 11 px at 720 px; boxes and texts inside the frame, for letters of 0.55 of their size."""
+    """Letters have at least 11 px at 720 px of width. Boxes and texts are inside the frame, with letters 0.55 of their size
+    wide.
+    """
     assert file.stem in pictures.PICTURES
     root = ET.parse(file).getroot()
     _, _, width, height = map(float, root.attrib["viewBox"].split())
@@ -68,7 +70,7 @@ def test_steps_of_a_ring_compute_each_causal_block_once_and_are_equal():
 
 
 def test_keys_come_from_the_gpu_before(monkeypatch: pytest.MonkeyPatch):
-    """The arrows of the picture, and the keys of its second step, are what is sent."""
+    """The arrows of the picture match the permutation that the code sends, and so do the keys of its second step."""
     monkeypatch.setattr(jax.lax, "ppermute", lambda x, axis, ranks: dict(ranks))
     sent: Any = Split(Context(ring=4)).around
     assert sent(None) == {0: 1, 1: 2, 2: 3, 3: 0}
@@ -100,14 +102,14 @@ def test_each_microbatch_passes_each_stage_once_in_each_direction(name: str, gro
 
 
 def test_the_picture_of_pipelines_has_all_passes():
-    """Of two schedules with 4 stages and 8 microbatches, one with two virtual stages: each pass is a box with a name."""
+    """The picture has two schedules with 4 stages and 8 microbatches, one with two virtual stages. Each pass is a named box."""
     titles = [t.text for t in ET.parse(pictures.FOLDER / "pipeline.svg").getroot().iter(f"{SVG}title")][1:]
     assert len(titles) == 4 * 8 * 2 * (1 + 2)
     assert titles.count("microbatch 8 backward, stage 3, virtual stage 0") == 2
     assert titles.count("microbatch 8 backward, stage 3, virtual stage 1") == 1
 
 
-# ---- The others
+# ---- The other pictures
 
 
 def test_a_token_goes_to_two_experts_and_back():
@@ -124,7 +126,7 @@ def test_layers_are_those_of_the_test_of_imports():
 
 
 def test_the_stored_schedule_holds_one_layer():
-    """Forward it gathers each large weight of the layer; backward it gathers them again, and reduces gradients."""
+    """The forward pass gathers each large weight of the layer. The backward pass gathers them again and reduces gradients."""
     stored = json.loads(pictures.LANES.read_text())
     assert stored["jaxlib"] == installed.versions()["jaxlib"], "run: python -m benchmarks.pictures --write --compile"
     lanes = stored["lanes"]

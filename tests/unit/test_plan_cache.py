@@ -72,7 +72,7 @@ def test_own_code_is_part_of_the_key(tmp_path, monkeypatch):
 
 
 def imported(name: str) -> set[str]:
-    """The modules of jaxtrain that a module imports, anywhere in it."""
+    """Return the modules of jaxtrain that a module imports anywhere."""
     spec = importlib.util.find_spec(f"jaxtrain.{name}")
     assert spec and spec.origin, name
     tree = [*ast.walk(ast.parse(Path(spec.origin).read_text()))]
@@ -84,7 +84,7 @@ def imported(name: str) -> set[str]:
     return {m for m in ours if m and ((root / m.replace(".", "/")).is_dir() or (root / f"{m.replace('.', '/')}.py").exists())}
 
 
-# Imported when a plan that was made is shown, or when a package is called as a function.
+# Modules imported when a finished plan is shown, or when a package is called as a function.
 LATER = {
     "plan.result": {"page", "page.html", "page.sections", "plan.report", "plan.report.page", "plan.report.terminal"},
     "callable_module": {"api"},
@@ -122,7 +122,7 @@ def test_cache_that_cannot_be_written_is_only_a_warning(tmp_path, caplog):
 
 
 def test_plans_and_errors_of_planning_are_kept_whole(tmp_path):
-    """A crash, or too little memory, may be chance, and is not kept."""
+    """A crash or a lack of memory may be chance, so it is not cached."""
     kept, request = Cache(tmp_path), planned()
     for kind in ("crashed", "out of memory", "out of time", "stopped"):
         kept.put(request, "by", Outcome(None, kind, "no"))

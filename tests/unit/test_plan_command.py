@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.plan`: what it says of mistakes, before it compiles anything. proofs/test_plan_programs.py prints one."""
+"""`python -m jaxtrain.plan`: its messages about mistakes, before it compiles. proofs/test_plan_programs.py prints a plan."""
 
 import pytest
 
@@ -18,7 +18,8 @@ SMALL = (
 def at_home(monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the command sets would stay with the tests that follow
+    # The command sets these variables; monkeypatch restores them for later tests.
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def refused(capsys, *argv: str) -> str:
@@ -103,7 +104,7 @@ def test_a_folder_that_is_not_writable_is_known_before_compiling(monkeypatch, tm
 
 
 def test_a_file_that_cannot_be_written_after_all_is_told(monkeypatch, tmp_path, capsys):
-    """The folder goes away while the step is compiled."""
+    """The output folder disappears while the step is compiled."""
     folder = tmp_path / "gone"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""The report and the page of a plan: what they show is the plan's, all of it, legibly."""
+"""The report and the page of a plan show all figures of the plan and only those, legibly."""
 
 import dataclasses
 import io
@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """('memory.peak_gib', 40.78), ... of every number and string of a plan."""
+    """Yield the dotted path and the value of every number and string of a plan, such as ('memory.peak_gib', 40.78)."""
     if dataclasses.is_dataclass(tree):
         tree = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, tuple) else None
@@ -38,7 +38,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def changed(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of a plan with `change(path, value)` in place of each number and string."""
+    """Return a copy of a plan with `change(path, value)` in place of each number and string."""
     if dataclasses.is_dataclass(tree):
         fields = [f.name for f in dataclasses.fields(tree)]
         return type(tree)(**{name: changed(getattr(tree, name), change, f"{path}.{name}".lstrip(".")) for name in fields})
@@ -50,7 +50,7 @@ def changed(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
 
 
 def other(value: Any, draw: random.Random) -> Any:
-    """A value that would be written differently: another number, or a string with other digits."""
+    """Return a value that would be printed differently: another number, or a string with other digits."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -73,7 +73,7 @@ def written(plan: Plan, width: int = 110, encoding: str = "utf-8", **arguments: 
 
 
 def row(shown: str, start: str) -> list[str]:
-    """Words of the one line that starts so."""
+    """Return the words of the one line that starts with `start`."""
     (line,) = [line for line in shown.splitlines() if line.startswith(start)]
     return line.split()
 
@@ -85,7 +85,7 @@ def page_words(plan: Plan, steps: int) -> str:
     return " ".join(w for w in Read(text).words if w not in (html.POLICY, "width=device-width, initial-scale=1"))
 
 
-# Not on the page: the file format, the sum of three times that are shown, and the rates of links this plan does not use.
+# Not on the page: the file format, a sum of three times that are shown, and the rates of links that this plan does not use.
 NOWHERE = (
     r"^(format|time\.compute_ms|rates\.(network_gb_s|network_curve\..*|network_latency_us|host_gb_s)|memory\.host_gib|fits)$"
     r"|network_gib$"
@@ -100,7 +100,7 @@ def thinned(memory: Memory, stride: int) -> Memory:
 
 def test_the_page_shows_every_number_of_the_plan():
     plan = sample()
-    # So few that each has a row of its own; collectives are among the kernels too, and have a table of theirs.
+    # The kernels are so few that each has a row. Collectives are kernels too, but have a table of their own.
     plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels[8:] if k.kind != "communication"))
     plan = dataclasses.replace(plan, memory=thinned(plan.memory, 20))
     shown = page.html(plan)
@@ -108,7 +108,7 @@ def test_the_page_shows_every_number_of_the_plan():
         if re.search(NOWHERE, path) or (isinstance(value, str) and not re.search(r"\d", value)):
             continue
         if value == 0 or (isinstance(value, float) and value < 0.04):
-            continue  # a zero times two is a zero; and what is below the last digit of its column
+            continue  # twice zero is zero, and a smaller value has no visible digit in its column
         draw = random.Random(0)
         new = changed(plan, lambda p, v, path=path, draw=draw: other(v, draw) if p == path else v)
         assert page.html(new) != shown, f"{path} = {value!r} changes nothing that is shown"
@@ -116,13 +116,13 @@ def test_the_page_shows_every_number_of_the_plan():
 
 @pytest.mark.parametrize("render", [lambda plan, steps: written(plan, steps=steps), page_words], ids=["text", "page"])
 def test_every_number_shown_is_of_the_plan(render):
-    """No number survives when all of the plan's change, so none is the report's own invention."""
+    """All numbers of the plan change, and every number of the report changes with them: the report adds none of its own."""
     same = numbers_in(render(sample(), 50_000))
     for seed in range(12):
         draw = random.Random(seed)
         plan = changed(sample(), lambda _, value, draw=draw: other(value, draw))
         same &= numbers_in(render(plan, 50_001 + 7 * seed))
-    # Nothing, the thousand billions of a trillion, "<0.1", the length of the call that rates of attention are of, and two
+    # The remaining numbers: nothing, the "1,000 B" of a trillion, "<0.1", the sequence length of the attention rates, and two
     # message sizes.
     assert same <= {"0", "1,000", "0.1", "8,192", "1", "64"}, same
 
@@ -138,11 +138,11 @@ def test_the_verdict_comes_first_and_says_by_how_much():
     lines = shown.splitlines()
     assert lines[0] == "does not fit: needs 159.4 GiB, 134.4 GiB usable: 25.0 GiB missing"
     assert "MFU" not in shown and "Time of a step" not in shown  # a step that does not fit has no speed
-    # Fragmentation alone can be too much.
+    # A step may not fit because of fragmentation alone.
     memory = dataclasses.replace(sample().memory, peak_gib=134.0, temp_gib=124.0)
     lines = written(sample(fits=False, memory=memory)).splitlines()
     assert lines[0] == "does not fit: needs 135.2 GiB, 134.4 GiB usable: 0.8 GiB missing"
-    # The way out stands before everything else, and once.
+    # The fix is printed before everything else, and once.
     assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("Memory at the peak")
     assert shown.count("dtypes.m=bf16") == 1
 
@@ -158,7 +158,7 @@ def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
     assert row(shown, "all-gather") == ["all-gather", "f32", "tensor", "4", "5", "3.22", "12.0", "10.5", "a.py:1"]
     assert row(shown, "all  ") == ["all", "5", "3.22", "12.0", "10.5"]
     assert "network" not in shown
-    # Over a network: its share has a column, and its rate is among those used.
+    # Over a network, the network's share has a column, and the network's rate is in the list of rates.
     remote = sample(collectives=(dataclasses.replace(one, network_gib=0.5),))
     assert row(written(remote), "all-gather")[5:7] == ["1.07", "0.54"]
     assert "network 45 GB/s + 20 us" in page.html(remote)
@@ -177,7 +177,7 @@ def test_long_tables_end_in_a_sum_of_the_rest():
     assert words[words.index("10 more") + 1] == "15.6"  # 1.60 down to 1.51
     kernels = tuple(Kernel("gemm", f"scope {i}", "a.py:1", 2, 50.0 - i, 1.0, 3.0) for i in range(45))
     words = Read(page.html(sample(kernels=kernels))).words
-    # Count, ms, TFLOP and GB of the five that are left: 10.0 down to 6.0 ms.
+    # Count, ms, TFLOP and GB of the five kernels that are not listed: 10.0 ms down to 6.0 ms each.
     assert words[words.index("5 more") + 1 :][:4] == ["10", "40.0", "5.00", "15.0"]
     small = sample().memory.by_class | {"batch": 0.001, "constants": 0.07}
     shown = written(sample(memory=dataclasses.replace(sample().memory, by_class=small)))
@@ -190,7 +190,7 @@ def test_the_text_keeps_to_the_width(width: int):
     shown = written(sample(), width, steps=50_000)
     report_lines, command = shown.split("Command of this plan\n")
     assert max(map(len, report_lines.splitlines())) <= width
-    # In one line, so that it can be copied.
+    # The list is on one line, so that it can be copied.
     assert command.splitlines() == [
         "python -m jaxtrain.plan --config=configs/llama3_8b.py --config.train.global_batch=8 --config.train.grad_accum=1"
         " --topology=h200:8"
@@ -198,7 +198,7 @@ def test_the_text_keeps_to_the_width(width: int):
 
 
 def test_a_narrow_terminal_loses_no_digit_and_no_name():
-    """Bars and sources are left out; a table that is still too wide is wider than the terminal."""
+    """Bars and sources are left out. If a table is still too wide, it exceeds the terminal's width."""
     shown = written(sample(), 60)
     assert ["reduce-scatter", "bf16", "fsdp", "8", "32", "13.1", "38.1", "12.3"] in [r.split() for r in shown.splitlines()]
     assert "attention.py" not in shown
@@ -238,7 +238,8 @@ def test_published_runs_bound_what_is_believed():
 
 
 def test_time_to_train():
-    # 50,000 steps of 65,536 tokens at 92,460 tokens a second are 9.84 hours by the roofline; expected are 746 to 824 ms each.
+    # 50,000 steps of 65,536 tokens at 92,460 tokens/s are 9.84 hours by the roofline. The expected range is 746 to 824 ms a
+    # step.
     spans = ["0.432", "to", "0.477", "82.9", "to", "91.6"]
     assert row(written(sample(), steps=50_000), "this config") == ["this", "config", "3.28", "B", "50,000", *spans]
     none = sample(time=dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None))
@@ -277,7 +278,7 @@ def test_sizes_and_places():
 def test_the_page_is_whole_html_with_text_for_every_picture():
     read = Read(page.html(sample(), steps=50_000))
     assert read.named("html") == [{"lang": "en"}]
-    assert len(read.named("title")) > 1  # the page's own, and the tooltips of bars
+    assert len(read.named("title")) > 1  # the page's own style, and the tooltips of bars
     assert all("scope" in th for th in read.named("th"))
     assert len(read.named("caption")) == len(read.named("table"))
     for svg in read.named("svg"):
@@ -306,7 +307,7 @@ def test_the_chart_marks_peak_and_limit_and_says_what_gaps_add():
     assert "temporaries 29.6 GiB; 0 GiB fragmentation" in shown
     gaps = dataclasses.replace(plan.memory, temp_gib=31.0)
     assert "temporaries 31.0 GiB; 1.4 GiB fragmentation" in page.html(sample(memory=gaps))
-    # A phase too short for its name has it in the table only.
+    # A phase too short for its name is named in the table only.
     assert ">forward</text>" in shown
     assert ">loss</text>" not in shown
     assert ">loss</th>" in shown
@@ -330,7 +331,7 @@ def test_ticks_are_round(top: float, expected: list[float]):
 
 
 def test_the_script_names_what_the_page_has():
-    """The check of page.js that needs no browser: what it looks for is there."""
+    """The elements that page.js looks up exist on the page. This check needs no browser."""
     text = page.html(sample())
     read = Read(text)
     script = (REPO / "jaxtrain/page/assets/page.js").read_text()
@@ -345,14 +346,14 @@ def test_the_script_names_what_the_page_has():
     points = json.loads(read.code[-2] if read.code[-2].startswith("[") else "null")
     assert len(points) == len(sample().memory.timeline)
     assert points[0] == "12.1 GiB, forward"
-    # Sorting reads these.
+    # The sorting script reads these attributes.
     for body in re.findall(r'<table class="sortable">.*?<tbody>(.*?)</tbody>', text):
         cells = re.findall(r'<td class="number"[^>]*>', body)
         assert cells
         assert all("data-value=" in cell for cell in cells)
 
 
-# ---- While plans are made
+# ---- Progress while plans are made
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

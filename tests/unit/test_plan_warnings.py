@@ -1,4 +1,4 @@
-"""Every warning of a plan, on a program that deserves it and on one beside it that does not."""
+"""Every warning of a plan, on a program that triggers it and on a similar program that does not."""
 
 import dataclasses
 
@@ -10,20 +10,20 @@ from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.result import Collective
 from jaxtrain.sharding import replicated
 
-# Large enough that arrays count as more than bookkeeping; nothing of it is compiled.
+# Sizes are large enough that arrays exceed the thresholds. Nothing is compiled.
 SIZES = {"model.d_model": 512, "model.d_ff": 2048, "model.vocab_size": 8192, "precision": "bf16", "mesh.fsdp": 8}
 RUN = tiny(SIZES)
 ACCUMULATING = tiny({**SIZES, "train.grad_accum": 2})
 MESH = {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
-# Written short in the modules below.
+# Abbreviations in the modules below.
 SHORT = {
     "GROUPS": "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true",
     "STATE": "(s32[], f32[512,2048]{1,0}, f32[4,512,2048]{2,1,0}, f32[512,2048]{1,0})",
     "TRIPS": 'backend_config={"known_trip_count":{"n":"4"}}',
 }
 
-# A loop of 4 rounds that carries a weight it does not change (element 1), a stack (element 2) of which each round takes a
-# slice, and an array (element 3) that each round replaces.
+# A loop of 4 rounds. It carries a weight that does not change (element 1), a stack of which each round takes a slice (element
+# 2), and an array that each round replaces (element 3).
 LOOP = """HloModule step, num_partitions=8
 
 %slice (p: f32[4,512,2048], n: s32[]) -> f32[512,2048] {
@@ -71,20 +71,20 @@ FOUND = Found("all-gather", "bf16", "fsdp", 8, 4, 8e6, 0.0, "jaxtrain/models/lay
 
 
 def parsed(text: str, **written: str) -> hlo.Module:
-    """A module, with what is written short put in."""
+    """Return a module, with its abbreviations expanded."""
     for name, full in {**SHORT, **written}.items():
         text = text.replace(name, full)
     return hlo.parse(text)
 
 
 def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
-    """The warnings about these collectives of a module."""
+    """Return the warnings about these collectives of a module."""
     module = parsed(LOOP, OPERAND="%same", METADATA='op_name="x"')
     return warnings.program_warnings(run, made or program(run), module, list(found), list(moved), step_ms)
 
 
 def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN, swap: str = ""):
-    """The warnings about the loop above, when what it gathers is this value. swap: what a round hands on instead."""
+    """Return the warnings about the loop above, if it gathers the value `operand`. swap: another tuple for the next round."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
     return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)
@@ -120,23 +120,23 @@ def test_float32_reductions_are_named_unless_asked_for():
 
 
 def test_a_gather_that_could_be_outside_its_loop():
-    for operand in ("%same", "%tied"):  # tied to the counter by a barrier, which leaves a tuple behind
+    for operand in ("%same", "%tied"):  # %tied is %same behind a barrier with the counter, which returns a tuple
         (warning,) = looped(operand)
         assert "of an array that does not change in the loop around it (4 a step" in warning
         assert "gather it once, before the loop" in warning
     assert looped("%other") == ()
     assert looped("%sliced") == ()
-    # Elements that change places with each other are those of another round.
+    # Elements that swap places in each round do change.
     assert looped("%same", swap="tuple(%next, %other, %stack, %same)") == ()
 
 
 def test_the_loop_over_microbatches_may_gather_again():
     own = "jit(train_step)/while/body/jvp(loss)/shard_map/all_gather"
     assert looped("%same", own, ACCUMULATING) == ()
-    assert len(looped("%same", own)) == 1  # without accumulation there is no such loop
+    assert len(looped("%same", own)) == 1  # without accumulation there is no loop over microbatches
     inner = "jit(train_step)/while/body/jvp(loss)/shard_map/while/body/all_gather"
     assert len(looped("%same", inner, ACCUMULATING)) == 1
-    # A microbatch's own collective may stand in a loop of the kernel that has no name of its own.
+    # A microbatch's own collective may be in a kernel's loop that has no scope name.
     found = [changed(loops=("micro",), op_name=own), changed(loops=("around", "micro"), op_name=own)]
     assert warnings.microbatch_loops(ACCUMULATING, found) == {"micro"}
 

@@ -1,4 +1,4 @@
-"""Which batch a step reads, past what was skipped: against a source in which the skipped batches are crossed out."""
+"""Which batch a step reads after skipped data: compared with a list of batches from which the skipped ones are removed."""
 
 import itertools
 
@@ -10,12 +10,12 @@ from jaxtrain import position
 @pytest.mark.parametrize("begin", [0, 3, 6, 7, 9, 12])
 @pytest.mark.parametrize("skipped", [(), ((6, 9),), ((0, 2), (6, 9)), ((6, 7), (8, 9), (12, 20))])
 def test_a_step_reads_the_next_batch_that_is_not_skipped(begin, skipped):
-    """A run that begins inside a range passes over the rest of it."""
+    """A run that starts inside a skipped range also skips the rest of that range."""
     gone = {batch for first, last in skipped for batch in range(first, last)}
     expected = list(itertools.islice((batch for batch in itertools.count(begin) if batch not in gone), 12))
     place = position.Position(5, begin, skipped)
     assert [place.at(step) for step in range(5, 17)] == expected
-    # What was read after a step: everything up to the batch of that step.
+    # After a step, all batches up to the batch of that step have been read.
     assert [place.read(step) for step in range(5, 18)] == [begin, *(batch + 1 for batch in expected)]
 
 
@@ -24,7 +24,7 @@ def test_a_step_reads_the_next_batch_that_is_not_skipped(begin, skipped):
     [
         ([], ()),
         ([(600, 900)], ((6, 9),)),
-        ([(650, 850)], ((6, 9),)),  # whole batches, also where the batch size was another one
+        ([(650, 850)], ((6, 9),)),  # counts whole batches, even if the batch size was different
         ([(600, 700), (700, 800)], ((6, 8),)),
         ([(600, 900), (700, 800)], ((6, 9),)),
         ([(600, 700), (200, 300)], ((2, 3), (6, 7))),

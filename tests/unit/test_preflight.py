@@ -1,4 +1,4 @@
-"""Preflight: recorded nodes, healthy and broken, are judged; each fault by its own check and no other."""
+"""Preflight on recorded nodes, healthy and broken: exactly the right check reports each fault."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from jaxtrain.preflight.table import FAULT, NOTE, OK, UNKNOWN, Context, Finding,
 REPO = Path(__file__).resolve().parents[2]
 
 
-# Fault -> (the check that tells it, words of what was seen, words of its remedy).
+# Fault -> (the check that reports it, words of the finding, words of the fix).
 FAULTS = {
     "phb_link": ("topology", "GPU0-GPU3 PHB (across one PCIe host bridge", "nvidia-fabricmanager"),
     "nvl_missing_bridge": ("topology", "GPU4 to GPU7: no NVLink, not NV6 to 3 others", "the bridge sits on all"),
@@ -66,7 +66,7 @@ FAULTS = {
 }
 
 
-# What looks like a fault and is none -> (the check that might have told it, its state, words of what was seen).
+# Harmless state that resembles a fault -> (the check that might report it, its state, words of the finding).
 SOUND = {
     "others_train_beside": ("memory in use", OK, "0.0 GiB"),
     "slurm_gave_four": ("GPU count", NOTE, "8, and Slurm gave 4"),
@@ -210,7 +210,7 @@ def test_two_faults_are_two(tmp_path, capsys):
         ({"environ.json": '{"NVIDIA_VISIBLE_DEVICES": "all"}'}, "GPU count", OK, "8 of 8"),
         ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "GPU-7cc661e9"}'}, "GPU model", OK, "1 x NVIDIA H200"),
         ({"environ.json": '{"CUDA_VISIBLE_DEVICES": "MIG-1"}'}, "CUDA_VISIBLE_DEVICES", FAULT, "there is no GPU MIG-1"),
-        (gpu_table(memory__used="4096"), "memory in use", NOTE, "4.0 GiB"),  # of the 6 that the run leaves
+        (gpu_table(memory__used="4096"), "memory in use", NOTE, "4.0 GiB"),  # a run leaves 6 GiB free
         (gpu_table(memory__used="7168"), "memory in use", FAULT, "7.0 GiB"),
         (gpu_table(power__limit="650.00", power__default_limit="650.00"), "power limit", NOTE, "an HGX H200 has 700"),
         (gpu_table(enforced__power__limit="500.00"), "power limit", FAULT, "set to 700 W, and held at 500"),
@@ -274,7 +274,7 @@ def test_a_checkpoint_needs_room_for_two(capsys, tmp_path):
 
 
 def context(node_=None, paths=None, cluster=None, **more) -> Context:
-    """A node, healthy if none is given, for the default config."""
+    """Return the context of a check: a node (healthy by default) and the default config."""
     return Context(node_ or RecordedNode(H200), launch.load([]).run, paths or {}, cluster, **more)
 
 
@@ -298,15 +298,15 @@ def test_rates_below_what_a_board_reaches():
     def state(**figures) -> dict[str, str]:
         return {name: finding.state for name, finding in judge(**figures).items()}
 
-    # 480 with sums in the switches, 370 without: between the two nothing is broken.
+    # The normal rate is 480 with sums in the switches and 370 without. A rate between them is no fault.
     assert [state(all_reduce_bus_gb_s=rate)["all-reduce"] for rate in (400, 380, 300, 290)] == [OK, NOTE, NOTE, FAULT]
     assert [state(reduce_scatter_bus_gb_s=rate)["reduce-scatter"] for rate in (300, 290)] == [OK, FAULT]
     assert [state(gemm_tflops=[700.0] * 7 + [last])["GEMM"] for last in (640.0, 620.0)] == [OK, FAULT]
-    assert state(gemm_tflops=[400.0] * 8)["GEMM"] == FAULT  # alike, and all below half of the peak
+    assert state(gemm_tflops=[400.0] * 8)["GEMM"] == FAULT  # all GPUs are alike, and all are below half of the peak
     assert [state(h2d_gb_s=[50.0] * 7 + [last])["host to device"] for last in (26.0, 24.0)] == [OK, FAULT]
     slow = {"checkpoints": {"write_gb_s": 0.04, "read_gb_s": 1.0}}
-    assert state(disk={"data": {"read_gb_s": 0.01}})["disk rates"] == FAULT  # on a disk of its own
-    assert state(disk=slow)["disk rates"] == NOTE  # at this moment, over the network
+    assert state(disk={"data": {"read_gb_s": 0.01}})["disk rates"] == FAULT  # a local disk
+    assert state(disk=slow)["disk rates"] == NOTE  # a network disk may be slow for the moment
     assert state(disk={"cache": slow["checkpoints"]})["disk rates"] == OK
     broken = {"disk.checkpoints": "/scratch: Disk quota exceeded"}
     assert state(failed=broken, left_out=broken)["disk rates"] == FAULT
@@ -315,7 +315,7 @@ def test_rates_below_what_a_board_reaches():
 
 
 def test_a_slow_gpu_is_one_below_the_others(capsys):
-    """Of two, the slower one is found though it pulls their median down; its number is nvidia-smi's."""
+    """Of two GPUs the slower one is found, although it lowers their median. Its number is that of nvidia-smi."""
     judged = rates.CHECKS.run(context(measured={"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}))
     found = {finding.name: finding for finding in judged}
     assert found["GEMM"].state == FAULT and "GPU2 600 (-14%)" in found["GEMM"].seen and "GPU5" not in found["GEMM"].seen
@@ -329,7 +329,7 @@ def test_a_slow_gpu_is_one_below_the_others(capsys):
         ({"reasons": {"sw_thermal": 0.6}}, FAULT, "sw_thermal in 60%"),
         ({"reasons": {"sync_boost": 1.0}}, OK, "1,500 MHz"),
         ({"sm_mhz": 1200.0, "power_w": 390.0}, NOTE, "GPU1: slow, at 1,200 of 1,980 MHz and 390 of 700 W"),
-        ({"sm_mhz": 1200.0, "power_w": 695.0}, OK, "1,200"),  # at its limit: that is what full load looks like
+        ({"sm_mhz": 1200.0, "power_w": 695.0}, OK, "1,200"),  # at its limit: the GPU has full load
         ({"sm_mhz": None, "power_w": None}, OK, "none"),
     ],
 )
@@ -349,7 +349,7 @@ def test_under_load(gpu, state, seen):
 
 
 def test_rates_between_nodes():
-    """Against the node's own rate, and the cards beside the GPUs: 8 of 50 GB/s."""
+    """The rate is compared with the node's own rate and with the cards near the GPUs: 8 cards of 50 GB/s."""
 
     def state(name: str, between: float, **figures) -> str:
         node_ = RecordedNode(RECORDED / name)
@@ -361,12 +361,13 @@ def test_rates_between_nodes():
 
     assert [state("two_nodes/a", rate, all_reduce_bus_gb_s=470.0) for rate in (341.0, 150.0)] == [OK, FAULT]
     assert state("two_nodes/a", 18.0, all_reduce_bus_gb_s=20.0) == OK  # GPUs joined by PCIe
-    assert state("two_nodes/a", 210.0) == OK  # one GPU a process: 400 of the cards, and no figure of the node's
-    assert state("sound/hgx_h100_of_four", 3.0, all_reduce_bus_gb_s=210.0) == OK  # no card is near: it is only reported
+    assert state("two_nodes/a", 210.0) == OK  # one GPU a process: the cards allow 400, and the node has no figure
+    # without a near card the rate is only reported
+    assert state("sound/hgx_h100_of_four", 3.0, all_reduce_bus_gb_s=210.0) == OK
 
 
 def beside(*far: int) -> dict[str, str]:
-    """The healthy node's matrix, of which these cards are beside no GPU."""
+    """Return the healthy node's topology matrix; these network cards are near no GPU."""
     out = RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out.splitlines()
     rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
     return answer(nvidia_smi.TOPOLOGY, "\n".join(rows) + "\n")
@@ -374,7 +375,10 @@ def beside(*far: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
 def test_a_card_for_each_gpu(far, state, cards, tmp_path):
-    """One missing of eight is a fault; one for storage is how the machine is built. Nodes are compared by those near and up."""
+    """One of eight GPUs without a near card is a fault. If only one GPU has a near card, the card is for storage.
+
+    The number of network cards counts active cards near a GPU.
+    """
     cluster = distributed.Cluster("a:1", 2, 0, None, "this test")
     here = context(RecordedNode(copied(tmp_path, beside(*far))), cluster=cluster)
     assert [f.state for f in inspection.inspect(here) if f.name == "GPU and NIC"] == [state]
@@ -385,7 +389,7 @@ def test_a_card_for_each_gpu(far, state, cards, tmp_path):
 
 
 def test_a_command_has_the_time_that_it_needs():
-    """nvidia-smi initializes eight GPUs one after the other; half of a short limit stays for the rest."""
+    """nvidia-smi may take 25 s for eight GPUs, or half of a shorter limit: the rest is for the other checks."""
     nodes = [command.make_node(command.COMMAND.parse([f"--limit={limit}"])) for limit in (60, 20)]
     assert [node_.command_s for node_ in nodes if isinstance(node_, LocalNode)] == [25.0, 10.0]
 
@@ -417,7 +421,7 @@ def test_a_fault_that_is_allowed_is_noted(monkeypatch, capsys):
     assert judged(node, capsys, "--allow=CPU governor")[0] == 3
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "CPU governor,NUMA balancing")
     assert judged(node, capsys)[0] == 0 and judged(RECORDED / "faults" / "mig", capsys)[0] == 3
-    assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # what is given counts, and not the variable
+    assert judged(node, capsys, "--allow=CPU governor")[0] == 3  # --allow takes precedence over the variable
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT_ALLOW", "foo")
     assert command.main([f"--recorded={node}"]) == 2
     assert (
@@ -432,14 +436,14 @@ def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
 
 
 def test_every_check_has_a_name_that_can_be_allowed():
-    """No recording, sound or broken, has a line that --allow would refuse."""
+    """Every line of every recording, healthy or broken, has a name that --allow accepts."""
     folders = [RECORDED / name for name in ("h200_healthy", "h200_nvl_healthy", "no_gpu", "two_nodes/a")]
     folders += [*(RECORDED / "faults").iterdir(), *(RECORDED / "sound").iterdir()]
     paths = {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}
     found = {f.name for folder in folders for f in inspection.inspect(context(RecordedNode(folder), paths))}
     assert len(found) > 40 and not found - set(inspection.CHECKS)
     assert {"GPU work", "clocks of all nodes", "driver of all nodes", "disk cache"} < set(inspection.CHECKS)
-    assert len(inspection.CHECKS) == len(inspection.OF_NODES) + len(inspection.EQUAL) + 1  # no name twice
+    assert len(inspection.CHECKS) == len(inspection.OF_NODES) + len(inspection.EQUAL) + 1  # every name once
 
 
 def test_notes_stand_under_the_table(capsys):
@@ -449,7 +453,7 @@ def test_notes_stand_under_the_table(capsys):
     assert len(after) == 2 and after[0].startswith("CPU governor: powersave (intel_pstate)") and "; " in after[0]
     assert after[1].startswith("fit: ")
     assert command.main([f"--recorded={H200}"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2].startswith("└")  # nothing is said of what is ok
+    assert capsys.readouterr().out.splitlines()[-2].startswith("└")  # a check that is ok has no note
 
 
 def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
@@ -462,12 +466,12 @@ def test_a_reset_mends_no_gpu_that_is_lost(tmp_path, capsys):
 
 
 def test_reading_nvidia_smi():
-    text = RecordedNode(RECORDED / "h200_nvl_healthy").run(nvidia_smi.TOPOLOGY).out  # its heading is underlined
+    text = RecordedNode(RECORDED / "h200_nvl_healthy").run(nvidia_smi.TOPOLOGY).out  # the heading is underlined
     found = nvidia_smi.parse_topology(text, range(8))
     assert len(found.pairs) == 28 and found.pairs["GPU1", "GPU3"] == "NV6"
     found = nvidia_smi.parse_topology(RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out, [2, 5])
     assert found.pairs == {("GPU2", "GPU5"): "NV18"} and found.near_nics == {"GPU2": ["mlx5_2"], "GPU5": ["mlx5_5"]}
-    # As an older one prints it in the middle of an issue: spaces for tabs, no GPU NUMA ID.
+    # As an older nvidia-smi prints it in a GitHub issue: spaces for tabs, no GPU NUMA ID.
     old = (
         "        GPU0    GPU1    mlx5_0  CPU Affinity\n"
         "GPU0     X      NV12    PXB     0-23\n"
@@ -512,7 +516,7 @@ def test_one_question_that_hangs_is_named(tmp_path, capsys):
 
 
 def together_on(name: str, paths: dict[str, str], seconds: float = 60) -> report.NodeReport:
-    """The report on a node without recorded rates, so that it is to be measured."""
+    """Return preflight's report on a recorded node without rates, so that preflight measures."""
     node_ = RecordedNode(RECORDED / name)
     node_.measured = {}
     (found,) = Preflight(context(node_, paths), None, seconds).run()
@@ -552,7 +556,7 @@ def test_a_call_that_hangs_is_abandoned():
 
 
 def silent(monkeypatch, module) -> None:
-    """Whatever has `dead` in its name does not answer, as a mount whose server is gone."""
+    """Make every path whose name contains `dead` hang, as on a mount whose server is gone."""
 
     def call(seconds, subject, function):
         assert seconds == node.ANSWER_S
@@ -581,7 +585,7 @@ def test_the_output_folder_may_hang_too(monkeypatch, capsys):
 
 
 def test_network_disks_are_measured_once():
-    """By process 0: eight nodes that write at the same time measure each other."""
+    """Only process 0 measures network disks: eight nodes that write at the same time would measure each other."""
     here = context(paths={"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"})
     assert set(multi_node.paths_to_measure(here, 0)[0]) == {"data", "checkpoints"}
     paths, left_out = multi_node.paths_to_measure(here, 3)
@@ -659,7 +663,7 @@ def test_recordings_in_a_circle(tmp_path):
 
 @pytest.fixture
 def laptop(monkeypatch, tmp_path) -> list[str]:
-    """Options for this machine, as one without an NVIDIA GPU whose disk is slow."""
+    """Return options for this machine, faked as one without an NVIDIA GPU and with a slow disk."""
     slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
     monkeypatch.setattr(nvidia_smi, "read_gpus", lambda _: nvidia_smi.Gpus([], absent="no NVIDIA GPU"))
     monkeypatch.setattr(LocalNode, "start", lambda *_: None)
@@ -687,7 +691,7 @@ def test_a_recording_is_in_a_folder_of_its_own(laptop, tmp_path, capsys):
     assert command.main([*laptop, f"--record={run}"]) == 2
     said = capsys.readouterr().err
     assert "holds config.json, which is no part of a recording" in said and f"--record={run / 'node'}." in said
-    for _ in range(2):  # over an earlier one, too
+    for _ in range(2):  # an earlier report is overwritten
         assert command.main([*laptop, f"--record={run / 'node'}"]) == 0
     assert RecordedNode(run / "node").measured["disk"] and [path.name for path in run.iterdir() if path.is_file()] == [
         "config.json"

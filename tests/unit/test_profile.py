@@ -1,6 +1,6 @@
-"""Profiles of traces of GPUs. No such trace has been recorded yet; this one is made.
+"""Profiles of GPU traces. No real trace has been recorded yet; this one is made from a plan.
 
-Its program has a plan: the times that the plan gives to operations must come out of the trace, to the millisecond.
+The plan gives each operation a time. The profile of the trace must return those times, to the millisecond.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxtrain.profiling import HLO_TEXT
 
 
 def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
-    """Three gathers of 100 MB in a loop beside matmuls of 1 ms each: time that the matmuls do not overlap is exposed."""
+    """Three gathers of 100 MB in a loop run beside matmuls of 1 ms each. Time that the matmuls do not overlap is exposed."""
     space, planned = gpu_space()
     found = read_gpu(tmp_path, monkeypatch, space)
     assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.devices) == 2
@@ -89,7 +89,9 @@ def test_without_a_known_gpu_or_the_program_the_report_gives_the_reason(tmp_path
 
 
 def test_time_at_once_is_divided():
-    """Two matmuls at once for 4 ns, one alone for 6: 2 + 6 and 2 of 10; communication beside them is overlapped."""
+    """Two matmuls run together for 4 ns, and one alone for 6 ns: their times are 8 and 2 of 10 ns. Communication overlaps with
+    them.
+    """
     kinds = {"a": "matmul", "b": "matmul", "c": "communication"}
     operations = {name: Operation(kind, "mlp", "forward", name, "") for name, kind in kinds.items()}
     ran = [(0.0, 10.0, "a"), (6.0, 10.0, "b"), (8.0, 14.0, "c"), (12.0, 12.0, "a")]

@@ -1,4 +1,4 @@
-"""Published runs beside their plans: the page, what is stored, and the figures on both."""
+"""Published runs compared with their plans: the page, the stored values, and the figures of both."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_training_would_accept_every_run(run):
 
 
 def test_published_mfu_is_that_of_the_publishers():
-    """Google's page divides 508.371 TFLOP/s, attention's whole square, by 989; NVIDIA's has 52.59% for Llama 2."""
+    """Google's page divides 508.371 TFLOP/s, with attention's whole square, by 989. NVIDIA's page has 52.59% for Llama 2."""
     assert row("Llama 3.1 70B, 256 H200").mfu.full == pytest.approx(508.371 / 989.4, rel=1e-3)
     assert row("Llama 2 70B, 64 H100").mfu.full == pytest.approx(0.5259, rel=2e-3)
     assert row("Llama 3.1 8B, 8 H100 at 500 W").mfu.full == pytest.approx(0.390, rel=2e-3)
@@ -65,7 +65,9 @@ def test_causes_add_up_to_the_published_time(run):
 
 
 def test_ranges_are_over_published_runs_of_the_same_kind():
-    """Where three of them are XLA programs, over these. The stored ranges are those of the stored plans."""
+    """If at least three runs of a kind are XLA programs, the range covers those alone. The stored ranges match the stored
+    plans.
+    """
     plans = published.stored()["plans"]
 
     def spread(runs):
@@ -80,7 +82,7 @@ def test_ranges_are_over_published_runs_of_the_same_kind():
 
 
 def test_published_rates_explain_xla_programs_better_than_parts_of_the_peak():
-    """At 75% of the peak for every kernel the geometric mean of planned over published was 0.81."""
+    """With 75% of the peak for every kernel, the geometric mean of planned over published time was 0.81."""
     rows = published.rows_by_kind(ROWS)["bf16 dense"]
     assert len(rows) >= 6 and 0.81 < published.mean(rows) < 1
 
@@ -90,8 +92,8 @@ def test_published_rates_explain_xla_programs_better_than_parts_of_the_peak():
     [
         ("bf16 dense", rates.PUBLISHED, (1000 / 0.9, 1000 / 0.8)),
         ("fp8 dense", rates.PUBLISHED, None),  # too few published runs
-        ("", rates.PUBLISHED, None),  # experts, 131,072 tokens, another generation
-        ("bf16 dense", "calibrated on NVIDIA H200, 2026-11-21", None),  # the ratios are of other rates
+        ("", rates.PUBLISHED, None),  # experts, 131,072 tokens, another GPU generation
+        ("bf16 dense", "calibrated on NVIDIA H200, 2026-11-21", None),  # the ratios apply to published rates only
     ],
 )
 def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatch, tmp_path, kind, source, expected):
@@ -136,7 +138,7 @@ def test_kinds_of_run(topology, changes, kind):
 
 
 def test_the_sizes_of_compared_runs():
-    """A range is given for as many GPUs as the runs had that it was derived from."""
+    """A range applies to the numbers of GPUs of the runs from which it was derived."""
     for kind, rows in published.rows_by_kind(ROWS).items():
         sizes = [machines.parse(row.run.machine).total for row in rows]
         assert (min(sizes), max(sizes)) == rates.SIZES[kind.removesuffix(" dense")], kind

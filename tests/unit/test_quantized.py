@@ -1,4 +1,4 @@
-"""Moments in 8-bit blocks: the published code maps and errors, what goes into blocks, and Adam's updates with them."""
+"""Moments in 8-bit blocks: the published code maps and errors, which arrays become blocks, and Adam's updates with them."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ def in_blocks(x: Any, signed: bool, axis: int = -1) -> Blocks:
     return encode(x, scales_of(x, axis), axis, signed)
 
 
-# ---- The quantiser
+# ---- The quantizer
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_code_map_is_the_published_one(signed):
-    """Written out from the bits: sign or nothing, zeros that count decades, a one, a linear fraction."""
+    """Built from the bits: a sign (signed only), zeros that count decades, a one, and a linear fraction."""
     values = [0.0, 1.0]
     for byte in range(256):
-        bits = f"{byte:08b}"[1:] if signed else f"{byte:08b}"  # unsigned: the sign's bit is one more of the fraction
+        bits = f"{byte:08b}"[1:] if signed else f"{byte:08b}"  # unsigned: the sign's bit extends the fraction
         zeros = len(bits) - len(bits.lstrip("0"))
         fraction = bits[zeros + 1 :]
-        if zeros > 6:  # unsigned: what is left of the zero decade
+        if zeros > 6:  # the two codes without a fraction are those of 0 and 1
             continue
         at = (int(fraction, 2) if fraction else 0) + 0.5
         magnitude = 10.0**-zeros * (0.1 + 0.9 * at / 2 ** len(fraction))
@@ -44,7 +44,7 @@ def test_codes_are_those_of_the_nearest_values(signed):
     rng = np.random.default_rng(0)
     x = np.where(rng.random((64, 255)) < 0.5, rng.random((64, 255)), 10 ** rng.uniform(-8, 0, (64, 255)))
     x = x * rng.choice([-1, 1], x.shape) if signed else x
-    x = np.concatenate([x, np.ones((64, 1))], 1).astype(np.float32)  # each block's scale is 1
+    x = np.concatenate([x, np.ones((64, 1))], 1).astype(np.float32)  # the scale of each block is 1
     values = code_map(signed)
     found = values[np.asarray(in_blocks(x, signed).codes)]
     nearest = np.abs(x[..., None].astype(float) - values).min(-1)
@@ -56,14 +56,17 @@ def test_codes_are_those_of_the_nearest_values(signed):
 
 
 def test_error_of_normal_data_is_as_published():
-    """What bitsandbytes asks of its own kernels (tests/test_functional.py): mean absolute error of N(0, 1) below 0.011 and mean
-    relative error below 0.018; of uniform data in [0, 1], 0.0035 and 0.015."""
+    """The bounds are those of bitsandbytes' own tests (tests/test_functional.py).
+
+    For N(0, 1) the mean absolute error is below 0.011 and the mean relative error below 0.018. For uniform data in [0, 1] the
+    bounds are 0.0035 and 0.015.
+    """
     rng = np.random.default_rng(0)
     for x, absolute, relative in ((rng.standard_normal((1024, 256)), 0.011, 0.018), (rng.random((1024, 256)), 0.0035, 0.015)):
         error = np.abs(np.asarray(decode(in_blocks(x, True), True)) - x)
         assert absolute / 3 < error.mean() < absolute
         assert relative / 3 < (error / np.abs(x + 1e-8)).mean() < relative
-        assert (error <= np.abs(x).max(-1, keepdims=True) * 0.9 / 64 / 2 + 1e-6).all()  # half a part of the largest decade
+        assert (error <= np.abs(x).max(-1, keepdims=True) * 0.9 / 64 / 2 + 1e-6).all()  # half a step of the largest decade
 
 
 def test_blocks_of_zeros_and_of_what_is_no_number():
@@ -78,17 +81,18 @@ def test_blocks_of_zeros_and_of_what_is_no_number():
 def test_what_goes_into_blocks():
     assert [block(n) for n in (256, 28672, 128, 96, 11008, 80, 24, 1)] == [256, 256, 128, 32, 256, 16, 0, 0]
     assert block_axis(("layers", "embed", "mlp"), (80, 8192, 28672)) == 2
-    assert block_axis(("layers", "mlp", "embed"), (80, 28672, 8192)) == 1  # fsdp splits embed
+    assert block_axis(("layers", "mlp", "embed"), (80, 28672, 8192)) == 1  # fsdp shards embed
     assert block_axis(("layers", "embed", "heads", "head_dim"), (80, 8192, 64, 128)) == 3
     assert block_axis(("layers", "heads", "head_dim", "embed"), (80, 64, 128, 8192)) == 2
-    assert block_axis(("layers", "embed", "heads", "head_dim"), (2, 64, 32, 8)) == 2  # heads, where a head is too narrow
+    # blocks along heads if the head dimension is too small
+    assert block_axis(("layers", "embed", "heads", "head_dim"), (2, 64, 32, 8)) == 2
     assert block_axis(("vocab", "embed"), (128256, 8192)) is None
     assert block_axis(("layers", "embed"), (80, 8192)) is None
-    assert block_axis(("layers", "embed", "mlp"), (80, 32, 96)) is None  # 3072 elements a layer
+    assert block_axis(("layers", "embed", "mlp"), (80, 32, 96)) is None  # 3072 elements a layer are too few
 
 
 def toy_steps(m: str, v: str, grads: list[np.ndarray], eps: float = 1e-8) -> list[np.ndarray]:
-    """Updates of one (16, 256) matrix."""
+    """Return the updates of one (16, 256) matrix."""
     tx = stored_moments(m, v, {"w": ("embed", "mlp")}, 0.9, 0.95, eps)
     p, step = {"w": jnp.zeros((16, 256))}, jax.jit(tx.update)
     s, found = tx.init(p), []
@@ -101,7 +105,7 @@ def toy_steps(m: str, v: str, grads: list[np.ndarray], eps: float = 1e-8) -> lis
 
 def test_updates_follow_those_of_float32():
     rng = np.random.default_rng(0)
-    # Both ways from 1, where a first moment and a second one have the same size.
+    # The gradients are on both sides of 1, where a first moment and a second moment have the same size.
     grads = [rng.standard_normal((16, 256)) * 10 ** rng.uniform(-2, 2, (16, 1)) for _ in range(8)]
     exact, found = toy_steps("f32", "f32", grads), toy_steps("int8", "int8", grads)
     np.testing.assert_allclose(found[0], exact[0], rtol=1e-6)  # the first step reads moments that are exactly 0
@@ -110,11 +114,13 @@ def test_updates_follow_those_of_float32():
 
 
 def test_a_second_moment_never_vanishes_before_the_first():
-    """Small gradients beside a large one that then cease: with v rounded to 0, as nearest would have it, m / eps is left."""
+    """A block has small gradients beside a large one, then zeros. If v rounded to the nearest code, 0, the update would be m /
+    eps.
+    """
     first = np.full((16, 256), 1e-4)
     first[:, 0] = 1.0
     updates = toy_steps("int8", "int8", [first, np.zeros((16, 256))])
-    nearest = np.abs(1e-8 - code_map(False)).argmin()  # of v's block, 1e-8 of the largest
-    assert nearest == 0  # what this test is about
+    nearest = np.abs(1e-8 - code_map(False)).argmin()  # relative to the block's largest value of v
+    assert nearest == 0  # the premise of this test
     assert np.abs(updates[1]).max() < 1.0
     assert (np.abs(updates[1][:, 1:]) > 0).all()  # the first moment is still there

@@ -1,4 +1,4 @@
-"""How fast a GPU is taken to be: published rates by hand and beside published measurements, and calibrations that are kept."""
+"""GPU rates in plans: published rates, by hand and compared with published measurements, and stored calibrations."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def test_datasheet_rates():
         sheet = dataclasses.asdict(rates.datasheet(gpu, "bf16"))
         assert (sheet.pop("fp8_tflops") > 0) == (gpu.sm >= 89)
         assert min(v for v in sheet.values() if isinstance(v, float)) > 0
-        # The record of a search for the best shape, H200: 794.5 of 989.4 TFLOP/s and 1,453 of 1,978.9 in FP8.
+        # The best of all shapes that a published search tried on an H200: 794.5 of 989.4 TFLOP/s, and 1,453 of 1,978.9 in FP8.
         assert rates.datasheet(gpu, "bf16").gemm_tflops <= 794.5 / 989.4 * gpu.bf16
         assert rates.datasheet(gpu, "bf16").fp8_tflops <= 1453 / 1978.9 * gpu.fp8
     a100 = hardware.lookup("A100-SXM4-80GB")
@@ -43,7 +43,7 @@ def test_datasheet_rates():
     [(16, 518, 499), (4096, 518, 499), (8192, 529, 518), (16384, 539, 516), (131072, 539, 516), (11585, 534, 517)],
 )
 def test_attention_runs_at_the_rate_of_its_length(keys, forward, backward):
-    """By the call's keys: as measured at 4k, 8k and 16k, between them in equal steps of log keys, and constant outside."""
+    """Rates are the measured ones at 4k, 8k and 16k keys, linear in log keys between those, and constant outside."""
     assert H200
     sheet = rates.datasheet(H200, "bf16")
     for rate, back in ((forward, False), (backward, True)):
@@ -53,7 +53,7 @@ def test_attention_runs_at_the_rate_of_its_length(keys, forward, backward):
 
 
 def on_links(kind: str, mib: float, nodes: int) -> float:
-    """Bus bandwidth in GB/s that a plan gives a collective over all GPUs of nodes with 8 H200s, as nccl-tests define it."""
+    """Return a plan's bus bandwidth in GB/s, as nccl-tests define it, for a collective over all GPUs of nodes with 8 H200s."""
     assert H200
     n = 8 * nodes
     given = mib * 2**20 / (n if kind == "all-gather" else 1)
@@ -69,7 +69,9 @@ ROOT = f"\n  ROOT %c = {BIG} all-gather(%x), replica_groups={{{{0,1}}}}, dimensi
 
 
 def test_small_messages_are_slower():
-    """One node: 370 GB/s for the largest, the shape of the published sweep below, and 10 us for the smallest."""
+    """On one node the largest messages reach 370 GB/s, and the smallest take 10 us. Between them rates follow the published
+    sweep.
+    """
     speeds = [on_links("all-gather", mib, 1) for mib in (1 / 1024, 1 / 32, 1, 8, 64, 512, 16384)]
     assert speeds == pytest.approx([0.09, 2.87, 30.6, 119.3, 265.9, 345.5, 370.0], rel=0.01)
     assert on_links("all-reduce", 64, 1) == on_links("all-gather", 64, 1)
@@ -80,7 +82,7 @@ def test_small_messages_are_slower():
 @pytest.mark.parametrize(
     ("kind", "mib", "nodes", "published", "within"),
     [
-        # NVIDIA/nccl issue 1229: reduce-scatters over H100s; its sizes are not given, and 2 GiB are assumed.
+        # NVIDIA/nccl issue 1229: reduce-scatters over H100s. The issue gives no sizes; 2 GiB is an assumption.
         *(("reduce-scatter", 2048, 2**n, gb_s, 0.1) for n, gb_s in enumerate((360, 345, 320, 300, 280, 260), 2)),
         # NVIDIA/nccl-tests issue 283: all-reduces over 248 nodes of 8 H200s, mostly about 350 and at times below 300.
         ("all-reduce", 512, 248, 325, 0.1),

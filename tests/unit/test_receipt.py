@@ -1,4 +1,4 @@
-"""Receipts: what one holds at the start and at the end, the figures, what two are compared by, and what cannot be read."""
+"""Receipts: their contents at the start and at the end, their figures, the comparison of two, and unreadable files."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ RESOLVED = config.to_dict(config.RunConfig())
 
 @pytest.fixture(autouse=True)
 def known_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/campaign/test_receipt_diff.py has git and the digests of all files."""
+    """Fake git and the digests of files; tests/campaign/test_receipt_diff.py uses the real ones."""
     known = {"commit": "c" * 40, "dirty": False, "patch": "", "files": {"a.py": "d"}}
     monkeypatch.setattr(collect, "source", lambda *args: known)
 
@@ -87,7 +87,7 @@ def test_the_end_adds_clocks_and_figures(tmp_path: Path) -> None:
     written.saved(save)
     written.saved(save | {"step": 20, "blocked_s": 0.75, "total_s": 4.0, "host_gib": 10.0})
     gpu.reasons = AT_ITS_CAP | HW_THERMAL
-    written.finish(0, "30 steps done")
+    written.finish(0, "30 steps")
     found = load(tmp_path / "receipt.json")
     assert found["hardware"]["after"][0]["throttle_reasons"] == "sw_power_cap+hw_thermal"
     assert found["measured_over_planned"] == {"step_s": 1.25, "peak_gib": 1.1}
@@ -155,7 +155,7 @@ def test_the_container_is_named_by_its_image(tmp_path: Path, monkeypatch: pytest
 
 
 def attempt(folder: Path, saves: bool, loaded: dict[str, Any] | None = None, **optimizer: Any) -> Receipt:
-    """One more attempt of a run, with these keys of its config."""
+    """Add an attempt to a run, with these keys of the optimizer's config."""
     written = Receipt(folder, nvml=driver(Gpu()))
     written.start({"resolved": {**RESOLVED, "optimizer": RESOLVED["optimizer"] | optimizer}})
     written.began(loaded)
@@ -178,7 +178,7 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     attempt(plain, saves=True)
     resumed = tmp_path / "resumed"
     first = attempt(resumed, saves=True)
-    attempt(resumed, saves=False, loaded=read_from(first.id), lr=0.9)  # nothing of it is in the result
+    attempt(resumed, saves=False, loaded=read_from(first.id), lr=0.9)  # it saved nothing, so the result does not depend on it
     assert found_in(resumed, plain)[-1][:2] == ("config", "optimizer.lr (changed on resume)")
     third = attempt(resumed, saves=True, loaded=read_from(first.id))
     found = load(resumed / "receipt.json")
@@ -187,7 +187,7 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     assert len(json.dumps(found["attempts"][1])) < 1500 and found["attempts"][1]["changed"][0][:2] == ["config", "optimizer.lr"]
     assert found_in(resumed, plain) == []
     attempt(resumed, saves=True, loaded=read_from(third.id, step=20), lr=0.9)
-    attempt(plain, saves=True, lr=0.9)  # began anew
+    attempt(plain, saves=True, lr=0.9)  # a new start in the same folder
     was = f"from {RESOLVED['optimizer']['lr']} to 0.9"
     assert found_in(resumed, plain) == [("config", "optimizer.lr (changed on resume)", was, "absent")]
 
@@ -225,7 +225,7 @@ def test_an_attempt_began_where_it_first_began(tmp_path: Path) -> None:
     written = Receipt(tmp_path)
     written.start({})
     written.began(None)
-    written.began(read_from("x"))  # it diverged, and went back
+    written.began(read_from("x"))  # it diverged, and rolled back
     assert load(tmp_path / "receipt.json")["origin"] == "made from train.seed"
 
 
@@ -233,7 +233,7 @@ def test_an_attempt_began_where_it_first_began(tmp_path: Path) -> None:
 
 
 def lines(count: int, first: int = 1, **fields: Any) -> list[dict[str, Any]]:
-    """Train lines whose step takes as many milliseconds as its number; the first of them are slow."""
+    """Return train lines whose step time in ms is the step's number. The first lines are slow."""
     out = []
     for step in range(first, first + count):
         seconds = 10.0 if step < first + 2 else step / 1000
@@ -321,7 +321,7 @@ BASE: dict[str, Any] = {
 
 
 def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
-    """Return the differences to a receipt that has another value at one dotted path."""
+    """Return the differences from a receipt that has another value at one dotted path."""
     other = copy.deepcopy(BASE)
     *folders, last = path.split(".")
     inner = other
@@ -350,9 +350,9 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
         ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
         ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one sample does not describe the run
         ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),
-        ("source.commit", "x"),  # of equal files
+        ("source.commit", "x"),  # the files are equal
         ("source.patch", "a README"),
-        ("source.config_file", {"other.py": "x"}),  # its keys are compared
+        ("source.config_file", {"other.py": "x"}),  # the part's keys are compared
         ("compile_s", 99.0),
         ("attention", "another kernel"),
         ("preflight.nodes", [{"measured": {"all_reduce_bus_gb_s": 460.0}}]),
@@ -360,8 +360,8 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
         ("data.source", "/elsewhere"),
         ("data.tokenizer.name", "/elsewhere"),
         ("resolved.log.every_steps", 99),
-        ("resolved.optimizer", {k: v for k, v in RESOLVED["optimizer"].items() if k != "beta1"}),  # it has its default
-        ("resolved.mesh.data", 1),  # written out: the sizes are the same
+        ("resolved.optimizer", {k: v for k, v in RESOLVED["optimizer"].items() if k != "beta1"}),  # the key has its default
+        ("resolved.mesh.data", 1),  # the sizes are written out, and the same
     ],
 )
 def test_a_fact_that_explains_nothing_is_no_difference(path: str, value: Any) -> None:
@@ -410,7 +410,7 @@ def test_a_fact_that_explains_something_is_named(path: str, value: Any, expected
 def test_a_fact_that_follows_from_another_is_not_named() -> None:
     other = copy.deepcopy(BASE)
     other["resolved"]["train"]["deterministic"] = True
-    other["env"]["set"]["NCCL_ALGO"] = "^NVLS"  # which this key sets
+    other["env"]["set"]["NCCL_ALGO"] = "^NVLS"  # train.deterministic sets this variable
     other["source"] |= {"commit": "e", "files": {"a.py": "x"}}
     assert [(d.group, d.name) for d in differences(BASE, other)] == [
         ("code", "commit"),
@@ -439,7 +439,7 @@ def test_mixtures_are_compared_by_the_contents_of_their_files() -> None:
     assert found(("web", "a", 0.6), code) == [("web", a, a.replace("0.7", "0.6"))]
     assert found(web, code, ("more", "c", 0.1)) == [("more", "absent", f"{c} 0.1")]
     assert found(("web", "c", 0.7), code) == [("web", a, f"{c} 0.7")]
-    # Files of several folders may have one name.
+    # Files in several folders may have the same name.
     twins = mixture(("train.tok", "a", 0.7), ("train.tok", "b", 0.3))
     other = mixture(("train.tok", "c", 0.7), ("train.tok", "b", 0.3))
     assert [(d.a, d.b) for d in differences(twins, other) if d.group == "data"] == [(a, f"{c} 0.7")]

@@ -19,7 +19,7 @@ from jaxtrain.report import __main__ as command
 from jaxtrain.report import charts, compare, page
 from jaxtrain.report.run import RunError, read, read_all, verdict
 
-# ---- What a page holds
+# ---- Contents of a page
 
 
 def test_long_runs_keep_their_spikes_and_stay_small(tmp_path: Path):
@@ -41,7 +41,7 @@ def test_thinning_keeps_what_stands_out():
     kept = dict(zip(found.x[0], found.y, strict=True))
     assert kept[7_003] == 50.0 and kept[9_000] is None and kept[12_345] == -50.0 and math.isnan(kept[15_000] or 0.0)
     assert found.x[0][0] == 0 and found.x[0][-1] == 19_999 and list(found.x[0]) == sorted(found.x[0])
-    for column in range(100):  # the lowest and the highest of each hundredth
+    for column in range(100):  # the lowest and the highest value of each hundredth
         whole = [v for v in values[200 * column : 200 * column + 199] if v is not None and v == v]
         part = [v for at, v in kept.items() if 200 * column - 2 <= at < 200 * column + 202 and v is not None and v == v]
         assert min(part) <= min(whole) and max(part) >= max(whole)
@@ -55,7 +55,8 @@ def test_a_curve_stands_where_its_values_are():
     high = 4.0 * 1.06
     path, line = re.findall(r'class="curve [^"]*" style="[^"]*" d="([^"]*)"', text)
     assert line == f"M0.0 {1000 * (1 - 4 / high):.1f} 1000.0 {1000 * (1 - 4 / high):.1f}" and "planned 4<" in text
-    assert path == f"M0.0 {1000 * (1 - 1 / high):.1f}M1000.0 {1000 * (1 - 3 / high):.1f}"  # two points, apart at the gap
+    # two points, on both sides of the gap
+    assert path == f"M0.0 {1000 * (1 - 1 / high):.1f}M1000.0 {1000 * (1 - 3 / high):.1f}"
     assert re.findall(r'<circle cx="([\d.]+)%" cy="([\d.]+)%"', text) == [
         ("0.00", f"{100 * (1 - 1 / high):.2f}"),
         ("100.00", f"{100 * (1 - 3 / high):.2f}"),
@@ -74,7 +75,7 @@ def test_axes_have_few_round_numbers(low: float, high: float):
 
 
 def test_the_smoothed_loss_is_a_mean_of_neighbours():
-    found = charts.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, *[7.0] * 94])  # two on each side
+    found = charts.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, *[7.0] * 94])  # two points on each side
     assert found[:7] == [2.0, 2.0, 2.75, None, 5.0, None, 6.5]
     assert charts.smoothed([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0], "a short run is shown as it is"
     assert charts.smoothed([1e30] + [2.5] * 100)[50] == 2.5
@@ -83,7 +84,7 @@ def test_the_smoothed_loss_is_a_mean_of_neighbours():
 
 
 def test_time_is_drawn_as_it_was_spent():
-    """Areas of the timeline are shares of the wall time; from a kill to the next attempt it was down, and that is seen too."""
+    """Areas of the timeline are shares of the wall time. The time between a kill and the next attempt is shown as down."""
     lines: list[dict[str, Any]] = [{"kind": "begin", "time": 100.0, "seen": None}]
     lines.append({"kind": "spent", "until": 110.0, "seconds": {"startup": 6.0, "compile": 4.0}, "step": 0, "doing": "step"})
     lines.append({"kind": "spent", "until": 140.0, "seconds": {"step": 27.0, "data": 3.0}, "step": 30, "doing": "step"})
@@ -91,7 +92,7 @@ def test_time_is_drawn_as_it_was_spent():
     lines.append({"kind": "spent", "until": 165.0, "seconds": {"restore": 5.0}, "step": 30, "doing": "step"})
     lines.append({"kind": "back", "step": 20})
     lines.append({"kind": "spent", "until": 200.0, "seconds": {"step": 35.0}, "step": 60, "doing": "step"})
-    lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps done"})
+    lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps"})
     found = goodput.summarise(lines)
     drawn = {cause: 0.0 for cause, colour in charts.COLOURS.items() if colour}
     places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
@@ -101,7 +102,8 @@ def test_time_is_drawn_as_it_was_spent():
     for cause, seconds in drawn.items():
         assert seconds == pytest.approx(found.parts[cause], abs=0.02 * found.wall_s), cause
     assert found.parts["down"] == 15.0
-    between = {cause for x, width, _, cause in rects if 0 < 52 - float(x) < float(width)}  # of 100 s, as many after the start
+    # the wall time is 100 s, so 52% is 52 s after the start
+    between = {cause for x, width, _, cause in rects if 0 < 52 - float(x) < float(width)}
     assert between == {"down"}
 
 
@@ -123,7 +125,7 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
 
 
 def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
-    """Each process has its own clock, so the lines of two nodes stand at other steps."""
+    """Each process has its own clock, so the lines of two nodes have different steps."""
     lines = [line(step) for step in range(1, 41)]
     lines += [gpu(step, 0, power_w=500.0) for step in range(2, 40, 2)]
     folder = fake(tmp_path / "run", lines)
@@ -141,7 +143,7 @@ def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
 
 
 def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path):
-    """As in the receipt: what an earlier attempt reached is not told in its place."""
+    """As in the receipt, values of an earlier attempt do not appear in place of missing ones."""
     lines = [line(s, tokens_per_s_per_device=900.0, peak_memory_gib=99.0 if s < 50 else 40.0) for s in range(1, 53)]
     told = json.loads(ended(None)) | {"resumed_from_step": 49}
     run = read(fake(tmp_path / "run", lines, receipt__json=json.dumps(told)))
@@ -239,7 +241,7 @@ def test_several_runs_and_the_best(tmp_path: Path):
     quick = fake(tmp_path / "y" / "run", fast, config__json=batch[1])
     shown = page.html(read_all([slow, quick]))
     read_page = Read(shown)
-    assert {"x/run", "y/run"} <= set(read_page.words)  # the same name twice is told with its folder
+    assert {"x/run", "y/run"} <= set(read_page.words)  # if two runs have the same name, their folders are shown
     assert "train loss, steps 11 to 20" in read_page.words, "steps that both have"
     (results,) = re.findall(r'<table class="sortable">(.*?)</table>', shown[: shown.index("<h2>Training")])
     losses = [float(v) for v in re.findall(r'data-value="([^"]+)">\d\.\d{4}<', results)]
@@ -261,14 +263,14 @@ def test_a_rate_is_written_in_one_way(tmp_path: Path):
 
 
 def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
-    """Losses are compared over the same steps, however many lines there are."""
+    """Losses are compared over the same steps, even if one run wrote more lines."""
     fall = [line(s, loss=10.0 - s / 100) for s in range(1, 501)]
     fine, coarse = read(fake(tmp_path / "fine", fall)), read(fake(tmp_path / "coarse", fall[9::10]))
     first = compare.window([fine, coarse], 500)
     assert first == 401
     losses = [compare.loss_over(run, first, 500) for run in (fine, coarse)]
     assert losses == [pytest.approx(10 - 4.505), pytest.approx(10 - 4.55)]
-    assert compare.window([fine], 500) == 476  # a twentieth
+    assert compare.window([fine], 500) == 476  # a twentieth of the lines
 
 
 def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
@@ -297,7 +299,7 @@ def test_the_wall_time_of_several_runs_has_a_key(tmp_path: Path):
     assert len({*charts.COLOURS.values()}) == len(charts.COLOURS)
 
 
-# ---- Runs of which something is missing
+# ---- Runs with missing files
 
 
 @pytest.mark.parametrize(

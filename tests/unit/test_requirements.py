@@ -1,4 +1,4 @@
-"""The locked requirements: every package is pinned with hashes, the sets agree, and they satisfy pyproject.toml."""
+"""The locked requirements: every package is pinned with hashes, the files agree, and they satisfy pyproject.toml."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ SECOND = tuple(f"{name}-jax0.12" for name in ("plan", "cuda12", "cuda13"))
 
 
 def pins(name: str) -> dict[str, tuple[Requirement, int]]:
-    """Requirement and number of hashes of each package in requirements/NAME.txt."""
+    """Return {package: (requirement, number of hashes)} of requirements/NAME.txt."""
     text = re.sub(r"\\\n", " ", (REPO / f"requirements/{name}.txt").read_text())
     found = {}
     for line in text.splitlines():
@@ -63,7 +63,7 @@ def test_sets_agree_and_hold_what_they_are_for():
     for other in (cuda12, cuda13, pins("dev"), pins("notebooks"), pins("docs")):
         for name in plan.keys() & other.keys():
             assert pinned(plan[name][0]) == pinned(other[name][0]), name
-    tools = pins("dev"), pins("notebooks"), pins("docs")  # installed together, if their commands were used
+    tools = pins("dev"), pins("notebooks"), pins("docs")  # one environment may hold these sets together
     for one, other in itertools.combinations(tools, 2):
         assert all(pinned(one[name][0]) == pinned(other[name][0]) for name in one.keys() & other.keys())
     for line in (REPO / "requirements/constraints.in").read_text().splitlines():
@@ -81,7 +81,7 @@ def test_sets_agree_and_hold_what_they_are_for():
     for name, (requirement, _) in beside.items():
         assert pinned(requirement) == pinned(cuda12[name][0]), name
     assert pinned(beside["nvidia-cudnn-cu12"][0]) == Version(cudnn_library.VERSION)
-    # Of CUDA only the assembler, below 100 MB: the libraries are gigabytes.
+    # Of CUDA the plan extra has only the assembler, below 100 MB: the libraries take gigabytes.
     assert {name for name in plan if name.startswith("nvidia-")} == {"nvidia-ml-py", "nvidia-cuda-nvcc-cu12"}
 
 

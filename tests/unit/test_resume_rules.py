@@ -1,4 +1,4 @@
-"""What a resumed run may change: each key stands in one row, and a change is noted, asked about or refused."""
+"""Changes on resume: each key is in one row of the table, and a change is noted, questioned or refused."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,9 @@ def test_every_key_stands_in_exactly_one_row():
 
 
 def test_effects_of_keys():
-    """The effect decides what a receipt compares, what a layout of parity may set, and what a cached plan depends on."""
+    """A key's effect decides whether receipts compare it, whether a parity layout may set it, and whether cached plans depend
+    on it.
+    """
     some = {
         resume.NOTHING: ("paths.cache", "checkpoint.keep", "env.set"),
         resume.TIME: ("eval.every_steps", "checkpoint.every_steps", "sample.seed"),
@@ -50,7 +52,7 @@ def tree(**changes: object) -> dict:
 NO_LOSSES = {"moe__balance_loss": 0.0, "moe__z_loss": 0.0}
 EXPERTS = {"model__num_experts": 4}
 DROPS = EXPERTS | NO_LOSSES | {"moe__capacity_factor": 1.25}
-# before, after (changes beside those before), keys asked about
+# config before, changes after it, keys that need checkpoint.allow_change
 ASKED = {
     "placement, speed, learning rate": ({}, {"mesh__data": 2, "optimizer__lr": 1e-3, "remat__policy": "full"}, ()),
     "rows and batches": ({}, {"data__seq_len": 512, "train__global_batch": 8}, ("data.seq_len", "train.global_batch")),
@@ -66,10 +68,10 @@ ASKED = {
             "optimizer.weight_decay": 0.0,
         }.items()
     },
-    # Of 0 the data makes at most 32, so a run that had 32 may leave it open; with any other number it reads other rows.
+    # With 0 the data has at most 32 documents a row, so a run with 32 may change to 0. With any other number rows would change.
     "32 documents left open": ({"data__max_segments": 32}, {"data__max_segments": 0}, ()),
     "16 documents left open": ({"data__max_segments": 16}, {"data__max_segments": 0}, ("data.max_segments",)),
-    # The losses of experts are those of a microbatch: another number of them minimises something else.
+    # The losses of experts are computed for each microbatch: another number of microbatches minimizes another function.
     "microbatches": ({}, {"train__grad_accum": 2}, ()),
     "microbatches of experts": (EXPERTS, {"train__grad_accum": 2}, ("train.grad_accum",)),
     "microbatches, balance loss": (
@@ -79,7 +81,7 @@ ASKED = {
     ),
     "microbatches, z loss": (EXPERTS | NO_LOSSES | {"moe__z_loss": 0.1}, {"train__grad_accum": 2}, ("train.grad_accum",)),
     "microbatches without losses": (EXPERTS | NO_LOSSES, {"train__grad_accum": 2}, ()),
-    # With a capacity, which tokens experts drop depends on which are on a device at a time.
+    # With a capacity, the dropped tokens depend on which tokens share a device and a microbatch.
     **{
         f"{name}: {key}": (before, {key.replace(".", "__"): value}, (key,) if before is DROPS else ())
         for name, before in (("drops", DROPS), ("no drops", EXPERTS | NO_LOSSES))
@@ -125,7 +127,7 @@ def test_what_can_never_change_is_refused_whatever_is_allowed():
 
 
 def test_groups_may_change_their_recipe_and_not_their_optimizer():
-    """Of Muon's moments there is one: a parameter that AdamW takes over would have two."""
+    """Muon has one moment. A parameter that changes to AdamW would have two."""
     muon = {"optimizer__name": "muon"}
     decay, moved = "*.scale:weight_decay=0", "layers.*:optimizer=adamw"
     for groups, allow, keys in ((decay, "", ["optimizer.groups"]), (decay, "optimizer.groups", [])):
@@ -134,7 +136,7 @@ def test_groups_may_change_their_recipe_and_not_their_optimizer():
 
 
 def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
-    """mesh.fsdp=-1 is another layout on other devices, and then a capacity drops other tokens."""
+    """mesh.fsdp=-1 is another layout on another number of devices, and a capacity then drops other tokens."""
     run = config.resolve(config.default_config())[0]
     some = dataclasses.replace(
         run,

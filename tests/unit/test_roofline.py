@@ -25,7 +25,7 @@ def collective(found: roofline.Roofline, name: str) -> result.Collective:
 
 
 def one(lines: str, before: str = "") -> result.Kernel:
-    """The only kernel of a program."""
+    """Return the only kernel of a program."""
     (kernel,) = predict(lines, before=before).kernels
     return kernel
 
@@ -59,7 +59,7 @@ def test_cublas_call(target):
 
 
 def test_cublas_call_that_writes_into_a_stack():
-    """XLA's dynamic-slice fusion: the GEMM's output goes straight to its place in an array of 40 of them."""
+    """In XLA's dynamic-slice fusion, the GEMM's output goes directly to its slice of a stack of 40."""
     stack, out = "bf16[40,1000,10000]{2,1,0}", "bf16[1000,10000]{1,0}"
     config = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
     before = f"""
@@ -84,7 +84,10 @@ def test_cublas_call_that_writes_into_a_stack():
 
 
 def attention(call: str, ids: int = 0) -> roofline.Roofline:
-    """2 sequences of 64, 4 heads of 8, two to a key; at 50 and 25 MFLOP/s. call: the target, and what it is given."""
+    """Return the kernel of an attention call: 2 sequences of 64, 4 heads of 8, two query heads a key head, 50 and 25 MFLOP/s.
+
+    call: the call's target and its operands.
+    """
     q, kv = "bf16[2,64,4,8]{3,2,1,0}", "bf16[2,64,2,8]{3,2,1,0}"
     types = {**{f"i{n}": "s32[2,64]{1,0}" for n in range(ids)}, "q": q, "k": kv, "v": kv}
     arguments = "".join(f"\n  %{name} = {type} parameter({n + 3})" for n, (name, type) in enumerate(types.items()))
@@ -106,8 +109,11 @@ def attention(call: str, ids: int = 0) -> roofline.Roofline:
     ],
 )
 def test_attention_calls(mask, window, name, pairs):
-    """4 x 8 FLOPs for each pair inside the mask, of every head. Pallas' kernels say in their names what they compute, and
-    their backward pass, at the stated part of the rate, is two kernels of seven products together."""
+    """A call counts 4 x 8 FLOPs for each pair inside the mask, for every head.
+
+    The names of Pallas' kernels state the mask and the window. Their backward pass is two kernels of seven matmuls together, at
+    the stated fraction of the rate.
+    """
     config = json.dumps({"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window}})
     forward = 2 * 4 * pairs * 4 * 8
     calls = [
@@ -120,12 +126,13 @@ def test_attention_calls(mask, window, name, pairs):
     for call, ids, factor, backward, share in calls:
         found = attention(call, ids)
         assert found.flops == pytest.approx(forward * factor), call
-        rate = (25.0 if backward else 50.0) * share * rates.over_length(64, backward)  # stated at 8,192 keys, and here are 64
+        # the rate is for 8,192 keys, and this call has 64
+        rate = (25.0 if backward else 50.0) * share * rates.over_length(64, backward)
         assert found.attention_ms == pytest.approx(found.flops / rate / 1e3), call
 
 
 def test_experts_call_in_8_bits():
-    """Its FLOPs go by the rate of 8-bit matmuls, and without one it is refused."""
+    """Its FLOPs use the 8-bit matmul rate. Without that rate, the call is refused."""
     rows, weights = "f8e4m3fn[1000,5000]{1,0}", "f8e4m3fn[4,10000,5000]{2,1,0}"
     arguments = f"\n  %r = {rows} parameter(3)\n  %w = {weights} parameter(4)"
     named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times8_fast/mpmd_map"}'
@@ -140,7 +147,7 @@ def test_experts_call_in_8_bits():
 
 @pytest.mark.parametrize(("filled", "tflop"), [(1.0, 0.1), (0.5, 0.05)])
 def test_experts_call(filled, tflop):
-    """1,000 rows of 5,000 by their experts' weights, 10,000 wide; of rows that are empty nothing is computed."""
+    """1,000 rows of 5,000 are multiplied by their experts' weights, 10,000 wide. Empty rows cost nothing."""
     weights, groups = "bf16[4,5000,10000]{2,1,0}", "s32[4]{0}"
     arguments = f"\n  %g = {groups} parameter(3)\n  %w = {weights} parameter(4)"
     named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times_D/mpmd_map"}'
@@ -161,12 +168,14 @@ def test_experts_call(filled, tflop):
     ],
 )
 def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
-    """A causal mask leaves half of the keys, also to a part of the queries; a window 8 - 8^2 / 2 x 64 of them."""
+    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 for each
+    query.
+    """
     assert op_cost.attention_pairs(mask, window, queries, keys) == pairs
 
 
 def test_a_scatter_reads_what_it_adds_to():
-    """Rows of 10 MB are added to 2 of 40: they are read, and read and written where they go. Indices are 8 bytes."""
+    """2 rows of 10 MB are added to 2 rows of a stack of 40: new rows are read, old rows are read and written."""
     before = """
 %add (l: f32[], r: f32[]) -> f32[] {
   %l = f32[] parameter(0)
@@ -181,7 +190,7 @@ def test_a_scatter_reads_what_it_adds_to():
 
 
 def test_slice_of_a_stacked_weight_counts_as_the_slice():
-    """Of 40 layers of 10 MB each one is read, converted to bfloat16 and written."""
+    """One of 40 layers of 10 MB is read, converted to bfloat16 and written."""
     stack, layer = "f32[40,2500000]{1,0}", "f32[1,2500000]{1,0}"
     before = f"""
 %layer (w: f32[40,2500000], n: s32[]) -> bf16[2500000] {{
@@ -257,7 +266,7 @@ def test_collective_fully_hidden():
 
 
 def test_collective_partly_exposed_and_the_next_one_waits_for_the_link():
-    """The second is started at 0 too, but runs from 1.01 to 2.02: of that, compute waits from 1.01 (the first's wait) on."""
+    """The second gather is issued at 0, but runs from 1.01 to 2.02. Compute waits for it after the first, from 1.01 on."""
     second = f"\n  %ag.2 = {GATHER}"
     lines = (
         f"\n  %ag = {GATHER}{second}{gemm('g')}\n  %d = {BIG} all-gather-done(%ag)\n  ROOT %d.2 = {BIG} all-gather-done(%ag.2)"
@@ -305,7 +314,9 @@ def test_collective_in_a_fusion():
 
 
 def test_nested_loops():
-    """3 x (4 x (gather beside a GEMM) + one GEMM): the gather takes 1.01 ms, so 0.01 of each is exposed."""
+    """3 rounds of 4 inner rounds with a gather beside a GEMM, and one GEMM. A gather takes 1.01 ms, so 0.01 ms is exposed each
+    time.
+    """
     state = "(s32[], bf16[1000,5000]{1,0}, bf16[5000,10000]{1,0}, " + BIG + ")"
     unpack = f"""
   %t = {state} parameter(0)
@@ -341,7 +352,8 @@ def test_nested_loops():
     assert (gather.wire_gib, gather.ms, gather.exposed_ms) == pytest.approx((12 * 1e8 / 2**30, 12.12, 0.12))
     assert found.flops == 15e11 and found.kernels[0].count == 15
 
-    # A gather that the loop runs beside: it holds the link until 5.01, so the first five rounds' own wait for it.
+    # A gather that runs beside the whole loop: it holds the link until 5.01, so the gathers of the first five rounds wait for
+    # it.
     around = f"\n  %early = {GATHER}{loop('%v', 'outer', 3)}\n  ROOT %late = {BIG} all-gather-done(%early)"
     busy = predict(start + around, moves("ag.1") | moves("early", 500.0), before)
     assert collective(busy, "early").exposed_ms == 0
@@ -365,7 +377,7 @@ def test_slowest_branch():
 
 
 def test_branches_of_kinds_of_layers_count_by_their_shares():
-    """Where half of a loop's layers see a window, half of its attention is cheap."""
+    """If half of a loop's layers use a window, half of its attention calls are cheap."""
     before = f"""
 %window (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
   ROOT %p.1 = {BIG} parameter(0)
@@ -412,7 +424,7 @@ F8 = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contract
     [
         (f"\n  ROOT %odd = {BIG} convolution(%x, %x), window={{size=1}}", "odd: how long a convolution takes"),
         (f'{CALL}="mystery"', "odd: how long the custom call 'mystery'"),
-        # Not ours, and so taken for neither attention nor experts.
+        # Custom calls of other libraries: they count as neither attention nor experts.
         (f'{CALL}="mosaic_gpu_v2", metadata={{op_name="jit(step)/theirs"}}', "custom call 'mosaic_gpu_v2'"),
         (
             f"\n  ROOT %odd = {BIG} collective-permute(%x), source_target_pairs={{{{0,1}}}}",

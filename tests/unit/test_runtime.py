@@ -1,4 +1,4 @@
-"""The supervisor's decisions: restarts and their pauses, exit codes of all nodes, options, the line for another node."""
+"""The supervisor's decisions: restarts and their pauses, exit codes of all nodes, options, the command for another node."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ def test_pauses_double_up_to_a_minute():
 
 @pytest.mark.parametrize(("code", "lasted_s", "row", "pause_s"), [(75, 600, 1, 5), (75, 599, 3, 20), (124, 6000, 3, 20)])
 def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: float, row: int, pause_s: int):
-    """A hang made none, however long it lasted."""
+    """A hang is no progress, however long the attempt lasted."""
     restarts = Restarts(3, 5, 600)
     restarts.take()
     restarts.take()
@@ -131,8 +131,8 @@ def test_numbers_in_variables():
         (0, {"a": 255}, False, 75),
         (143, {"a": 255}, False, 75),
         (76, {"a": 255}, False, 76),
-        (143, {"a": 1}, False, 1),  # it was ended here because of that node
-        (143, {"a": 1}, True, 143),  # or because of the user's signal
+        (143, {"a": 1}, False, 1),  # this node ended its attempt because the other node failed
+        (143, {"a": 1}, True, 143),  # the same, but a user's signal ended it
         (0, {"a": None}, False, 0),
     ],
 )
@@ -141,7 +141,7 @@ def test_the_verdict_of_all_nodes(code: int, ends: dict[str, int | None], stoppe
 
 
 def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A shell there reads the words as they were."""
+    """A shell on the other node reads the same words."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -160,7 +160,7 @@ def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    assert is_here("127.0.0.1") and not is_here("192.0.2.1")  # an address for documentation
+    assert is_here("127.0.0.1") and not is_here("192.0.2.1")  # an address reserved for documentation
     monkeypatch.setattr(nodes.socket, "gethostname", lambda: "node1.lan")
     assert is_here("node1") and is_here("node1.lan")
     Nodes("node1,node2").announce()
@@ -195,7 +195,7 @@ def test_the_class_of_a_host():
 
 
 def test_the_supervisor_imports_the_standard_library_alone():
-    """It waits beside every run, and answers at once."""
+    """The supervisor runs beside every run, so it must start at once and stay small."""
     for path in sorted((REPO / "jaxtrain" / "runtime").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -221,7 +221,7 @@ def test_an_old_python_is_refused_with_a_sentence(
     source = compile(Path(jaxtrain.__file__).read_text(), jaxtrain.__file__, "exec")
     with pytest.raises(ImportError, match=re.escape(said)):
         exec(source, {})
-    monkeypatch.setattr(sys, "argv", ["-m", "--config=x.py"])  # as `python -m jaxtrain.main` is seen while it is looked for
+    monkeypatch.setattr(sys, "argv", ["-m", "--config=x.py"])  # the module's name while python -m looks it up
     with pytest.raises(SystemExit) as end:
         exec(source, {})
     assert end.value.code == 2 and capsys.readouterr().err.startswith("error: " + said)

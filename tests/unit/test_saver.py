@@ -13,7 +13,7 @@ from jaxtrain.train.saver import HostMemory, read_resident_gib
         ([8, 30, 30.1, 30.2, 30.3, 30.4, 30.5, 30.6], (6, "8.0 GiB after step 100, 30.4 GiB after step 600. ")),
         ([20, 24, 26, 26, 30, 32, 34], None),  # one save without growth
         ([20, 20.2, 20.4, 20.6, 20.8, 21.0, 21.2], None),  # too little, in GiB
-        ([200, 202, 204, 206, 208, 210, 212], None),  # too little of the whole
+        ([200, 202, 204, 206, 208, 210, 212], None),  # too small a share
         ([30, 20, 22, 24, 26, 28, 30], (7, "20.0 GiB after step 200, 30.0 GiB after step 700. ")),
     ],
 )

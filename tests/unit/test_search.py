@@ -1,4 +1,4 @@
-"""The search with made-up plans: its space, its order, its ends, and what cannot fit by formula."""
+"""The layout search with made-up plans: its space, its order, its limits, and layouts that cannot fit by formula."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ FULL = ("remat.policy=full", "remat.tensors=")
 
 @pytest.fixture
 def inline(monkeypatch) -> list[RunConfig]:
-    """Return the runs that are planned, in this process."""
+    """Plan in this process, and return the list of planned runs."""
     return plan_inline(monkeypatch)
 
 
@@ -41,7 +41,7 @@ def printed(show: Callable[[Console], object]) -> str:
 
 
 def layouts(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> list[RunConfig]:
-    """Return the runs of the space of layouts, but for the config itself."""
+    """Return the runs of the space of layouts, without the config itself."""
     run = load(*overrides, file=file)
     return [space.with_overrides(run, o) for o in space.fastest_space(run, machine, space.training_check(machine)) if o]
 
@@ -77,7 +77,7 @@ def test_sequences_are_sharded_where_they_are_long_or_few():
     methods = {(seq, method) for seq in (2, 4, 8) for method in ("ring", "ulysses", "gather")}
     assert of("train.global_batch=16", "train.grad_accum=1") == {(1, "ring")}
     assert of("data.seq_len=131072", "train.global_batch=16", "train.grad_accum=1") == {(1, "ring"), *methods}
-    # Two sequences on 8 GPUs: with tensor groups of 4 or 8 they need no sharding.
+    # Two sequences on 8 GPUs: with tensor groups of 4 or 8 the sequences need no sharding.
     assert of("train.global_batch=2", "train.grad_accum=1") == {(1, "ring"), *methods}
 
 
@@ -94,13 +94,13 @@ def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
     asked = of(H200, "mesh.stage=2", "mesh.fsdp=4", "pipeline.schedule=gpipe")
     assert {(stage, schedule) for stage, schedule, *_ in asked} >= {(1, "gpipe"), (2, "gpipe"), (8, "1f1b"), (8, "interleaved")}
     assert {expert for *_, expert in of(H200, file="configs/mixtral_8x7b.py")} == {1, 2, 4, 8}
-    # With fewer microbatches than stages most of a step is idle.
+    # With fewer microbatches than stages, stages are idle most of the time.
     found = layouts("train.global_batch=256", "train.grad_accum=8", machine=nodes)
     assert {r.mesh.stage for r in found} == {1, 2, 4} and all(r.mesh.stage <= r.train.grad_accum for r in found)
 
 
 def test_what_fits_rounds_more_of_the_state_at_each_rank():
-    """Rank 0 changes no storage type; weights change theirs last."""
+    """Rank 0 changes no storage type. The type of the weights changes last."""
     run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
     found = [(rank, dict(o)) for rank, o in space.fitting_space(run, H200, space.training_check(H200))]
     types = {rank: {key for r, o in found if r == rank for key in o if key.startswith("dtypes.")} for rank, _ in found}
@@ -123,7 +123,7 @@ def ranked(run: RunConfig, machine: topology.Topology, objective: search.Objecti
 
 @pytest.mark.parametrize(("gpus", "machine"), [(64, "h200:8x8"), (1024, "h200:8x128")])
 def test_70b_on_many_nodes_saves_more_than_on_one(gpus, machine):
-    """The shipped config keeps on larger machines what it must recompute on one node; the search puts auto first."""
+    """On many nodes there is memory for activations that one node must recompute; the search puts remat.policy=auto first."""
     run = load(f"train.global_batch={max(256, gpus)}", f"train.grad_accum={max(256, gpus) // gpus}", file=FILE_70B)
     found = ranked(run, topology.parse(machine))
     assert found.best and found.best.changes == ("remat.policy=auto", "remat.tensors=")
@@ -141,7 +141,7 @@ def test_ten_are_shown_that_may_fit_best_first():
 
 
 def test_the_config_itself_is_one_of_them():
-    """Also if it leaves an axis to what remains."""
+    """The config is listed too if one of its axes is -1."""
     for overrides in (("mesh.fsdp=-1",), ("mesh.fsdp=8",)):
         assert [c.changes for c in ranked(load(*overrides), H200).candidates].count(()) == 1
 
@@ -171,12 +171,12 @@ def test_a_deadline_ends_only_what_is_not_done(inline, monkeypatch, requests, en
     with contextlib.nullcontext() if ends == "complete" else pytest.raises(TimeoutError):
         for n, _ in parallel.plan_each(lambda: next(todo, None), deadline=1.0, plan_one="made_plans:above"):
             done.append(n)
-            clock.monotonic.return_value = 2.0  # the caller takes long with the outcome
+            clock.monotonic.return_value = 2.0  # the caller takes long to process the outcome
     assert done == [0]
 
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first():
-    """Then the fewest axes, then the shortest step; 5.1% slower is slower, with half the traffic."""
+    """Equal layouts are ordered by bytes on links, then by number of axes, then by step time. 5.1% slower is not equal."""
     found = ranked(tiny(), FOUR)
     figures = ((1.0, 100.0, 0.4, 1), (1.04, 120.0, 0.2, 1), (1.02, 120.0, 0.2, 2), (1.045, 120.0, 0.2, 1))
     for step, gib, links, axes in (*figures, (1.051, 30.0, 0.1, 1), (0.5, 900.0, 0.1, 1)):
@@ -215,7 +215,7 @@ def test_report_and_json(inline):
     line = search_report.paste(result.best)
     assert "(compiled)" in text and json.dumps(tree) and tree["compiled"] and tree["paste"] == line and len(tree["tried"]) == 4
     assert len(tree["formula"]) == search.SHOWN and tree["tried"][0]["verdict"] == "best"
-    # Pasted behind the config, the line gives the best layout. Of that config it is the own one.
+    # The line, appended to the command, gives the best layout. A search from there finds the config's own layout.
     pasted = load(*SMALL, *(o.removeprefix("--config.") for o in line.split()))
     assert bound(pasted, FOUR, RATES) == result.best.bound
     again = find(pasted, most=4)
@@ -234,7 +234,7 @@ def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
     else:
         clock = iter(range(0, 100_000, 10))
         monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))
-    result = find(budget_s=1.0 if how == "budget" else 0.0)  # the real clock ends nothing
+    result = find(budget_s=1.0 if how == "budget" else 0.0)  # no budget, so that the real clock does not end the search
     assert result.ended == how and not result.tried and result.best and not result.best.fits
     text = printed(lambda console: search_report.show(result, console))
     assert "(by formula, not compiled)" in text
@@ -262,16 +262,16 @@ def test_a_machine_without_a_description_is_refused():
         search.search(load(), "made", here)
 
 
-# ---- what makes a config fit
+# ---- Settings that make a config fit
 
 
 def everything_saved() -> RunConfig:
-    """Return 8B that does not fit: 8 sequences of 8192 tokens a GPU at a time, nothing recomputed."""
+    """Return 8B that does not fit: 8 sequences of 8192 tokens a GPU in a microbatch, and no recompute."""
     return load("remat.policy=none", "remat.tensors=", "train.grad_accum=4", "loss.chunk=512")
 
 
 def fit(run: RunConfig, plan_one: str = "made_plans:above", machine: topology.Topology = H200, **options):
-    """Search for what makes a run fit, from a plan of it that does not."""
+    """Search for settings that make a run fit, from a plan of it that does not."""
     return search.search(run, "made", machine, "fit", plan_one=plan_one, jobs=1, **options)
 
 
@@ -293,7 +293,7 @@ def test_a_plan_far_above_its_formula_makes_the_search_careful(inline):
 
 
 def test_storage_types_come_after_all_that_costs_only_time(inline):
-    """State, gradients and inputs of 70B with float32 moments are too much, whatever is recomputed."""
+    """70B's state, gradients and inputs with float32 moments exceed the memory even with full recompute."""
     run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", "train.memory_fraction=0.85", file=FILE_70B)
     result = fit(run)
     assert result.best.rank == 1 and "dtypes.m=bf16" in result.best.changes
@@ -318,7 +318,7 @@ def test_nothing_is_found_that_fits(inline):
     assert not any(c.fits for c in result.tried)
 
 
-# ---- what cannot fit by formula
+# ---- Layouts that cannot fit, by formula
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_what_fits_is_not_refused(file):
 def test_moments_in_host_memory_are_not_counted():
     run = load("dtypes.m=f32", "dtypes.v=f32", "optimizer.offload=moments", *FULL, file=FILE_70B)
     assert search.refuse(run, H200) is None
-    # A mesh that is not legal here is another mistake, since the weights alone fit.
+    # No mesh is legal here, which is another mistake: the weights alone would fit.
     illegal = space.with_overrides(run, (("mesh.fsdp", 8),))
     assert search.refuse(illegal, FOUR) is None
 
@@ -367,7 +367,7 @@ def test_a_larger_machine_keeps_the_batch_where_it_divides():
     assert machine.name == "h200:8x2" and c.run.train.global_batch == 32, "and is never smaller"
 
 
-# ---- what each saving is needed for
+# ---- The need for each setting that saves memory
 
 
 def test_every_saving_is_found():

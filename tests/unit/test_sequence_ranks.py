@@ -1,4 +1,4 @@
-"""A sequence over several ranks: how they share heads and chunks, and that each has the same work. Numbers alone."""
+"""A sequence over several ranks: how ranks share heads and chunks, and that all have equal work. No arrays."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""From logical axes to PartitionSpecs, by hand: weights at rest and in use, and what cannot be. And collectives on shards."""
+"""From logical axes to PartitionSpecs, by hand: stored and gathered weights, and refusals. Also collectives on shards."""
 
 import functools
 
@@ -44,14 +44,14 @@ PLACED = placement(data=1, fsdp=2, expert=2, tensor=2)
     ("axes", "at_rest", "in_use", "replicas"),
     [
         (GATE, P(("fsdp", "expert"), "tensor"), [(), ("tensor",)], ()),
-        # Experts stay apart over their own axis, and are whole over the others that split the batch.
+        # Experts stay sharded over `expert`. They are gathered over the other axes that shard the batch.
         (EXPERTS, P("expert", "fsdp", "tensor"), [("expert",), (), ("tensor",)], ()),
         ((None, "batch", "sequence"), P(None, ("fsdp", "expert"), None), [(), (), ()], ("tensor",)),
         (("embed",), P(("fsdp", "expert")), [()], ("tensor",)),
     ],
 )
 def test_layouts(axes: tuple, at_rest: P, in_use: list, replicas: tuple):
-    """At rest and in use, and along which mesh axes all devices hold the same."""
+    """Each case has a weight's stored spec, its axes in use, and the mesh axes over which it is replicated."""
     assert PLACED.sharding(axes).spec == at_rest
     assert [PLACED.compute_axes(axis) for axis in axes] == in_use
     assert PLACED.replica_axes(axes) == replicas
@@ -85,17 +85,19 @@ def test_large_arrays_that_every_device_holds_are_named():
     assert of(placement(data=8)) == [], "replicas split nothing"
 
 
-EVERY = P(("fsdp", "expert", "tensor"))  # something of each device, on a first dimension
+EVERY = P(("fsdp", "expert", "tensor"))  # a first dimension with one entry for each device
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
 def whole_numbers(*shape: int) -> np.ndarray:
-    """Numbers whose sums bfloat16 holds exactly."""
+    """Return integers whose sums bfloat16 represents exactly."""
     return np.random.default_rng(0).integers(-8, 9, shape).astype(np.float32)
 
 
 def test_a_weight_is_gathered_in_one_dtype_and_its_gradient_reduced_in_another():
-    """All of it along the gathered dimensions; the gradient is the sum over all devices that do not shard it, in its place."""
+    """The gathered dimensions are complete. The gradient is summed over the devices that do not shard the weight, and is
+    sharded like it.
+    """
     how = GatherSpec(((0, ("fsdp", "expert")),), (), BF16, F32)
     w, shares = whole_numbers(8, 6), whole_numbers(8, 8, 3)
 
@@ -153,7 +155,7 @@ def test_a_redirected_gradient_is_that_of_the_other_array():
 
 @pytest.mark.parametrize("partial", [(), ("tensor",), ("fsdp", "tensor"), ("fsdp",)])
 def test_a_blocks_output_is_summed_into_the_residual_stream_and_gathered_from_it(partial: tuple[str, ...]):
-    """Each device gets its tokens of the sum. Their gradients go to all terms of it, also those that a block makes of them."""
+    """Each device gets its tokens of the sum. Their gradients go to every term, and so do the gradients from the next block."""
     p = Placement(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor")), tuple(RULES.items()))
     of_device = P(("fsdp", "tensor"))
     x, of_residual, of_block = whole_numbers(4, 4, 2), whole_numbers(4, 2, 2), whole_numbers(4, 4, 2)[::-1]
@@ -179,7 +181,7 @@ def test_a_blocks_output_is_summed_into_the_residual_stream_and_gathered_from_it
     np.testing.assert_array_equal(y.reshape(2, 2, 2, 2), residual)
     np.testing.assert_array_equal(block.reshape(2, 2, 4, 2), np.stack([residual.reshape(2, 4, 2)] * 2, axis=1))
 
-    share = np.zeros((2, 2, 4, 2))  # of the gradient, by the device that has the token
+    share = np.zeros((2, 2, 4, 2))  # gradients, on the device that has the token
     of_block = summed(of_block.reshape(2, 2, 4, 2), (1,))
     of_residual = of_residual.reshape(2, 2, 2, 2)
     share[:, 0, :2] = of_residual[:, 0] + of_block[:, 0, :2]

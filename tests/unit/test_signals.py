@@ -1,4 +1,4 @@
-"""What a signal asks of a run, by a clock of the test's own. Real signals are in test_launching.py and the campaign."""
+"""The effect of signals on a run, with a fake clock. test_launching.py and the campaign send real signals."""
 
 import signal
 
@@ -18,9 +18,9 @@ INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SI
         ([(0, TERM)], "SIGTERM", 75, [], 0),
         ([(0, USR1)], "SIGUSR1", 75, [], 0),
         ([(0, USR2), (1, USR2)], None, None, [], 2),
-        ([(0, TERM), (0.2, TERM)], "SIGTERM", 75, [], 0),  # the same request, by another way
-        ([(0, TERM), (0.3, INT)], "SIGTERM", 75, [130], 0),  # again: at once, with its own code
-        ([(0, USR1), (0.3, USR2)], "SIGUSR1", 75, [], 1),  # a trace is no second request
+        ([(0, TERM), (0.2, TERM)], "SIGTERM", 75, [], 0),  # the same request, from two senders
+        ([(0, TERM), (0.3, INT)], "SIGTERM", 75, [130], 0),  # a second request ends at once, with its own code
+        ([(0, USR1), (0.3, USR2)], "SIGUSR1", 75, [], 1),  # a request for a trace is no second request
         ([(0, USR2), (9, INT), (9.1, TERM)], "SIGINT", 130, [], 1),
     ],
 )
@@ -43,7 +43,9 @@ def test_signals_ask_to_stop_or_to_trace(
 
 
 def test_where_nothing_is_there_to_save_a_run_leaves_at_once(monkeypatch: pytest.MonkeyPatch):
-    """Whoever was asked; the run's files are brought to an end first, and the process ends whatever that raises."""
+    """The request may come from here or from elsewhere. The run's files are closed first, and the process ends even if that
+    fails.
+    """
     left: list[int] = []
     monkeypatch.setattr(signals.os, "_exit", left.append)
     for ask, told in (
@@ -61,5 +63,5 @@ def test_where_nothing_is_there_to_save_a_run_leaves_at_once(monkeypatch: pytest
         with pytest.raises(OSError):
             ask(stop)
         assert seen == [told] and left.pop() == told[1] and not left
-    Stop().asked_elsewhere("SIGTERM")  # of a run with something to save, the loop takes care
+    Stop().asked_elsewhere("SIGTERM")  # with something to save, the loop ends the run
     assert not left

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which layers a stage has, and when it does what. Numbers alone."""
+"""Pipeline schedules: which layers a stage has, and in which tick it runs each unit. No arrays."""
 
 import pytest
 
@@ -14,7 +14,7 @@ every_schedule = pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_are_stacked_group_by_group():
     assert Arrangement(8, 4).order == (0, 1, 2, 3, 4, 5, 6, 7)
     assert Arrangement(6, 4).order == (0, 1, 2, 3, 4, None, 5, None)
-    # Groups of all: 01 23 45 67, of which stage 0 holds the first and the third.
+    # Groups of layers: 01 23 45 67. Stage 0 holds the first and the third.
     assert Arrangement(8, 2, 2).order == (0, 1, 4, 5, 2, 3, 6, 7)
     assert Arrangement(6, 2, 2).order == (0, 1, 4, None, 2, 3, 5, None)
 
@@ -34,7 +34,7 @@ def test_a_microbatch_passes_every_layer_once_and_in_order(layers: int, stages: 
 
 
 def done_by(s: Schedule) -> tuple[dict[tuple[int, int, int], int], dict[tuple[int, int, int], int]]:
-    """(stage, group, microbatch) -> tick, forward and backward; nothing is done twice."""
+    """Return {(stage, group, microbatch): tick} of the forward and the backward pass. No unit runs twice."""
     forward, backward = {}, {}
     for stage in range(s.stages):
         for u in range(s.units):
@@ -56,10 +56,10 @@ def test_every_unit_is_done_once_and_after_what_it_needs(case: tuple[str, int, i
         if before in every:
             assert forward[before] < forward[stage, g, m]
             assert backward[stage, g, m] < backward[before]
-        assert forward[stage, g, m] < backward[stage, g, m]  # a tick's two halves do not wait for each other
+        assert forward[stage, g, m] < backward[stage, g, m]  # a tick's forward and backward half are independent
     assert {*forward.values()} == {*range(s.forward_ticks)}
     assert {*backward.values()} == {*range(s.wait, s.ticks)}
-    # A tick of one half takes half as long, but the ticks in which some stage goes both ways take whole.
+    # A tick with one half takes half of the time, but a tick in which some stage does both takes all of it.
     took = sum((t < s.forward_ticks) + (t >= s.wait) for t in range(s.ticks))
     assert took == 2 * (s.units + s.stages - 1)
     assert s.bubble == pytest.approx((took - 2 * s.units) / took)
@@ -76,7 +76,7 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
     for stage in range(s.stages):
         for i in range(count):
             held = sorted((forward[stage, *unit], backward[stage, *unit]) for unit, at in slot.items() if at == i)
-            # What a stage runs in ticks where the others are not done yet writes into its slot too.
+            # A stage without a unit in a tick still writes into a slot.
             held += [(u + stage, u + stage) for u in range(s.units, s.forward_ticks) if by_forward[u] == i]
             held.sort()
             assert all(end < begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
@@ -84,7 +84,7 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
 
 @every_schedule
 def test_there_are_no_more_slots_than_passes_wait_on_the_first_stage(case: tuple[str, int, int, int]):
-    """And one more for what is discarded, where no other is free."""
+    """There is one more slot for discarded results, if no other is free."""
     s = Schedule(*case)
     forward, backward = done_by(s)
     first = [(forward[0, g, m], backward[0, g, m]) for g in range(s.groups) for m in range(s.microbatches)]
@@ -100,7 +100,7 @@ def test_the_loops_of_a_step_are_its_ticks(case: tuple[str, int, int, int]):
     for phase in run:
         for t in phase.ticks:
             assert (phase.forward, phase.backward) == (t < s.forward_ticks, t >= s.wait)
-    # The last stage's units of its last group, and the first stage's of its first, by the tick in which they are done.
+    # Ticks of the last stage's units of its last group, and of the first stage's units of its first group.
     leave = [u + s.stages - 1 for u in range(s.units) if s.forward_unit(u)[0] == s.groups - 1]
     enter = [w + s.wait + s.stages - 1 for w in range(s.units) if s.backward_unit(w)[0] == 0]
     assert [t for phase in run if phase.leaves for t in phase.ticks] == leave
@@ -116,7 +116,7 @@ def test_in_flight_microbatches_are_bounded_by_the_stages():
         for groups in (2, 3):
             few, many = (Schedule("interleaved", stages, groups, runs * stages) for runs in (8, 64))
             assert few.slots[2] == many.slots[2] == (groups + 1) * stages
-    # With more groups fewer wait, down to as many as stages.
+    # With more groups fewer microbatches are in flight, down to the number of stages.
     assert [Schedule("interleaved", 8, groups, 128).in_flight for groups in (2, 4, 8)] == [12, 10, 9]
 
 

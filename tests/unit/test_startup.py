@@ -1,4 +1,4 @@
-"""Starting JAX: the environment is set before it, CPU devices get threads enough, and only known notes leave stderr."""
+"""Starting JAX: the environment is set first, CPU devices get enough threads, and stderr loses only known messages."""
 
 import os
 from pathlib import Path
@@ -18,8 +18,8 @@ def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pyte
     overlay, problems = environment.overlay(RunConfig(), H200, {})
     assert not problems and overlay.set["XLA_CLIENT_MEM_FRACTION"] and overlay.set[HOST_LIMIT]
     for name in overlay.set:
-        monkeypatch.setenv(name, "")  # so that what is exported is taken back
-    assert not startup._started_on_gpus()  # these are CPUs
+        monkeypatch.setenv(name, "")  # monkeypatch then restores the exported variables
+    assert not startup._started_on_gpus()  # these devices are CPUs
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
     with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION=0.*: JAX was started .* before"):
         startup.set_environment(overlay)
@@ -31,7 +31,7 @@ def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pyte
 
 
 def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monkeypatch: pytest.MonkeyPatch):
-    """With eight threads for eight devices, copies of a state in stages waited for each other until XLA ended the process."""
+    """With eight threads for eight devices, copies of a staged state waited for each other until XLA ended the process."""
     cores = os.cpu_count() or 1
     for devices, before, after in ((8, None, max(cores, 24)), (8, "1000", 1000), (8, "2", max(cores, 24)), (1, "2", 2)):
         monkeypatch.delenv(startup.THREADS, raising=False)

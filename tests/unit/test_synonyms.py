@@ -1,4 +1,4 @@
-"""Wrong keys and options, and the ones that they are answered with."""
+"""Wrong keys and options, and the suggestions for them."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxtrain.synonyms import COMMON, INDEX, MOST, PEERS, nearest_keys
 REPO = Path(__file__).resolve().parents[2]
 KEYS = list(declared())
 
-# A wrong key and the setting that its user means.
+# A wrong key, and the setting that its user means.
 WRONG = """
 train.step                                      train.steps
 eval.every                                      eval.every_steps
@@ -132,7 +132,7 @@ def test_every_synonym_is_a_key_with_a_value_that_it_takes():
 
 
 def names_of_page() -> list[tuple[str, list[str]]]:
-    """(name, settings of its row) for each name of docs/coming_from.md that looks like a key or a flag."""
+    """Return (name, settings of its row) for each name of docs/coming_from.md that looks like a key or an option."""
     found = []
     for row in (REPO / "docs" / "coming_from.md").read_text().splitlines():
         if not row.startswith("| "):
@@ -146,7 +146,7 @@ def names_of_page() -> list[tuple[str, list[str]]]:
 
 
 def test_the_table_holds_the_names_of_the_page():
-    """Each name of the page is in the table, with keys of its rows; each name of the table is on the page."""
+    """Each name of the page is in the table, with keys of its rows. Each name of the table is on the page."""
     page: dict[str, set[str]] = {}
     for name, settings in names_of_page():
         page.setdefault(name, set()).update(s.partition("=")[0] for s in settings)
@@ -161,7 +161,7 @@ def test_the_table_holds_the_names_of_the_page():
 
 
 def test_names_of_the_table_are_no_keys():
-    """A name that is a key would be right as it is."""
+    """A name that is a key is no mistake."""
     assert not [name for name in INDEX if name in KEYS and name not in dict(names_of_page())]
 
 

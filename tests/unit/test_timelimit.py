@@ -1,4 +1,4 @@
-"""When a run has to leave: minutes from its launch, or the end of a Slurm job; and one that goes on with its launch."""
+"""When a run has to end: minutes after its launch, or the end of a Slurm job; also a resumed run that keeps its launch."""
 
 import math
 from pathlib import Path
@@ -31,8 +31,8 @@ def test_what_is_no_limit(text: str) -> None:
     ("seconds", "save_s", "asked_at"),
     [
         (3600, 10, "80 s before it"),  # a minute and two saves
-        (100, 3600, "25 s before it"),  # saves take longer than all of it: a quarter is left
-        (-5, 0, "0 s before it"),  # over before this attempt began
+        (100, 3600, "25 s before it"),  # saves take longer than the whole limit: the run stops when a quarter is left
+        (-5, 0, "0 s before it"),  # the limit ended before this attempt started
     ],
 )
 def test_a_run_is_asked_in_time_for_a_save(
@@ -51,7 +51,7 @@ def test_no_limit_asks_nobody() -> None:
     with TimeLimit(math.inf, lambda: 1e9, lambda why: pytest.fail(why)) as limit:
         assert limit._thread is None
     with TimeLimit(3600, lambda: 0, lambda why: pytest.fail(why)):
-        pass  # and one that is left before it is over ends its thread
+        pass  # a run that ends before the limit ends its thread
 
 
 def test_the_launcher_hears_of_it(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_launcher_hears_of_it(tmp_path: Path) -> None:
 
 
 def test_a_launch_goes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """checkpoint.step=2: the first attempt goes there; its restart goes on from what the first has saved."""
+    """With checkpoint.step=2 the first attempt restores step 2. Its restart continues from the steps saved since."""
     import helpers
     import jax
 

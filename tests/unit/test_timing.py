@@ -27,7 +27,7 @@ def usual(steps: int = 16, wall_s: float = 0.52) -> SlowSteps:
             "device and other causes 2.36 s, Python's collector 1.00 s",
         ),  # 1% or more
         ({"save_s": 0.02, "saving": 500}, "device and other causes 3.39 s, while step 500 was being saved"),
-        ({"data_s": 3.5}, "data 3.50 s"),  # parts that overlap leave no negative rest
+        ({"data_s": 3.5}, "data 3.50 s"),  # parts that overlap leave no negative remainder
     ],
 )
 def test_a_slow_step_is_told_with_its_largest_parts_first(spent: dict[str, Any], said: str):
@@ -81,7 +81,7 @@ def test_lines_are_rare_and_say_what_they_left_out():
 
 
 def test_the_collector_runs_only_when_called(monkeypatch: pytest.MonkeyPatch):
-    """After every fiftieth step, young objects only. Afterwards it is as it was, on or off."""
+    """The loop collects young objects after every fiftieth step. Afterwards the collector is on or off as before."""
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(gc, "collect", lambda *generation: calls.append(generation) or 0)
     assert gc.isenabled()

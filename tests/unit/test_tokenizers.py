@@ -1,4 +1,4 @@
-"""Tokenizers: bytes and Hugging Face's files, what begins and ends a document, and prompts."""
+"""Tokenizers: bytes and Hugging Face's files, the tokens that begin and end a document, and prompts."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from jaxtrain.train import run as train
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory) -> Path:
-    """A real byte-level BPE tokenizer.json, trained on a little of the standard library."""
+    """Return a real byte-level BPE tokenizer.json, trained on a little of the standard library."""
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = tokenizers.decoders.ByteLevel()
@@ -32,7 +32,7 @@ def bpe(tmp_path_factory) -> Path:
         vocab_size=600, special_tokens=["<s>", "<|endoftext|>", "<stop>"], initial_alphabet=alphabet, show_progress=False
     )
     tok.train_from_iterator([Path(json.__file__).read_text()], trainer)
-    tok.enable_truncation(5)  # must not cut documents
+    tok.enable_truncation(5)  # these must not cut documents
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     tok.save(str(path))
     return path
@@ -53,7 +53,7 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
     assert tok.encode_batch([text, "a"])[0].tolist() == ids
     assert tok.vocab_size == 600
     assert tok.decode([tok.eot]) == "<|endoftext|>"
-    assert tok.eot not in ids  # text cannot forge the end of a document
+    assert tok.eot not in ids  # text cannot imitate the end of a document
     stop = text_tokenizers.load_tokenizer(str(bpe), "<stop>")
     assert (stop.decode([stop.eot]), stop.sha256) == ("<stop>", tok.sha256)
     assert text_tokenizers.load_tokenizer(str(bpe.parent)).sha256 == tok.sha256
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, bpe, monkeypatch):
 
 
 def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch):
-    """As `tokenizers` itself encodes a text, and transformers and vLLM with it; once for each document, and only there."""
+    """The begin tokens equal those of `tokenizers`, transformers and vLLM. They occur once, at the start of each document."""
     package = tokenizers.Tokenizer.from_file(str(bpe))
     package.no_truncation()
     package.post_processor = tokenizers.processors.TemplateProcessing(
@@ -120,7 +120,7 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
 
 
 def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path, bpe, monkeypatch):
-    """A model as small as its file's largest id trains; a prompt of other tokens would end it at the first sample."""
+    """A model as small as its file's largest id can train. A prompt with larger ids would end the run at the first sample."""
     monkeypatch.chdir(tmp_path)
     tok = text_tokenizers.load_tokenizer(str(bpe))
     with TokenWriter(tmp_path / "low.tok", text_tokenizers.info(tok)) as writer:
@@ -154,7 +154,7 @@ def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(t
         return [p.key for p in problems]
 
     assert found("p", str(bpe)) == []
-    assert found("h", "hf:no/such") == []  # not on this machine: the name must do
+    assert found("h", "hf:no/such") == []  # the file is not on this machine: the name decides
     assert found("h", str(bpe)) == []  # the same definition under another name
     assert keys(found("ph", "byte")) == ["data.tokenizer"], "one wrong key is one problem"
     assert keys(found("h", "hf:no/other")) == ["data.tokenizer"]

@@ -1,4 +1,4 @@
-"""Machines by name: what is read from a description, what is refused, and the devices that are made of it."""
+"""Machines by name: parsed descriptions, refusals, and the devices of a machine."""
 
 import re
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def test_a_name_is_chip_gpus_and_nodes():
 
 
 def test_an_h200_has_what_cuda_gives_programs():
-    """Not the data sheet's 141 GB and not 141 GiB."""
+    """The memory is neither the data sheet's 141 GB nor 141 GiB, but the bytes that CUDA gives to programs."""
     assert parse("h200:8").memory_gib == pytest.approx(139.80, abs=0.01)
 
 
@@ -33,7 +33,7 @@ def test_descriptions_agree_with_the_table_of_gpus(chip):
     assert (device.device_kind, device.platform) == (machine.device_kind, "gpu")
     major, minor = device.compute_capability.split(".")
     assert 10 * int(major) + int(minor) == gpu.sm
-    # A card gives programs a little less than its nominal size, which is in GB or in GiB.
+    # A GPU gives programs a little less than its nominal size, which is in GB or in GiB.
     assert 0.97 * gpu.hbm_gb * 1e9 < machine.memory_bytes < gpu.hbm_gb * 2**30
     bandwidth = re.search(r"memory_bandwidth: (\d+)", machine.description)
     assert bandwidth and int(bandwidth[1]) / 1e12 == pytest.approx(gpu.hbm_tb_s, rel=0.05)
@@ -87,7 +87,7 @@ class Described(SimpleNamespace):
 
 
 def test_a_mesh_is_laid_out_node_by_node():
-    """fsdp stays inside a node and data crosses, whatever the order in which the devices are given."""
+    """fsdp stays inside a node and data crosses nodes, for any order of the devices."""
     given = devices(parse("h200:4x2"))
     mixed = [*given[1::2], *given[::2]]
     for overrides, sizes in (([], (2, 4, 1, 1)), (["mesh.data=1"], (1, 8, 1, 1)), (["mesh.tensor=2"], (2, 2, 2, 1))):
@@ -96,7 +96,7 @@ def test_a_mesh_is_laid_out_node_by_node():
         assert tuple(mesh.shape.values()) == sizes
         assert [d.id for d in mesh.devices.flat] == sorted(d.id for d in given)
     assert {d.process_index for d in make_mesh(launch.load([]).run, mixed).devices[0].flat} == {0}
-    # CUDA numbers the GPUs of several processes as they come: ids do not say which node one is in.
+    # CUDA numbers the GPUs of several processes in any order: an id does not identify the node.
     turns = [Described(id=i, process_index=i % 2) for i in range(8)]
     assert [d.process_index for d in make_mesh(launch.load([]).run, turns).devices.flat] == [0] * 4 + [1] * 4
     with pytest.raises(LayoutError, match=r"different numbers of devices \(4, 3\)"):
@@ -116,7 +116,7 @@ class FakeGpu:
 
 
 def test_the_machine_itself(monkeypatch):
-    """Only what is made of the devices' names and numbers: no GPU is here."""
+    """Tests what follows from the devices' names and numbers, because there is no GPU here."""
     present = [FakeGpu("NVIDIA H200") for _ in range(4)]
     monkeypatch.setattr(jax, "devices", lambda: present)
     machine = here()
@@ -143,7 +143,7 @@ def test_without_the_plugin_the_remedy_is_named(monkeypatch):
 
 
 def test_the_assembler_comes_with_the_plan_extra():
-    """XLA crashes without ptxas and libdevice; a machine without CUDA has no others than these."""
+    """Without ptxas and libdevice XLA crashes, and a machine without CUDA has only those of the plan extra."""
     wheels = [folder for folder in topology._toolkits() if "site-packages" in folder.parts]
     found = [folder for folder in wheels if (folder / topology.LIBDEVICE).is_file()]
     assert found and all((folder / "bin" / "ptxas").is_file() for folder in found)

@@ -1,4 +1,4 @@
-"""What a config may not ask of training: each refusal names the key, the rule that is broken, and a way out."""
+"""Refused training settings: each refusal names the key, the rule that is broken, and a fix."""
 
 import helpers
 import jax
@@ -20,7 +20,7 @@ def group(text, **more):
     return {"optimizer.groups": text, **more}
 
 
-# Settings, the key that is refused, words of the rule.
+# Settings, the refused key, words of the rule.
 REFUSED = [
     (INT8 | {"model.d_ff": 100, "model.head_dim": 16}, "dtypes.m", "no dimension of mlp.gate"),
     (INT8 | {"model.d_model": 256, "mesh.tensor": 4, "model.head_dim": 32}, "dtypes.m", "would lie on two devices"),
@@ -71,7 +71,7 @@ def test_what_stands_beside_a_refusal_is_allowed(settings):
     assert not problems(settings)
 
 
-# What only the model's own parameters can tell: settings, key, words.
+# Rules that need the model's own parameters: settings, key, words.
 REFUSED_WHEN_BUILT = [
     ({"train.freeze": "embed.*,layers.7.mlp.*"}, "train.freeze", "no parameter is called layers.7.mlp.*"),
     ({"train.freeze": "wq"}, "train.freeze", "no parameter is called wq"),

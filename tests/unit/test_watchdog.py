@@ -1,6 +1,6 @@
-"""The watchdog: which budget is used up, by a clock of the test's own, and what it leaves behind.
+"""The watchdog: which time budget is exceeded, with a fake clock, and the files that it leaves.
 
-Real hangs are in tests/campaign/test_hangs.py.
+tests/campaign/test_hangs.py has real hangs.
 """
 
 import json
@@ -100,7 +100,7 @@ def test_what_goes_on_beside_the_main_thread_is_watched_too(clock: Clock, tmp_pa
 
 
 def watch(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch, *turns: Callable[[], object]) -> list[dict[str, Any]]:
-    """The reports with which the watchdog's thread would have ended the process, in these looks at the clock."""
+    """Return the reports with which the watchdog's thread would end the process. `turns` run between its looks at the clock."""
     reports: list[dict[str, Any]] = []
     monkeypatch.setattr(dog, "_leave", reports.append)
     monkeypatch.setattr(dog, "_stop", Turns(clock, *turns))
@@ -109,7 +109,7 @@ def watch(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch, *turns: 
 
 
 def test_time_in_which_the_process_did_not_run_is_given_back(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It was stopped, or its machine suspended. A look comes every quarter of a second."""
+    """The process was stopped, or its machine suspended. The watchdog checks every quarter of a second."""
     looks = [lambda: None] * 4
     dog = watching(tmp_path)
     with dog.phase("step"), dog.phase("data"):
@@ -117,7 +117,7 @@ def test_time_in_which_the_process_did_not_run_is_given_back(clock: Clock, tmp_p
         assert dog._phases[1].seconds(clock.now) == pytest.approx(14 / 4), "a quarter for each look"
         assert dog._phases[0].seconds(clock.now) == 0
         dog.beat()
-        dog._give_back(100, clock.now)  # what began after the pause owes nothing, and is owed nothing
+        dog._give_back(100, clock.now)  # an activity that began after the pause gets no extra time
         assert dog._phases[1].seconds(clock.now) == 0
         assert len(watch(dog, clock, monkeypatch, *looks * 5, lambda: None)) == 1
 
@@ -133,7 +133,7 @@ def test_a_watchdog_that_fails_ends_no_run(
 
 
 def leave(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step hangs; the process would end."""
+    """Let a step hang until the watchdog would end the process."""
     ends: list[int] = []
     monkeypatch.setattr(watchdog.os, "_exit", ends.append)
     with dog.phase("step"):
@@ -170,7 +170,7 @@ def test_it_leaves_evidence_and_ends_the_process(index: int, clock: Clock, tmp_p
 def test_it_ends_the_process_whatever_fails(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Facts, the way out, and the run's folder: the evidence then lies in the system's folder for temporary files."""
+    """The facts, the end of the run's files and its folder all fail. Evidence then goes to the folder for temporary files."""
 
     def facts() -> dict[str, Any]:
         raise SystemExit(3)
@@ -191,7 +191,7 @@ def test_it_ends_the_process_whatever_fails(
 def test_budgets_come_from_the_config():
     assert parse_budgets("") == (BUDGETS, [])
     assert parse_budgets(" step=600, data = 0.5,compile=0 ") == ({**BUDGETS, "step": 600, "data": 0.5, "compile": 0}, [])
-    assert BUDGETS["compile"] > 2 * 20 * 60  # a cold compile of 20 minutes is well
+    assert BUDGETS["compile"] > 2 * 20 * 60  # a cold compile of 20 minutes is allowed
 
 
 @pytest.mark.parametrize(

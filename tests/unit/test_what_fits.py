@@ -1,4 +1,4 @@
-"""What fits: which layouts of a cell are compiled, with made-up plans; and the page."""
+"""benchmarks/what_fits.py: which layouts of a cell are compiled, with made-up plans; and the page."""
 
 import re
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ def fill(model: str, machine: str, above: float, by_nodes: float = 1.0) -> tuple
     """Return a cell and the layouts compiled for it.
 
     Args:
-        above: a plan needs this many times the memory of its bound, beside the state.
-        by_nodes: time of a plan whose state is sharded within each node, relative to its bound.
+        above: memory of a plan beside its state, relative to its bound.
+        by_nodes: step time of a plan whose state is sharded within each node, relative to its bound.
     """
     compiled: list[Layout] = []
     topology = parse(machine)
@@ -51,7 +51,7 @@ def cells_of(line: str) -> list[str]:
         ("llama_30b", 32.529, 1e-3),
         ("llama2_70b", 68.977, 1e-3),
         ("llama3_405b", 405.9, 1e-3),
-        ("llama_175b", 175, 5e-3),  # in another's likeness
+        ("llama_175b", 175, 5e-3),  # Llama's architecture at the size of another model
         ("llama_180b", 180, 5e-3),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_cannot_fit_is_not_compiled():
     assert not compiled
     # 68.98 billion parameters of 4 bytes and two moments of 2, over 2 GPUs.
     assert cell.why_not.startswith("does not fit: state alone 257 GiB a GPU, 134 GiB")
-    # The state would fit on four; with gradients and the largest weight it does not.
+    # The state would fit on four GPUs. With gradients and the largest weight it does not.
     cell, compiled = fill("llama2_70b", "h200:4", 1.0)
     assert not compiled and re.match(r"does not fit: at least 1[4-9]\d GiB a GPU by formula", cell.why_not)
 

@@ -1,4 +1,4 @@
-"""What `sharding.zero` and `sharding.gather` ask of a step: gathered weights, and axes summed at its end."""
+"""The effect of `sharding.zero` and `sharding.gather` on a step: gathered weights, and axes summed at its end."""
 
 import types
 from typing import Any
@@ -21,13 +21,13 @@ EXPERTS = {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.seq": 2, "model.num_experts":
 WEIGHT, BIAS, EXPERT = ("layers", "embed", "mlp"), ("layers", "heads", "head_dim"), ("layers", "experts", "expert_embed", "mlp")
 
 STAGES = [
-    # One microbatch: the backward pass sums at once, but for stage 1.
+    # One microbatch: the backward pass sums at once, except for stage 1.
     ({"sharding.zero": 0}, False, set(), set()),
     ({"sharding.zero": 1}, True, {"data", "fsdp"}, {"data", "fsdp"}),
     ({"sharding.zero": 2}, True, set(), set()),
     ({"sharding.zero": 3}, False, set(), set()),
     ({"sharding.gather": "step"}, True, {"data", "fsdp"}, {"data", "fsdp"}),
-    # Several: axes that do not shard a weight are summed at the end.
+    # Several microbatches: axes that do not shard a weight are summed at the end.
     ({"sharding.zero": 0, "train.grad_accum": 2}, False, {"data", "fsdp"}, {"data", "fsdp"}),
     ({"sharding.zero": 2, "train.grad_accum": 2}, True, {"data"}, {"data", "fsdp"}),
     ({"sharding.zero": 3, "train.grad_accum": 2}, False, {"data"}, {"data", "fsdp"}),
@@ -80,7 +80,9 @@ def zero_of(asked: dict[str, Any]) -> Zero:
 
 
 def summed(zero: Zero, axes: tuple) -> tuple[list[str], list[str]]:
-    """Return the mesh axes over which a gradient is summed in its layer, and those at the end of the step. No compile."""
+    """Return the mesh axes over which a gradient is summed in its layer, and those at the end of the step,
+    without a compile.
+    """
 
     def over(f: Any) -> list[str]:
         w = jax.ShapeDtypeStruct((2, *(8,) * (len(axes) - 1)), jnp.float32)

@@ -1,4 +1,4 @@
-"""One-line bugs, one file of them for each part of the package. planted_bugs.py plants them."""
+"""One-line bugs, in a file for each part of the package. planted_bugs.py plants them."""
 
 import importlib
 import pkgutil
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class Bug(NamedTuple):
-    """A line that is wrong."""
+    """A wrong line, and the tests that must fail with it."""
 
     name: str
-    file: str  # below the root of the repository
+    file: str  # relative to the repository's root
     text: str  # occurs once in the file
     instead: str
-    tests: str  # arguments of pytest, below tests/: files of unit/, proofs/ or gpu/
+    tests: str  # arguments of pytest, relative to tests/: files of unit/, proofs/ or gpu/
 
 
 def all_bugs() -> list[Bug]:
-    """Return every bug of every file beside this one."""
+    """Return every bug of every file in this folder."""
     modules = [importlib.import_module(f"bugs.{module.name}") for module in pkgutil.iter_modules(__path__)]
     return [bug for module in modules for bug in module.BUGS]

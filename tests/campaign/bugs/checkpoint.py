@@ -1,4 +1,4 @@
-"""Bugs of checkpoints, digests, and the rules of what a resumed run may change."""
+"""Bugs of checkpoints, digests, and the rules for changes on resume."""
 
 from bugs import Bug
 

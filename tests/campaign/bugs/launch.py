@@ -1,4 +1,4 @@
-"""Bugs of run.sh, of starting, of several processes, and of what ends a run in time."""
+"""Bugs of run.sh, the start of a run, several processes, and early ends: signals, time limits and the watchdog."""
 
 from bugs import Bug
 

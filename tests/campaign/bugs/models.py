@@ -1,4 +1,4 @@
-"""Bugs of models, losses, optimizers, adapters, experts and what goes to and from Hugging Face."""
+"""Bugs of models, losses, optimizers, adapters, experts, and import from and export to Hugging Face."""
 
 from bugs import Bug
 

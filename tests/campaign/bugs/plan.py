@@ -1,4 +1,4 @@
-"""Bugs of what plans read and predict: collectives, times, memory, warnings, FLOPs, compiler options, layouts, search."""
+"""Bugs of plans: collectives, times, memory, warnings, FLOPs, compiler options, layouts, search."""
 
 from bugs import Bug
 

@@ -1,4 +1,4 @@
-"""Bugs of what a run writes and shows: metrics, receipts, the goodput ledger, the GPU monitor, reports, pages and traces."""
+"""Bugs of a run's output: metrics, receipts, the goodput ledger, the GPU monitor, reports, pages and traces."""
 
 from bugs import Bug
 
