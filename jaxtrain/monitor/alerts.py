@@ -135,7 +135,7 @@ class MfuAlert:
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
-        """Add a train line's `step_time_s`. Return a warning when MFU becomes too low, a message when it recovers, else None."""
+        """Add a train line's `step_time_s`. Return a warning when MFU becomes low, a message when it recovers, else None."""
         if step_s is None or not self._part or not self._longest:
             return None
         self._steps.append(step_s)
