@@ -1,4 +1,4 @@
-"""Run a measurement (a case) in a separate process, so that peak memory, XLA options and crashes concern one case only.
+"""Run a measurement (a case) in a separate process, so that peak memory, XLA options and crashes affect only that case.
 
 The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files. The child's output
 goes to a log. A long case saves partial answers (`save_partial`), so that its results survive if it runs out of time.

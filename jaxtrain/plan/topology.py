@@ -1,4 +1,4 @@
-"""The machines of plans: a chip, the GPUs of a node with NVLink between them, and the nodes with a network between them.
+"""The machines of plans: a chip, the GPUs of a node, connected by NVLink, and nodes, connected by a network.
 
 XLA's GPU compiler needs a description of the GPU and the numbers of GPUs and nodes, but no driver and no GPU. specs/ has a
 description of each chip, with the memory that CUDA reports.
