@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.attention_tiles
 
-For each head_dim and each of the four kernels (the forward pass in e4m3 up to a head_dim of 192): registers of a thread at
-launch, spilled bytes, bytes of shared memory, WGMMA instructions, and whether the assembler runs some of them one by one. A
-kernel that does not fit is an error of the compiler. It complains that nvdisasm is missing, which is not needed.
+The table has, for each head_dim and each of the four kernels (the forward pass in e4m3 up to a head_dim of 192): registers per
+thread at launch, spilled bytes, bytes of shared memory, WGMMA instructions, and whether the assembler serializes some of them.
+A kernel that does not fit is a compiler error. The compiler warns that nvdisasm is missing, which is not needed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FACTS = ("registers", "spilled", "shared", "wgmma", "serialized")
 
 
 def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8, K: int = 2) -> None:
-    """Compile forward and backward for a described chip, and dump the compiler's files. spec.fp8: the forward in e4m3."""
+    """Compile forward and backward for a described chip, and dump the compiler's files. With spec.fp8, forward is in e4m3."""
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
     q, k = (jax.ShapeDtypeStruct((2, T, heads, spec.head_dim), jnp.bfloat16, sharding=whole) for heads in (N, K))
@@ -49,10 +49,10 @@ def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8,
 
 
 def taken(folder: Path, prefix: str) -> dict[str, dict[str, int | str]]:
-    """Return FACTS of each kernel whose name has this prefix, from the dumps.
+    """Return kernel -> FACTS, from the dumps, for kernels whose name has this prefix.
 
     Raises:
-        ValueError: the dumps are not as expected.
+        ValueError: the dumps have an unexpected form.
     """
     out: dict[str, dict[str, int | str]] = {}
     for file in folder.glob("*.ptxas"):

@@ -1,9 +1,9 @@
-"""Bytes that each layout communicates, compared with the formula of its paper: docs/evidence/collectives.md.
+"""Compare the bytes that each layout communicates with the formula of its paper: docs/evidence/collectives.md.
 
     python -m benchmarks.collective_volumes [--write]
 
-Each layout is compiled. Its collectives are summed by kind, mesh axis and purpose. Beside each sum stands the formula of the
-paper, for the same model. A collective without a formula has a row too.
+Each layout is compiled. Its collectives are summed by kind, mesh axis and purpose. Each sum is compared with the formula of the
+paper for the same model. A collective without a formula has a row too.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ PAGE = "docs/evidence/collectives.md"
 COMMAND = "python -m benchmarks.collective_volumes --write"
 CONFIG = "configs/llama3_8b.py"
 BF16, F32 = 2, 4  # bytes
-WEIGHTS = re.compile(r"[/(]weights[/)]")  # in an op name: the scope in which a weight is gathered, also under jvp()
-LARGE = 2**-10  # GiB of a launch. Smaller ones are sums of scalars, loss statistics, gradients of norms, and token ids
+WEIGHTS = re.compile(r"[/(]weights[/)]")  # the scope of a weight's gather in an op_name, also under jvp()
+LARGE = 2**-10  # GiB of a launch. Smaller launches are scalars, loss statistics, gradients of norms, and token ids
 
-TWO = "train.grad_accum=2"  # microbatches: tells apart what is communicated once a step and once a microbatch
+TWO = "train.grad_accum=2"  # two microbatches, since some collectives run per step and others per microbatch
 SIXTEEN = f"{TWO} train.global_batch=16"
 EXPERTS = f"{SIXTEEN} model.family=mixtral model.num_experts=8 mesh.expert=8 parallel.scan_layers=true"
 STAGES = (
@@ -42,16 +42,16 @@ ZERO, FSDP = "ZeRO, arXiv 1910.02054", "PyTorch FSDP, {}, arXiv 2304.11277"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout that has a name, and the overrides of CONFIG that make it."""
+    """A named layout of a paper, and the overrides of CONFIG for it."""
 
     name: str
     paper: str
-    settings: str  # KEY=VALUE, with spaces between
+    settings: str  # KEY=VALUE, separated by spaces
     machine: str = "h200:8"
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Return the overrides one by one."""
+        """Return the overrides as separate texts."""
         return tuple(self.settings.split())
 
 
@@ -88,7 +88,7 @@ LAYOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A collective of a method. Bytes are those that each GPU sends in a step, by ring algorithms."""
+    """A collective of a paper's method. bytes: sent by each GPU in a step, by ring algorithms."""
 
     kind: str
     axis: str
@@ -99,7 +99,7 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of one kind, over one mesh axis, for one purpose, beside their formula ("none" without one)."""
+    """Collectives of one kind, mesh axis and purpose, and their formula; "none" if there is no formula."""
 
     kind: str
     axis: str
@@ -113,7 +113,7 @@ class Row:
 
     @property
     def off(self) -> float:
-        """Return the bytes of the program over those of the formula, less one."""
+        """Return the relative difference of the program's bytes from the formula's."""
         return self.gb / self.formula_gb - 1 if self.formula_gb else math.inf
 
 
@@ -126,14 +126,15 @@ def run_of(layout: Layout) -> RunConfig:
 
 
 def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
-    """Return what a layout communicates by the papers.
+    """Return the collectives of a layout by the papers' formulas.
 
     Weights are gathered over the axes that shard them, and gradients reduced over their replicas. Activations are communicated
     over tensor and stage, keys and values over seq, tokens to their experts. Gathers of experts' weights are left out.
 
-    Letters of the formulas: A microbatches; W all weights in bfloat16, L those of the layers, H those of the head; l layers;
-    X the residual stream of a microbatch on one GPU before tensor shards it, KV keys and values of a layer there, QO queries
-    and outputs, all in bfloat16; v groups of layers on a stage; R the capacity of a GPU's experts in rows; n GPUs of the axis.
+    Letters of the formulas: A microbatches; l layers; v virtual stages of a stage; n GPUs of the axis. Bytes in bfloat16: W all
+    weights, L weights of the layers, H weights of the head; X the residual stream of a microbatch on one GPU before tensor
+    shards it, KV keys and values of a layer, QO queries and outputs of a layer, both of the same tokens; R the capacity of a
+    GPU's experts.
 
     Args:
         mesh: size of each axis in use.
@@ -162,7 +163,7 @@ def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
         elif run.sharding.gather == "forward":
             formula, gathered = "(n-1)/n A (L + H)", accum * (layers + head)
         else:
-            twice = layers * (1 - 1 / m.num_layers)  # the last layer's weights are still there when its backward pass begins
+            twice = layers * (1 - 1 / m.num_layers)  # the last layer's weights are still in memory for its backward pass
             formula, gathered = "(n-1)/n A (2 L - L/l + H)", accum * (layers + twice + head)
         terms.append(Term("all-gather", axis, "weights", formula, part * gathered))
         if once:
@@ -182,13 +183,13 @@ def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
     if (n := sizes["seq"]) > 1:
         terms += _context_terms(run.parallel.context, n, m, accum * m.num_layers, BF16 * 2 * tokens * m.head_dim / tensor)
     if (n := sizes["stage"]) > 1:
-        # Between neighbours: the output of each group and its gradient, in every tick, also of the bubble. To all stages:
-        # embedded tokens, states of the last layer, and the gradients of both, since the vocabulary is sharded over stages.
+        # Between neighbours: the output of each virtual stage and its gradient, also in the bubble. To all stages: embedded
+        # tokens, outputs of the last layer, and the gradients of both, since the vocabulary is sharded over stages.
         sent, shared = 2 * (accum * run.pipeline.groups + n - 1), 2 * (n - 1) / n * (4 * accum + 2 * n - 1)
         terms.append(Term("collective-permute", "stage", "stages", "2 (A v + n - 1) X", sent * stream / tensor))
         terms.append(Term("all-reduce", "stage", "stages", "2 (n-1)/n (4 A + 2 n - 1) X", shared * stream / tensor))
     if (n := sizes["expert"]) > 1 and m.num_experts:
-        # Dispatch and combine, forward and backward, and dispatch once more if remat does not save what arrived.
+        # Dispatch and combine, forward and backward, and a third dispatch if remat does not save the dispatched tokens.
         trips = 4 + (run.remat.policy != "none")
         sent = (n - 1) / n * accum * m.num_layers / sizes["stage"] * trips * BF16 * tokens * expert_room(run, n) * m.d_model
         terms.append(Term("all-to-all", "expert", "experts", f"(n-1)/n A l {trips} R", sent))
@@ -196,10 +197,11 @@ def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
 
 
 def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> list[Term]:
-    """Return what attention communicates over seq.
+    """Return the collectives of attention over seq.
 
     Args:
-        layers: of all microbatches.
+        n: GPUs of mesh.seq.
+        layers: layers times microbatches.
         each: bytes of the keys and values, or the queries and outputs, of one head on one GPU.
     """
     kv, qo = layers * each * m.num_kv_heads, layers * each * m.num_heads
@@ -216,8 +218,8 @@ def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> 
 
 
 def purpose(c: Collective) -> str:
-    """Return the purpose of a collective."""
-    # If XLA merged several into one, the source line is that of any of them. Weights are most of it.
+    """Return the purpose of a collective (see Term)."""
+    # If XLA merged several collectives, the source line is that of any of them. Most of the bytes are weights.
     if "kernels/context" in c.source and not WEIGHTS.search(c.op_name):
         return "attention"
     if c.axis == "stage":
@@ -228,9 +230,9 @@ def purpose(c: Collective) -> str:
 
 
 def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
-    """Return all collectives of a plan but the small ones, beside their terms.
+    """Return the large collectives of a plan with their terms.
 
-    A term without a collective has a row, and so has a collective without a term.
+    A term without a collective has a row, as does a collective without a term.
     """
 
     def is_large(c: Collective) -> bool:
@@ -267,7 +269,7 @@ def cells(row: Row, mesh: Mapping[str, int]) -> list[str]:
 
 
 def summary(layout: Layout, plan: Plan) -> list[str]:
-    """Return the cells of a layout in the first table: its machine, its times, and GiB at the peak under MEMORY."""
+    """Return the cells of a layout in the first table: machine, times, and GiB at the peak of each class of MEMORY."""
     held = {kind: plan.memory.by_class.get(kind, 0.0) for kind in MEMORY} | {"peak": plan.memory.peak_gib}
     held["moments"] = sum(plan.memory.by_class.get(f"{which} moment", 0.0) for which in ("first", "second"))
     fits = "yes" if plan.fits else f"no: {size(plan.memory.taken_gib)}"

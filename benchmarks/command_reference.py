@@ -1,4 +1,4 @@
-"""Writes docs/commands.md: every command with its usage and its options, from the parsers themselves.
+"""Writes docs/commands.md: every command with its usage and its options, from the commands' parsers.
 
 python -m benchmarks.command_reference          print the page
 python -m benchmarks.command_reference --write  write docs/commands.md
@@ -18,7 +18,7 @@ from jaxtrain.command_line import Command
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "commands.md"
-OPTION = re.compile(r"(?<![\w`-])(--[a-z][\w.-]*(?:=[^\s;)]+)?(?<![.,:]))")  # in a sentence
+OPTION = re.compile(r"(?<![\w`-])(--[a-z][\w.-]*(?:=[^\s;)]+)?(?<![.,:]))")  # an option in a sentence
 HEAD = """# Commands
 
 `./run.sh COMMAND` runs a command in the environment that it prepares; inside it `python -m jaxtrain.COMMAND` is the same.
@@ -29,7 +29,7 @@ this page from the parsers of the commands.
 
 
 def page() -> str:
-    """Return the page of the present commands."""
+    """Return the page of the current commands."""
     with mock.patch.dict(os.environ, {commands.PREFIX: "./run.sh"}):
         table = commands.table()
         rows = [(f"[{name}](#{name})", f"{purpose}") for name, purpose in table.items()]
@@ -55,7 +55,7 @@ def _section(name: str) -> Iterator[str]:
 
 
 def _parsed(parser: argparse.ArgumentParser, above: str) -> Iterator[str]:
-    """Yield the paragraphs of an argparse parser and of its subcommands. above: an epilog that stands there already."""
+    """Yield the paragraphs of an argparse parser and of its subcommands. above: epilog of the parent, which is not repeated."""
     yield _text(parser.description or "")
     usage = " ".join(parser.format_usage().removeprefix("usage:").split())
     yield _block("console", usage.replace(" [-h]", ""))
@@ -78,7 +78,7 @@ def _parsed(parser: argparse.ArgumentParser, above: str) -> Iterator[str]:
 
 
 def _usage(action: argparse.Action) -> str:
-    """Return an option or argument as a user types it."""
+    """Return the usage of an option or argument."""
     value = action.metavar or "|".join(action.choices or ()) or action.dest.upper()
     if not action.option_strings:
         return f"{value}..." if action.nargs == "+" else str(value)
@@ -90,14 +90,14 @@ def _needed(action: argparse.Action) -> str:
 
 
 def _meaning(text: str, default: object) -> str:
-    """Return the description of an option, with its default where the description leaves that out."""
+    """Return the description of an option, with its default if the description does not have it."""
     said = "default" in text.lower() or str(default) in re.split(r"[()]", text)
     known = default not in (None, "", [], False, argparse.SUPPRESS)
     return _text(text) + (f"; default `{default}`" if known and not said else "")
 
 
 def _text(text: str) -> str:
-    """Return plain text as Markdown, in one line: options are code, and nothing else in it is markup."""
+    """Return plain text as one line of Markdown. Options are code; all other characters are escaped."""
     parts = OPTION.split(" ".join(text.split()))
     escaped = [re.sub(r"([\\*<|`\[\]])", r"\\\1", part) for part in parts]
     escaped[1::2] = [f"`{option}`" for option in parts[1::2]]
@@ -114,13 +114,13 @@ def _block(language: str, text: str) -> str:
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    """Return a table. The first column is Markdown with bars of its own, the second is Markdown already."""
+    """Return a Markdown table. rows: Markdown. Bars in the first column are escaped."""
     lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
     return "\n".join([*lines, *(f"| {first.replace('|', '\\|')} | {second} |" for first, second in rows)])
 
 
 def _of_run_sh() -> Iterator[str]:
-    """Yield the paragraphs of run.sh itself: its --help, without the table of commands."""
+    """Yield the paragraphs of run.sh: its --help without the table of commands."""
     before, after = re.findall(r"^  cat <<'TEXT'\n(.*?)^TEXT$", (REPO / "run.sh").read_text(), re.MULTILINE | re.DOTALL)
     yield "## run.sh"
     yield "Tests, notebooks, this site, several nodes, and the variables that run.sh reads:"

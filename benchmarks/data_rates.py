@@ -3,15 +3,15 @@
     python -m benchmarks.data_rates
     python -m benchmarks.data_rates --other=FOLDER
 
-Every row is measured `--repeats` times in a process of its own; the table has the medians. With `--other`, another checkout of
-jaxtrain is measured in turn with this one. CPU seconds are user plus system time of the process, so other load on the machine
-matters less than by the clock. Batches are of 8 sequences; their file is in the page cache and holds documents of log-normal
-length, 700 tokens on average. "First epoch" includes the checksums: each block is compared when it is first used.
+Every row is measured `--repeats` times, each in a separate process; the table has the medians. With `--other`, another checkout
+of jaxtrain is measured alternately with this one. CPU seconds are user plus system time of the process, on which other load of
+the machine has less effect than on wall time. Batches have 8 sequences. Their file is in the page cache and has documents of
+log-normal length, 700 tokens on average. "First epoch" includes the checksums, since each block is checked at its first use.
 
-Beside them, for the same windows in a random order: grain and numpy make inputs and targets alone, from a memory map, without
-segments, positions, weights or checksums. Text is the Python standard library as JSON lines, and the tokenizer a byte-level BPE
-trained on it. `prepare` uses one process. datasets (the extra `hf-datasets`) reads the same file and maps the same
-tokenizer over it. The last rows are one loop that parses, encodes and concatenates, and `prepare` without a tokenizer.
+For comparison, grain and numpy read the same sequences in a random order. They make only inputs and targets, from a memory map,
+without segments, positions, weights or checksums. Text is the Python standard library as JSON lines. The tokenizer is a
+byte-level BPE trained on it. `prepare` uses one process. datasets (the extra `hf-datasets`) reads the same file and maps the
+same tokenizer over it. The last rows are a loop that parses, encodes and concatenates, and `prepare` without a tokenizer.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 8
-MEAN_DOCUMENT = 700  # tokens
-EPOCHS = 3  # read of a file: the first, then the later ones together
+MEAN_DOCUMENT = 700  # mean tokens of a document
+EPOCHS = 3  # epochs of a file: the first is timed separately, the later ones together
 SEQ_LENS = (4096, 8192)
-VOCAB = {16: 257, 32: 100_000}  # by the bits of an id
+VOCAB = {16: 257, 32: 100_000}  # bits of a token id -> size of the vocabulary
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def random_documents(vocab: int, tokens: int) -> Iterator[Any]:
-    """Yield arrays of random ids with log-normal lengths."""
+    """Yield documents as arrays of random token ids, of log-normal length. tokens: approximate sum of their lengths."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def random_documents(vocab: int, tokens: int) -> Iterator[Any]:
 
 
 def time_steps(make: Callable[[int], Any], steps: range, seq_len: int) -> float:
-    """Return tokens per CPU second of make(step) for each step."""
+    """Return tokens per CPU second of calling make(step) for all steps."""
     began = time.process_time()
     for step in steps:
         make(step)
@@ -67,7 +67,7 @@ def time_steps(make: Callable[[int], Any], steps: range, seq_len: int) -> float:
 
 
 def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
-    """Return tokens per CPU second of the first and the later epochs, as training makes them but for its thread."""
+    """Return tokens per CPU second of training's batches in the first and in later epochs, without training's thread."""
     from jaxtrain import config
     from jaxtrain.data import tokenizer
     from jaxtrain.data.pipeline import open_source
@@ -89,7 +89,7 @@ def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
 
 
 def write_ids(folder: Path, tokens: int, bits: int) -> Any:
-    """Write the same documents as a plain array of ids; return its memory map."""
+    """Write the documents of `random_documents` as a plain array of ids. Return its memory map, shape [tokens]."""
     import numpy as np
 
     path, dtype = folder / "ids.bin", np.dtype(f"u{bits // 8}")
@@ -100,7 +100,7 @@ def write_ids(folder: Path, tokens: int, bits: int) -> Any:
 
 
 def time_numpy(folder: Path, tokens: int, bits: int) -> dict[str, float]:
-    """Return tokens per CPU second of inputs and targets gathered from a memory map by one index."""
+    """Return tokens per CPU second of inputs and targets that numpy gathers from a memory map with one index array."""
     import numpy as np
 
     ids, found = write_ids(folder, tokens, bits), {}
@@ -118,7 +118,7 @@ def time_numpy(folder: Path, tokens: int, bits: int) -> dict[str, float]:
 
 
 def time_grain(folder: Path, tokens: int, bits: int) -> dict[str, float]:
-    """Return tokens per CPU second of grain's own source, shuffle and batch, without threads, which make it slower."""
+    """Return tokens per CPU second of grain's source, shuffle and batch, without threads, since threads slow it down."""
     import grain
     import numpy as np
 
@@ -150,7 +150,7 @@ def read_text(path: Path) -> list[str]:
 
 
 def write_text(folder: Path, megabytes: float) -> None:
-    """Write text.jsonl, modules of the standard library, and tokenizer.json, trained on them."""
+    """Write text.jsonl (modules of the standard library) and tokenizer.json (trained on that text)."""
     import tokenizers
 
     from jaxtrain.data.stdlib import list_files
@@ -200,7 +200,7 @@ def time_datasets(folder: Path, text: Path) -> dict[str, float]:
 
 
 def time_loop(folder: Path, text: Path) -> dict[str, float]:
-    """Return tokens per CPU second of the shortest program: parse, encode, concatenate, write."""
+    """Return tokens per CPU second of a minimal loop: parse, encode, concatenate, write."""
     import numpy as np
     import tokenizers
 
@@ -213,7 +213,7 @@ def time_loop(folder: Path, text: Path) -> dict[str, float]:
 
 
 def measure(case: str, asked: argparse.Namespace) -> dict[str, float]:
-    """Measure one case in this process. Its name is that of a function and its arguments, with spaces between."""
+    """Measure one case in this process. case: name of a function and its arguments, separated by spaces."""
     name, *words = case.split()
     tokens, text = int(asked.tokens), Path(asked.folder)
     with tempfile.TemporaryDirectory() as made:
@@ -227,7 +227,7 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, float]:
 
 
 def run_case(case: str, asked: argparse.Namespace, checkout: Path, folder: Path) -> dict[str, float]:
-    """Measure a case in a new process with the jaxtrain of a checkout. Raises RuntimeError with its error output."""
+    """Measure a case in a new process with a checkout's jaxtrain. Raises RuntimeError with the process's error output."""
     command = [sys.executable, __file__, f"--case={case}", f"--folder={folder}", f"--tokens={asked.tokens}"]
     environ = {**os.environ, "PYTHONPATH": str(checkout), "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environ, cwd=checkout, capture_output=True, text=True)

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.expert_tiles
 
-For each of the products of an expert's weight, two of them in 8 bits: the facts of benchmarks/attention_tiles.py, and the bytes
-of temporaries of its program, which pads sizes that are no multiple of 64 (rows: of 8).
+The table has, for each grouped matmul (two are in FP8), the facts of benchmarks/attention_tiles.py, and the bytes of
+temporaries of its program, which pads sizes that are not a multiple of 64 (rows: of 8).
 """
 
 import argparse
@@ -31,7 +31,7 @@ PRECISION = jax.lax.Precision.DEFAULT
 
 
 def products(R: int, D: int, F: int, E: int) -> dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]]:
-    """Return each kernel's function, and shapes and types of its arguments."""
+    """Return kernel -> (function, (shape, dtype) of each argument). Arguments: rows (R, D) or (R, F), weights (E, D, F)."""
     x, h, w, sizes = ((R, D), jnp.bfloat16), ((R, F), jnp.bfloat16), ((E, D, F), jnp.bfloat16), ((E,), jnp.int32)
     scale, w8 = ((), jnp.float32), ((E, F, D), jnp.float8_e4m3fn)
     eight = functools.partial(pallas.times8, out=jnp.dtype(jnp.bfloat16))
@@ -45,7 +45,7 @@ def products(R: int, D: int, F: int, E: int) -> dict[str, tuple[Any, list[tuple[
 
 
 def compile_into(folder: Path, chip: str, f: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> int:
-    """Compile a product for a described chip, and dump what the compiler makes. Return bytes of temporaries."""
+    """Compile a grouped matmul for a described chip, and dump the compiler's files. Return bytes of temporaries."""
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P())) for shape, dtype in shapes]
     manual = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -13,8 +13,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "modules.md"
 FOLDERS = ("configs", "recipes", "jaxtrain", "benchmarks")
-COLUMN = 30  # at which descriptions begin
-LONGEST = 110  # characters: of a longer sentence, the part before its colon is taken
+COLUMN = 30  # column at which descriptions begin
+LONGEST = 110  # characters; a longer sentence is cut at its colon or semicolon
 HEAD = """# Modules
 
 Each module with the first sentence of its docstring. `python -m benchmarks.file_tree --write` makes this page.
@@ -25,7 +25,7 @@ Each module with the first sentence of its docstring. `python -m benchmarks.file
 
 
 def purpose(path: Path) -> str:
-    """Return the first sentence of a module's docstring, without references to papers; of a long one the part before its colon.
+    """Return the first sentence of a module's docstring without references to papers, cut as for LONGEST.
 
     Raises:
       ValueError: the module has no docstring.
@@ -40,7 +40,7 @@ def purpose(path: Path) -> str:
 
 
 def rows(folder: Path, level: int) -> list[str]:
-    """Return a line for a folder and one for each of its modules, modules before folders."""
+    """Return a line for a folder and for each of its modules and subfolders, modules first."""
     own = folder / "__init__.py"
     lines = [_row(folder.name + "/", purpose(own) if own.exists() else "", level)]
     for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
@@ -56,7 +56,7 @@ def _row(name: str, text: str, level: int) -> str:
 
 
 def page() -> str:
-    """Return the page of the present files."""
+    """Return the page of the current files."""
     return HEAD + "".join("```text\n" + "\n".join(rows(REPO / name, 0)) + "\n```\n\n" for name in FOLDERS).removesuffix("\n")
 
 

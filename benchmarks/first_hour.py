@@ -3,21 +3,21 @@
     python -m benchmarks.first_hour --stage=1 --out=runs/first_hour
 
     1  device and versions; attention against its definition, also sharded; steps as on a CPU; the command line
-    2  rates of matmuls, attention and memory (kept for later estimates); kernels; the cost of packed sequences
-    3  train steps in bf16: layers in a loop, the same with one document a sequence, layers unrolled
+    2  rates of matmuls, attention and memory, for later estimates; kernels; the cost of packed sequences
+    3  train steps in bf16: layers in a loop, layers in a loop with one document a sequence, layers unrolled
     4  FP8: its matmuls against their definition; train steps, layers in a loop and unrolled
     5  other train steps: Pallas attention, deterministic, fewer segments, offload, experts, llama3_1b, XLA's options
-    6  a trace, packed; a save and a restore; preflight, recorded; GPU metrics of a run and their cost
+    6  a trace; a save and a restore; preflight and its recording; GPU metrics of a run and their cost
 
-Steps are those of llama3_8b:half; on a card with less than 100 GiB those of llama3_1b. Everything that uses the GPU runs in a
-process of its own with a time limit: a crash or a timeout of one item leaves the others.
+Train steps use llama3_8b:half, or llama3_1b on a GPU with less than 100 GiB. Each item that uses the GPU runs in a separate
+process with a time limit, so a crash or a timeout of one item does not affect other items.
 
 OUT/stageN has results.md, results.json, receipt.json and logs/, rewritten after each item and packed into OUT/stageN.tar.gz.
-A second run of some items (--only) keeps the results of the others. OUT/work, or --work=DIR, has what need not be kept:
-compiled programs, which all stages share. --summary prints the results of all stages, estimated beside measured. --smoke runs
-every item on a CPU in tiny shapes.
+A second run of some items (--only) keeps the results of all other items. OUT/work, or --work=DIR, has temporary files: compiled
+programs, which all stages share. --summary prints the results of all stages, estimated and measured. --smoke runs every item on
+a CPU in tiny shapes.
 
-Exit code 0; 1 something is wrong or failed, or a correctness check was not done in time; 2 no such GPU here, or a wrong
+Exit code 0; 1 an item has a fault or failed, or a correctness check was not done in time; 2 no such GPU here, or a wrong
 argument; 130 Ctrl-C, finished results are kept.
 """
 
@@ -50,18 +50,18 @@ from jaxtrain.config import Problem
 from jaxtrain.page.numbers import percent
 from jaxtrain.plan import rates
 
-SECONDS = 540.0  # of a stage
-PACKING_S = 15.0  # of those, to pack logs and trace
-MAX_FILE_BYTES = 15 * 2**20  # of a file that is to be sent
-NEED_GIB = 100.0  # of a card for llama3_8b:half; its step does not fit into 80 GB
+SECONDS = 540.0  # time limit of a stage
+PACKING_S = 15.0  # of SECONDS, reserved to pack logs and trace
+MAX_FILE_BYTES = 15 * 2**20  # of a packed file, so that it can be sent
+NEED_GIB = 100.0  # memory of a GPU for llama3_8b:half, whose step does not fit into 80 GB
 
 HALF = (f"--config={launch.REPO}/configs/llama3_8b.py:half",)
-# Fewer microbatches than llama3_1b ships with, and of half their size: a step of the shipped batch takes ten seconds.
+# llama3_1b with fewer and smaller microbatches than shipped, since a step of the shipped batch takes ten seconds.
 ONE = (
     f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1",
     *("--config.train.global_batch=16", "--config.train.grad_accum=8"),
 )
-# Mixtral's layers, half as wide and 6 of them: 2.3 B parameters, 0.7 B of them active.
+# Mixtral with 6 layers of half the width: 2.3 B parameters, 0.7 B of them active.
 MIXTRAL = (
     f"--config={launch.REPO}/configs/mixtral_8x7b.py:gpus=1",
     *("--config.model.num_layers=6", "--config.model.d_model=2048", "--config.model.d_ff=7168"),
@@ -72,7 +72,7 @@ TINY_EXPERTS = ("--config.model.num_experts=4", "--config.model.experts_per_toke
 LOOP, UNROLLED = ("--config.parallel.scan_layers=true",), ("--config.parallel.scan_layers=false",)
 FP8, PALLAS = ("--config.precision=fp8",), ("--config.attention.impl=pallas",)
 
-# Case of train steps -> (the config instead of llama3_8b:half, the same in a smoke test, overrides).
+# Case of train steps -> (config instead of llama3_8b:half, additional overrides of a smoke test, overrides).
 CASES: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "bf16 loop": ((), (), LOOP),
     "bf16 loop, one document a row": ((), (), (*LOOP, "--config.data.packing=none")),
@@ -88,8 +88,8 @@ CASES: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "mixtral capacity": (MIXTRAL, TINY_EXPERTS, (*UNROLLED, "--config.moe.capacity_factor=1.25")),
     "1b loop": (ONE, (), LOOP),
 }
-# Steps on the GPU and on a CPU, of a model with cuDNN's shapes: precision -> tolerated relative difference of losses.
-# Losses of the first steps hardly depend on rounding. A wrong mask or a gradient of the wrong sign changes them by more.
+# Precision -> tolerated relative difference of losses on the GPU from losses on a CPU, for a model with cuDNN's shapes. Losses
+# of the first steps hardly depend on rounding. A wrong mask or a gradient of the wrong sign changes them by more.
 PARITY = {"f32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}
 PARITY_SHAPE = (
     *("--config.model.num_layers=2", "--config.model.d_model=256", "--config.model.d_ff=512", "--config.model.num_heads=4"),
@@ -97,8 +97,8 @@ PARITY_SHAPE = (
     *("--config.train.global_batch=4", "--config.train.grad_accum=2"),
 )
 RUN_STEPS = 60
-TURNS = ("off", "on", "on", "off")  # log.gpu_every_s 0 and 1: with "on" the driver is queried each second
-# Four layers, so that the state at the end of a run is small; a batch that takes about a second.
+TURNS = ("off", "on", "on", "off")  # log.gpu_every_s is 0 for "off"; with 1, "on", the driver is queried each second
+# Four layers, so that the checkpoint of a run is small, and a batch whose step takes about a second.
 SHORT = (
     f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1",
     *("--config.model.num_layers=4", "--config.train.global_batch=16", "--config.train.grad_accum=4"),
@@ -114,7 +114,7 @@ LEAN = (
 
 
 def describe_device(node: Node, limit_s: float) -> Outcome:
-    """The device, versions, and the output of nvidia-smi."""
+    """Record the device, versions, and the output of nvidia-smi."""
     lines = []
     for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"]):
         if shutil.which(command[0]):
@@ -138,7 +138,7 @@ def device_facts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_with_cpu(node: Node, limit_s: float) -> Outcome:
-    """Losses of a small model's first steps on the device and on a CPU: same weights, same data."""
+    """Compare the first losses of a small model on the device and on a CPU, with the same weights and data."""
     shape, deadline = node_suite.SMALL if node.smoke else PARITY_SHAPE, time.monotonic() + limit_s
 
     def losses(precision: str, where: str) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def compare_with_cpu(node: Node, limit_s: float) -> Outcome:
         return node_suite.time_steps(node, f"{precision} {where}", argv, left, (7, 1), environ, devices=1)
 
     data, wrong, texts = {}, [], []
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # one uses the GPU, the other CPU cores
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # one process uses the GPU, the other CPU cores
         for precision in list(PARITY)[:1] if node.smoke else list(PARITY):
             found = dict(zip(("device", "cpu"), pool.map(functools.partial(losses, precision), ("device", "cpu")), strict=True))
             data[precision] = found
@@ -168,7 +168,7 @@ def compare_with_cpu(node: Node, limit_s: float) -> Outcome:
 
 
 def calibrate(node: Node, limit_s: float) -> Outcome:
-    """Rates of matmuls, attention and memory for later estimates; also in OUT/rates."""
+    """Measure rates of matmuls, attention and memory for later estimates, and copy them to OUT/rates."""
     outcome, gpu = node_suite.calibrate(node, limit_s), hardware.lookup(node.devices.name)
     if outcome.verdict == GOOD and gpu and (file := rates.path(gpu.name)).exists():
         kept = node.path.parent / "rates"
@@ -178,7 +178,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def use_rates(out: Path, gpu_name: str) -> str:
-    """Copy the rates of an earlier stage to where plans look for them, if this machine has none. Return a line about it."""
+    """Copy the rates of an earlier stage to the folder of calibrations, if this machine has none. Return a line about it."""
     gpu = hardware.lookup(gpu_name)
     kept = rates.path(gpu.name, out / "rates") if gpu else None
     if gpu is None or kept is None or not kept.exists() or (file := rates.path(gpu.name)).exists():
@@ -189,7 +189,7 @@ def use_rates(out: Path, gpu_name: str) -> str:
 
 
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
-    """Time the kernels of one kind against their bounds."""
+    """Time the kernels of one kind, and compare them with their lower bounds."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case(kernels.CASE, request, log=node.folder.log(kind), limit_s=limit_s)
     rows = answer.get("rows", [])
@@ -206,7 +206,7 @@ def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
 
 
 def compare_packing(node: Node, limit_s: float) -> Outcome:
-    """Attention of a layer, forward and backward, by segments that it allows for and documents in a sequence."""
+    """Time attention of a layer, forward and backward, by the number of segments and of documents in a sequence."""
     request = {"smoke": node.smoke, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case("benchmarks.first_hour:time_packing", request, log=node.folder.log("packing"), limit_s=limit_s)
     rows = answer.get("rows", [])
@@ -218,7 +218,7 @@ def compare_packing(node: Node, limit_s: float) -> Outcome:
 
 
 def time_packing(request: dict[str, Any]) -> dict[str, Any]:
-    """Time attention for each (segments, documents). A case (bench/child.py)."""
+    """Time attention for each pair of data.max_segments and documents in a sequence. A case (bench/child.py)."""
     began = time.monotonic()
     (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
@@ -243,7 +243,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
             seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)) / iterations
             used = step.memory_analysis()
             row |= {"seconds": seconds, "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
-        except jax.errors.JaxRuntimeError as error:  # the workspace alone may exceed the memory
+        except jax.errors.JaxRuntimeError as error:  # the workspace may exceed the memory
             row["failed"] = error_line(error)
         rows.append(row)
         save_partial(request, {"verdict": LATE, "rows": rows})
@@ -254,17 +254,17 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_argv(case: str, smoke: bool, memory_gib: float) -> list[str]:
-    """Return the command line of one of CASES on this device."""
+    """Return the command line of one of CASES for a device with this memory."""
     base, tiny, more = CASES[case]
     base = [*TINY, *tiny] if smoke else base or (HALF if memory_gib >= NEED_GIB else ONE)
-    # A smoke test has two layers, because a loop needs several; and no kernels of Hopper's.
+    # A smoke test has two layers, because a loop needs several layers, and no kernels for Hopper.
     if smoke:
         more = ["--config.model.num_layers=2", *(x for x in more if x not in PALLAS)]
     return [*base, *more, *DATA["synthetic"]]
 
 
 def time_case(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
-    """Time train steps, estimated beside measured."""
+    """Time train steps, and compare them with their estimate."""
     argv = [*case_argv(case, node.smoke, node.devices.memory_gib), f"--config.paths.cache={node.cache}"]
     steps = (3, 1) if node.smoke else (8, 2)
     answer = node_suite.time_steps(node, case, argv, limit_s, steps, devices=1, trace=trace)
@@ -280,7 +280,7 @@ def time_case(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
 
 
 def trace_steps(node: Node, limit_s: float) -> Outcome:
-    """A trace of two steps, its report, and both packed."""
+    """Write a trace of two steps and its report, and pack both."""
     folder, began = node.path / "trace", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     outcome = time_case("bf16 loop", node, limit_s - (10 if node.smoke else 60), str(folder))
@@ -298,7 +298,7 @@ def trace_steps(node: Node, limit_s: float) -> Outcome:
 
 
 def pack(folder: Path, target: Path) -> list[Path]:
-    """Pack `folder` into one archive, or into TARGET.00, TARGET.01, ... of at most MAX_FILE_BYTES each; `cat` joins them."""
+    """Pack a folder into one archive, or into TARGET.00, TARGET.01, ... of at most MAX_FILE_BYTES, which `cat` joins."""
     for old in target.parent.glob(f"{target.name}*"):
         old.unlink()
     with tarfile.open(target, "w:gz") as archive:
@@ -315,16 +315,16 @@ def pack(folder: Path, target: Path) -> list[Path]:
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
-    """A save of a small llama3_1b's state and a restore, bit for bit."""
+    """Save and restore the state of a small llama3_1b, and compare it bit for bit."""
     argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
     return node_suite.save_and_restore(node, argv, limit_s, devices=1)
 
 
-# ---- Stage 6: the operator's tools. Preflight is recorded, so that the node becomes a test input (tests/recorded).
+# ---- Stage 6: preflight, a run and its receipt. Preflight is recorded, so that tests can use the node (tests/recorded).
 
 
 def record_preflight(node: Node, limit_s: float) -> Outcome:
-    """All checks and measurements of preflight, and a recording of the node's answers."""
+    """Run all checks and measurements of preflight, and record the node."""
     file, recorded = node.path / "preflight.json", node.path / "recorded_node"
     command = module_command("preflight", f"--json={file}", f"--record={recorded}")
     code, outcome = node.run_program("Preflight", command, limit_s)
@@ -338,12 +338,12 @@ def train(node: Node, name: str, every_s: int, limit_s: float) -> tuple[Outcome,
     command = module_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN)
     command += [f"--config.log.gpu_every_s={every_s}", f"--workdir={folder}"]
     code, outcome = node.run_program(name, command, limit_s)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a checkpoint has gigabytes
     return outcome, json.loads((folder / "receipt.json").read_text()) if code == 0 else {}
 
 
 def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
-    """GPU metrics while a run trains, and its receipt."""
+    """Check the GPU metrics of a short run, its report and its receipt."""
     outcome, receipt = train(node, "run", 2, limit_s)
     if outcome.verdict == BAD:
         return outcome
@@ -361,7 +361,7 @@ def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
 
 
 def time_gpu_metrics(node: Node, limit_s: float) -> Outcome:
-    """Steps with and without GPU metrics each second, alternately: the cost of querying the driver."""
+    """Time steps alternately with and without GPU metrics, for the cost of querying the driver each second."""
     medians: dict[str, list[float]] = {"off": [], "on": []}
     turns = TURNS[:2] if node.smoke else TURNS
     for turn, which in enumerate(turns):
@@ -391,7 +391,7 @@ def tests_part(name: str, file: str, most_s: float, need_s: float) -> Part:
     return Part(name, functools.partial(node_suite.run_gpu_tests, only=file), most_s, need_s)
 
 
-# The most important item of each stage comes first. An unrolled step may compile for minutes, so a loop gives the first figure.
+# The most important item of each stage is first. An unrolled step may compile for minutes, so steps with a loop come before it.
 STAGES: dict[int, tuple[Part, ...]] = {
     1: (
         Part("device", describe_device, 60, 10),
@@ -429,7 +429,7 @@ STAGES: dict[int, tuple[Part, ...]] = {
 
 
 def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, console: rich.console.Console) -> int:
-    """Run the items of a stage. Return 0, or 1 where one failed."""
+    """Run the items of a stage. Return 0, or 1 if an item failed."""
     folder, earlier = node.path, {}
     if (file := folder / "results.json").exists():
         earlier = json.loads(file.read_text()).get("parts", {})
@@ -453,7 +453,7 @@ def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, con
 
 
 def clean_environment(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that a run refuses. Container images set such variables for everybody."""
+    """Return the names of variables that a run refuses, which some container images set."""
     names = {
         *environment.select_variables(environ),
         *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1]),
@@ -465,7 +465,7 @@ def clean_environment(environ: Mapping[str, str]) -> list[str]:
 
 
 def summary(out: Path, console: rich.console.Console) -> None:
-    """Print the verdict of each item, and train steps estimated beside measured."""
+    """Print the verdict of each item, and estimated and measured train steps."""
 
     def ratio(measured: float | None, planned: float | None) -> str:
         return f"{measured / planned:.2f}" if measured and planned else "-"
@@ -510,7 +510,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_problems(args: argparse.Namespace, devices: hardware.Devices) -> list[Problem]:
-    """Return why this command line is impossible."""
+    """Return the problems of this command line on these devices."""
     if not args.stage:
         return [] if args.summary else [Problem("--stage", None, "missing", "For example --stage=1.")]
     known = [part.name for part in STAGES[args.stage]]

@@ -2,9 +2,9 @@
 
 python -m benchmarks.import_memory --gigabytes=4 --folder=/tmp/import
 
-Prints the reports of both commands, then one line of JSON. Each command runs in a process of its own. Peak memory is that of
-the process during the command, the arrays on its devices included, less its memory before. Size is that of the safetensors
-files. A plain copy of them is timed in the same run. Files are dropped from the page cache before they are read.
+Prints the reports of both commands, then one line of JSON. Each command runs in a separate process. Peak memory is that of the
+process during the command, including arrays on its devices, less its memory before. Size is that of the safetensors files. A
+plain copy of these files is timed too. Files are dropped from the page cache before they are read.
 --gigabytes=16.06 is Llama 3 8B in bfloat16.
 """
 
@@ -22,7 +22,7 @@ SHARD = 1 << 30
 
 
 def shape_of(gigabytes: float) -> dict:
-    """Return config.json of a model of Llama 3 8B's shape, narrower throughout, whose weights take so much in bfloat16."""
+    """Return config.json of a Llama with the layers of Llama 3 8B, scaled in width to weights of this size in bfloat16."""
     scale = (gigabytes / 16.06) ** 0.5
     width, wide, vocab = (max(256, round(size * scale / 256) * 256) for size in (4096, 14336, 128256))
     layers = 32
@@ -43,7 +43,7 @@ def shape_of(gigabytes: float) -> dict:
 
 
 def write(folder: Path, gigabytes: float) -> None:
-    """Write the checkpoint, a file at a time, so that it takes little memory."""
+    """Write the checkpoint one file at a time, so that this takes little memory."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -73,13 +73,13 @@ def write(folder: Path, gigabytes: float) -> None:
 
 
 def memory(line: str) -> int:
-    """Return bytes of this process from /proc: VmRSS, in memory now, or VmHWM, the most since `reset_peak`."""
+    """Return the memory of this process in bytes. line: "VmRSS", now, or "VmHWM", the peak since `reset_peak`."""
     (value,) = [row.split()[1] for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{line}:")]
     return 1024 * int(value)
 
 
 def reset_peak() -> None:
-    """Let VmHWM start anew."""
+    """Reset VmHWM, the peak memory of this process, to its current memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -92,12 +92,12 @@ def forget(folder: Path) -> None:
 
 
 def timed(size: int, seconds: float) -> dict[str, float]:
-    """Return seconds and GB/s in words."""
+    """Return the rounded seconds and GB/s of `size` bytes."""
     return {"seconds": round(seconds, 2), "gb_per_s": round(size / 1e9 / seconds, 3)}
 
 
 def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, found: Any) -> None:
-    """Run one command in this process and put its devices, peak memory and time into `found`."""
+    """Run one command in this process, and put (number of devices, peak memory and times) into the queue `found`."""
     import jax
 
     from jaxtrain.checkpoint.arrays import orbax
@@ -114,7 +114,7 @@ def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, foun
 
 
 def prepared(kind: str, source: Path, out: Path, shard_size: str) -> Callable[[], None]:
-    """Return the import or the export, with everything imported that it needs."""
+    """Return a function that runs the import or the export, after importing its modules."""
     if kind == "import":
         from jaxtrain.hf.folder import open_folder
         from jaxtrain.hf.importing import import_folder
@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Write a checkpoint, copy it, import it, export it, and print memory and time."""
-    # Before jax is imported; not at import, which the tests of the docs do.
+    # Set before jax is imported, but not when this module is imported, as the tests of the docs do.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     args = parser().parse_args()

@@ -1,13 +1,13 @@
-"""Shipped configs compared with the shortest step that published kernel rates allow: docs/evidence/limits.md.
+"""Compare shipped configs with the shortest step that published kernel rates allow: docs/evidence/limits.md.
 
     python -m benchmarks.limits [--write]
 
-The limit of a layout is, on one GPU and for its share of the tokens T,
+The limit of a layout is, for one GPU and its share of the tokens,
 
     limit = matmul FLOPs / best matmul rate + attention FLOPs / best attention rate + memory-bound time + least remat
 
-with the FLOPs of the model (flops.py; backward attention 2.5 times forward), the memory-bound time of the formula that orders
-searches (plan/search/bound.py), and the least recomputation that may fit by its lower bound of memory. No communication is
+with the FLOPs of the model (flops.py; backward attention 2.5 times forward), the memory-bound time of the search formula
+(plan/search/bound.py), and the least recomputation that may fit by the formula's lower bound of memory. No communication is
 exposed, no pipeline stage waits, and no expert multiplies an empty row.
 
 --write stores the figures of the plans in limits_plans.json and writes the page. Tests compare the figures with tests/golden.
@@ -41,11 +41,11 @@ PAGE = "docs/evidence/limits.md"
 COMMAND = "python -m benchmarks.limits --write"
 STORED = Path(__file__).with_name("limits_plans.json")
 TABLE = tomllib.loads(Path(__file__).with_name("limits_cases.toml").read_text(encoding="utf-8"))
-# Best published rates of single kernels on an H100 or H200, TFLOP/s. Matmuls: the best shapes that a search found
-# (stas00/ml-engineering, Maximum Achievable Matmul FLOPS). Attention: FlashAttention-3, causal, heads of 128 wide
+# Best published rates of single kernels on an H100 or H200, TFLOP/s. Matmuls: the fastest shapes of a search
+# (stas00/ml-engineering, Maximum Achievable Matmul FLOPS). Attention: FlashAttention-3, causal, head_dim 128
 # (arXiv 2407.08608).
 BEST = {"bf16": 794.5, "fp8": 1453.0, "forward": 602.0, "backward": 561.0}
-WIDE = ("loss ", "router")  # matmuls that precision=fp8 leaves in bfloat16, by their names
+WIDE = ("loss ", "router")  # names of matmuls that precision=fp8 leaves in bfloat16
 
 Work = dict[str, float]  # key of BEST -> TFLOP of one GPU in a step
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Return the config with its changes, as the page names it."""
+        """Return the config with its changes, as named on the page."""
         return " ".join([self.config.removeprefix("configs/").replace(".py", ""), *self.changes])
 
     @property
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def request(self) -> Request:
-        """Return the plan to make, at published kernel rates: a calibration of this machine must not change it."""
+        """Return the plan to make, at published kernel rates, so that a calibration of this machine does not change it."""
         sheet = rates.datasheet(self.machine.gpu, self.run_config.precision)
         return Request(self.run_config, self.machine, self.config, tuple(self.changes), sheet)
 
@@ -89,11 +89,11 @@ class Case:
 CASES = tuple(Case(**table) for table in TABLE["case"])
 
 
-# ---- What is stored
+# ---- Stored figures
 
 
 def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
-    """Return the figures of a plan that are stored: of one GPU and one step; work in TFLOP by the keys of BEST."""
+    """Return the stored figures of a plan, of one GPU and one step. Work is in TFLOP by the keys of BEST."""
     time = plan.time
     seconds = {
         "step_s": time.step_ms,
@@ -129,7 +129,7 @@ def _rounded(value: Any) -> Any:
 
 
 def stored() -> dict[str, Any]:
-    """Return what limits_plans.json holds: its date, versions and plans."""
+    """Return the contents of limits_plans.json: date, versions and plans."""
     return json.loads(STORED.read_text(encoding="utf-8"))
 
 
@@ -154,7 +154,7 @@ def model_work(run: RunConfig, gpus: int) -> Work:
 
 
 def least_again(run: RunConfig, topology: Topology) -> Work:
-    """Return the work that remat must repeat for the layout to fit, by the lower bound of memory."""
+    """Return the least work that remat repeats in a layout that fits, by the lower bound of memory."""
     model, tokens = run.model, run.tokens_per_step / topology.total / 1e12
     attention = flops.attention(model, run.data.seq_len).causal * model.num_layers
     choices = []
@@ -167,14 +167,14 @@ def least_again(run: RunConfig, topology: Topology) -> Work:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A case beside the stored figures of its plan. Times in seconds of a step."""
+    """A case and the stored figures of its plan. Times are seconds of a step."""
 
     case: Case
     planned: Mapping[str, Any]
 
     @functools.cached_property
     def parts(self) -> dict[str, float]:
-        """Return the parts of the limit."""
+        """Return part of the limit -> seconds."""
         run, machine = self.case.run_config, self.case.machine
         layout = Layout(run, mesh_sizes(run, machine), machine.gpus)
         even = dataclasses.replace(layout, run=dataclasses.replace(run, moe=dataclasses.replace(run.moe, buffer=1.0)))
@@ -191,7 +191,7 @@ class Row:
 
     @functools.cached_property
     def gaps(self) -> dict[str, float]:
-        """Return the parts of planned step time minus limit. They add up to it."""
+        """Return part -> seconds of the planned step time above the limit. The sum is the whole difference."""
         p, limit = self.planned, self.parts
         work, again = best_s(p["work"]), best_s(p["again"])
         return {
@@ -204,7 +204,7 @@ class Row:
         }
 
     def tokens_s(self, step_s: float) -> float:
-        """Return tokens/s of a GPU at this step time."""
+        """Return tokens/s per GPU at this step time."""
         return self.case.run_config.tokens_per_step / self.case.machine.total / step_s
 
     def mfu(self, step_s: float) -> float:
@@ -215,7 +215,7 @@ class Row:
 
 
 def rows(tree: Mapping[str, Any]) -> list[Row]:
-    """Return each case beside its stored plan. Raises ValueError if one has none."""
+    """Return each case with its stored plan. Raises ValueError if a case has no stored plan."""
     if absent := [case.name for case in CASES if case.name not in tree["plans"]]:
         raise ValueError(f"{STORED}: no plan of {', '.join(absent)}. Fix: {COMMAND}")
     return [Row(case, tree["plans"][case.name]) for case in CASES]
@@ -249,7 +249,7 @@ def before_cells(row: Row) -> list[str]:
     """Return the cells of a row under BEFORE."""
     was, p = row.case.before, row.planned
     exposed = was["exposed_s"] if "exposed_s" in was else was["exposed_share"] * was["step_s"]
-    # Golden plans hold the peak of live buffers, and the page of layouts has allocated memory.
+    # Golden plans have the peak memory; the page of layouts has allocated memory.
     key = "peak_gib" if "peak_gib" in was else "allocated_gib"
     words = was.get("layout") or f"commit {was['commit']}"
     pairs = ((was["step_s"], p["step_s"], 2), (exposed, p["exposed_s"], 2), (was[key], p[key], 1))
@@ -265,7 +265,7 @@ def peer_cells(row: Row, peer: published.Row) -> list[str]:
 
 
 def page(tree: Mapping[str, Any]) -> list[str]:
-    """Return the generated lines of the page, from what is stored."""
+    """Return the generated lines of the page. tree: result of `stored`."""
     found, peers = rows(tree), {row.run.name: row for row in published.rows(published.stored())}
     return [
         "",

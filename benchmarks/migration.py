@@ -1,9 +1,9 @@
-"""Writes the table of docs/migration.md: the flags that people set first in four trainers, each with the key here.
+"""Writes the table of docs/migration.md: the flags that users set first in four trainers, and the keys of jaxtrain.
 
 python -m benchmarks.migration          print the table
 python -m benchmarks.migration --write  write it into docs/migration.md, between its markers
 
-The names of flags come from the tables of docs/coming_from.md, their keys from jaxtrain/synonyms.py.
+The names of flags come from the tables of docs/coming_from.md, the keys from jaxtrain/synonyms.py.
 """
 
 import argparse
@@ -17,14 +17,14 @@ REPO = Path(__file__).resolve().parents[1]
 SOURCE, PAGE = REPO / "docs" / "coming_from.md", REPO / "docs" / "migration.md"
 BEGIN, END = "<!-- python -m benchmarks.migration --write -->\n", "<!-- end of the table -->\n"
 TRAINERS = ("MaxText", "torchtitan", "Megatron-LM", "Hugging Face")
-DERIVED = "derived"  # the batch of one GPU has no key here
+DERIVED = "derived"  # the batch of one GPU has no key in jaxtrain
 SETTINGS = (
     *("mesh.fsdp", "mesh.tensor", "mesh.seq", "mesh.stage", "mesh.expert"),
     *("train.global_batch", DERIVED, "train.grad_accum", "data.seq_len", "train.steps"),
     *("optimizer.lr", "optimizer.warmup_steps", "precision", "remat.policy", "data.source"),
     *("data.tokenizer", "init.from", "--workdir", "checkpoint.every_steps", "log.every_steps"),
 )
-# Of several flags with one meaning, the one that people set.
+# The usual flag, if several flags have the same meaning.
 USUAL = {
     *("gradient_accumulation_steps", "--recompute-granularity", "--dump_folder", "grain_train_files"),
     *("per_device_train_batch_size", "--tokenizer-model"),
@@ -32,15 +32,15 @@ USUAL = {
 
 
 def rows(trainer: str) -> list[tuple[str, str]]:
-    """Return (their names, our settings) of each row of a trainer's table."""
+    """Return (names of the trainer, settings of jaxtrain) of each row of a trainer's table."""
     (table,) = re.findall(rf"^\| {trainer} \| jaxtrain \| note \|\n\|---.*\n((?:\|.*\n)+)", SOURCE.read_text(), re.MULTILINE)
     return [(line.split("|")[1], line.split("|")[2]) for line in table.splitlines()]
 
 
 def flag(trainer: str, setting: str) -> str:
-    """Return the flag of a trainer for a setting: of several a usual one, or that with the fewest meanings; "" without one.
+    """Return the flag of a trainer for a setting; "" if there is none. A usual flag or one with few meanings is preferred.
 
-    A dagger stays behind it. A star marks a fraction of the steps.
+    A dagger after the flag stays. A star marks a fraction of the steps.
     """
     found: list[tuple[bool, int, str]] = []
     for theirs, ours in rows(trainer):
@@ -68,7 +68,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """Return the page with the present table."""
+    """Return the page with the current table."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 

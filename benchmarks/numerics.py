@@ -1,12 +1,12 @@
-"""Losses of the same run in several precisions, or with its moments stored in several types.
+"""Losses of the same run in several precisions, or with moments in several dtypes.
 
     python -m benchmarks.numerics --of=precision --config=configs/tiny.py --config.train.steps=300 --seeds=2
     python -m benchmarks.numerics --of=moments --config=configs/tiny.py --config.train.steps=300 --seeds=2
 
-Trains on one device from `seeds` initial weights and prints a table: the training loss over the last 20 steps and the loss on
-held-out text after the last one, as means over the seeds. Beside each: its difference from the first row, that of the seed
-which differs most, and the largest difference at any time of the training loss over 20 steps. The last rows repeat the first
-with optimizer.eps 1% and 2% off: their differences are chance. On a CPU, FP8 matmuls are emulated: rounded as on a GPU, summed
+Trains on one device from `seeds` initial weights and prints a table: the training loss over the last 20 steps and the held-out
+loss after the last step, as means over the seeds. Each has its difference from the first row, and the largest difference of a
+seed. The training loss over 20 steps also has its largest difference at any time. The last rows repeat the first row with
+optimizer.eps 1% and 2% larger, so their differences are chance. On a CPU, FP8 matmuls are emulated: rounded as on a GPU, summed
 in float32. The commands above take minutes there; docs/evidence/fp8_training.md and docs/evidence/moments.md have their tables.
 """
 
@@ -26,28 +26,28 @@ from jaxtrain.train.initial_state import open_data
 from jaxtrain.train.program import build
 from jaxtrain.train.state import create_state
 
-WINDOW = 20  # steps that a training loss is averaged over
-EPS = (1.01, 1.02)  # times optimizer.eps: changes that mean nothing
+WINDOW = 20  # steps over which the training loss is averaged
+EPS = (1.01, 1.02)  # factors of optimizer.eps, whose effect is chance
 
 
 def in_precision(run: RunConfig, precision: str, exclude: str = "") -> RunConfig:
-    """Return the run in another precision, its other types as that would have them."""
+    """Return the run in another precision, with gradients reduced in its usual dtype. exclude: fp8.exclude."""
     dtypes = dataclasses.replace(run.dtypes, reduce="f32" if precision == "f32" else "bf16")
     return dataclasses.replace(run, precision=precision, fp8=Fp8(exclude), dtypes=dtypes)
 
 
 def with_moments(run: RunConfig, m: str, v: str) -> RunConfig:
-    """Return the run with its moments stored in these types."""
+    """Return the run with its moments stored in these dtypes."""
     return dataclasses.replace(run, dtypes=dataclasses.replace(run.dtypes, m=m, v=v))
 
 
 def with_eps(run: RunConfig, times: float) -> RunConfig:
-    """Return the run with another optimizer.eps."""
+    """Return the run with its optimizer.eps times this factor."""
     return dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, eps=times * run.optimizer.eps))
 
 
 def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
-    """Return the run of each row by its name. The others are compared with the first."""
+    """Return name of a row -> its run. All rows are compared with the first row. of: "precision" or "moments"."""
     if of == "precision":
         first = {"bf16": in_precision(run, "bf16")}
         others = {
@@ -64,7 +64,7 @@ def variants(run: RunConfig, of: str) -> dict[str, RunConfig]:
 
 
 def losses(run: RunConfig) -> tuple[np.ndarray, float]:
-    """Return (training loss of each step, loss on held-out text after the last) of a run on the first device."""
+    """Train a run on the first device. Return (training loss of each step, held-out loss after the last step)."""
     train, sets = open_data(run)
     (held_out,) = sets.values()
     run = with_documents(run, train, held_out)
@@ -109,7 +109,7 @@ OPTIONS = {"of": "precision", "seeds": "1"}
 
 
 def main() -> int:
-    """Print the table. Return 0, or 2 where the command or the config is wrong."""
+    """Print the table. Return 0, or 2 if the command or the config is wrong."""
     loaded = launch.load(sys.argv[1:], OPTIONS)
     problems = list(loaded.problems)
     if loaded.options["of"] not in ("precision", "moments"):

@@ -1,14 +1,14 @@
-"""MaxText's compiled train step and ours, by one estimator: same model, batch, layout and dtypes, on described H200s.
+"""Compare MaxText's compiled train step with ours by one estimator: same model, batch, layout, dtypes, described H200s.
 
     .venv/bin/python -m benchmarks.peer_maxtext --python=/path/to/maxtext/bin/python --markdown=docs/evidence/peer_maxtext.md
 
-Compiles Llama 3 8B, one sequence of 8192 tokens a GPU, fsdp=8, for eight described H200s: MaxText's step in the environment of
-MaxText that `--python` names (benchmarks/peer_maxtext_step.py), ours here. Then reads all of them alike: peak memory as XLA
-counts it, and the plan's roofline over the scheduled program. No GPU is needed. `--out` keeps the compiled programs, `--read`
-reads such a folder again and compiles nothing. In the file of `--markdown`, the text from the heading
+Compiles Llama 3 8B with one sequence of 8192 tokens per GPU and fsdp=8 for eight described H200s. MaxText's step is compiled in
+the environment of `--python` (benchmarks/peer_maxtext_step.py), our step in this environment. Then reads both the same way:
+peak memory as XLA counts it, and the plan's roofline over the scheduled program. No GPU is needed. `--out` keeps the compiled
+programs; `--read` reads such a folder and compiles nothing. In the file of `--markdown`, the text from the heading
 "## What explains the differences" on is kept.
 
-Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText. It is no dependency of jaxtrain:
+Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText, which is no dependency of jaxtrain:
 
     uv venv --python=3.12 maxtext
     uv pip install --python maxtext/bin/python maxtext==0.2.5 --no-deps
@@ -48,7 +48,8 @@ CONFIG = ["--config=configs/llama3_8b.py", "--config.train.grad_accum=1", "--con
 COMMAND = "python -m benchmarks.peer_maxtext --python=PATH --markdown=docs/evidence/peer_maxtext.md"
 EXPLAINED = "## What explains the differences"
 
-# The same work, in MaxText's keys. Moments are float32 by its defaults, gradients clipped to norm 1, z-loss and dropout off.
+# The config of the same work in MaxText's keys. By MaxText's defaults, moments are float32, gradients are clipped to norm 1,
+# and z-loss and dropout are off.
 KEYS = [
     "model_name=llama3-8b",
     "per_device_batch_size=1",
@@ -59,7 +60,7 @@ KEYS = [
     "attention=cudnn_flash_jax",
     "scan_layers=true",
 ]
-# What its ahead-of-time command asks for besides.
+# Further keys that MaxText's ahead-of-time command needs.
 AHEAD = [
     "run_name=peer",
     "compile_topology=a3",
@@ -78,25 +79,25 @@ class Case:
     """A step to compile."""
 
     who: str  # MaxText | jaxtrain
-    what: str  # as the table calls it
-    options: str  # a name in XLA, or OURS
-    keys: tuple[str, ...]  # MaxText's, or overrides of our config
+    what: str  # name in the table
+    options: str  # compiler options: a key of XLA, or OURS
+    keys: tuple[str, ...]  # MaxText's keys, or overrides of our config
 
     @property
     def name(self) -> str:
-        """Return the name of its files."""
+        """Return the name of the step's files."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.who} {self.what} {self.options.removesuffix(chr(39) + 's')}".lower())
 
 
 FULL = "--config.remat.policy=full"
 LOOP, UNROLL = "--config.parallel.scan_layers=true", "--config.parallel.scan_layers=false"
 FIRST, TILED = "param_scan_axis=0", "num_vocab_tiling=8"
-# Those whose parts are compared: the same recomputation under the same options.
+# The two cases whose parts are compared: full recomputation under the same compiler options.
 PAIR = (Case("MaxText", "full", OURS, ("remat_policy=full",)), Case("jaxtrain", "full", OURS, (FULL, LOOP)))
 CASES = (
     *(Case("MaxText", "full", options, ("remat_policy=full",)) for options in XLA),
     PAIR[0],
-    # Layers as the first axis of weights, which spares transposes; then logits of an eighth of the tokens at a time besides.
+    # FIRST: layers are the first axis of weights, which avoids transposes. TILED: logits of an eighth of the tokens at a time.
     *(Case("MaxText", f"full, {FIRST}", options, ("remat_policy=full", FIRST)) for options in ("O1", OURS)),
     Case("MaxText", f"full, {TILED} {FIRST}", "O1", ("remat_policy=full", TILED, FIRST)),
     *(Case("MaxText", "save_dot_except_mlp", options, ("remat_policy=save_dot_except_mlp",)) for options in XLA),
@@ -116,7 +117,7 @@ class PeerError(RuntimeError):
 
 
 def check_python(python: str) -> str:
-    """Return MaxText's version in that environment. Raises PeerError if it is not installed."""
+    """Return the version of MaxText in the environment of an interpreter. Raises PeerError if it is not installed."""
     ask = "import importlib.metadata as m; print(m.version('maxtext'))"
     try:
         done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60)
@@ -131,7 +132,7 @@ def check_python(python: str) -> str:
 
 
 def _run(keys: Sequence[str] = ()) -> RunConfig:
-    """Return our config of that work. Raises PeerError if training would refuse it."""
+    """Return our config of the same work, with these overrides. Raises PeerError if the config has problems."""
     loaded = launch.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
     if loaded.problems:
         raise PeerError(f"{' '.join(keys)}: {loaded.problems}")
@@ -139,14 +140,14 @@ def _run(keys: Sequence[str] = ()) -> RunConfig:
 
 
 def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
-    """Compile our steps and write each to the folder. Return the compiler options of our step of PAIR."""
+    """Compile our steps and write each to a folder. Return the compiler options of our case in PAIR."""
     from jaxtrain.plan.compile import compile_step
 
     theirs: dict[str, Any] = {}
     for case in cases:
         try:
             compiled = compile_step(_run(case.keys), parse(TOPOLOGY))
-        except RuntimeError as error:  # XLA's own among them, which can be a program long
+        except RuntimeError as error:  # an error of XLA can contain a whole program
             raise PeerError(f"our step ({case.name}) was not compiled: {str(error).splitlines()[0][:300]}") from error
         memory: Any = compiled.executable.memory_analysis()
         facts = {
@@ -168,7 +169,7 @@ def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
 
 
 def compile_theirs(python: str, cases: Sequence[Case], ours: Mapping[str, Any], out: Path) -> None:
-    """Compile MaxText's steps, a process for each program. Raises PeerError with the end of the log of one that fails."""
+    """Compile MaxText's steps, a process for each program. Raises PeerError with the end of the log of a failed process."""
     machine = parse(TOPOLOGY)
     description = out / "description.txtpb"
     description.write_text(machine.description)
@@ -208,7 +209,7 @@ def table(steps: Mapping[Case, Read]) -> str:
 
 
 def parts_table(steps: Mapping[Case, Read]) -> str:
-    """Return the table of GB of memory-bound kernels by part of the model, for PAIR."""
+    """Return the table of memory-bound kernels' traffic (GB) by part of the model, for PAIR."""
     sums = []
     for case in PAIR:
         gb: dict[str, float] = defaultdict(float)
@@ -223,7 +224,7 @@ def parts_table(steps: Mapping[Case, Read]) -> str:
 
 
 def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
-    """Return the table of exposed collectives, by the lines of Python that cause them."""
+    """Return the table of exposed collectives by their lines of Python. least_ms: shorter exposed times are left out."""
     lines = []
     for case, r in steps.items():
         sums: dict[tuple[str, str, str, str], float] = defaultdict(float)
@@ -242,7 +243,7 @@ def held_table(steps: Mapping[Case, Read], most: int = 8) -> str:
 
 
 def markdown(steps: Mapping[Case, Read], explained: str) -> str:
-    """Return the page. `explained`: its end, which is written by hand."""
+    """Return the page. explained: the end of the page, which is written by hand."""
     maxtext, ours = (next(r for c, r in steps.items() if c.who == who).facts["versions"] for who in ("MaxText", "jaxtrain"))
     theirs = f"MaxText {maxtext['maxtext']}"
     where = f"{next(iter(steps.values())).facts['date']}, {os.cpu_count()} CPU cores, no GPU"

@@ -1,6 +1,6 @@
-"""Read any compiled step as a plan reads ours: its HLO, XLA's buffer assignment and its sizes.
+"""Read any compiled step as plans read jaxtrain's step: its HLO, XLA's buffer assignment and its sizes.
 
-benchmarks/peer_maxtext.py compiles such steps and says what the files of one are.
+benchmarks/peer_maxtext.py compiles these steps and writes NAME.hlo, NAME.pb and NAME.json of each.
 """
 
 import ast
@@ -24,26 +24,27 @@ REPO = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A compiled step: milliseconds, GiB of memory and GB of traffic, all of one GPU and one step."""
+    """Figures of a compiled step: milliseconds, GiB of memory and GB of traffic, of one GPU and one step."""
 
     peak_gib: float
     arguments_gib: float
-    taken_gib: float  # arguments and the whole heap
+    taken_gib: float  # allocated memory: arguments and heap
     timed: roofline.Roofline
     moved: tuple[result.Collective, ...]
-    memory_gb: float  # of kernels that are neither GEMM nor attention
+    memory_gb: float  # memory traffic of memory-bound kernels
     wire_gb: float
     mfu: float
-    held: tuple[tuple[float, str], ...]  # (GiB, what) of the heap at its fullest, largest first
+    held: tuple[tuple[float, str], ...]  # (GiB, description) of the heap's buffers at the peak, largest first
     facts: dict[str, Any]
 
 
 def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) -> Read:
-    """Reads NAME.hlo, NAME.pb and NAME.json of a folder.
+    """Read NAME.hlo, NAME.pb and NAME.json of a folder.
 
     Args:
-      machine: one node, over whose GPUs everything is split (fsdp).
-      per_token: model FLOPs of a token. tokens: of one GPU in a step.
+      machine: one node, whose GPUs are the mesh axis fsdp.
+      per_token: model FLOPs of a token.
+      tokens: tokens of one GPU in a step.
 
     Raises HloError, AssignmentError, OSError.
     """
@@ -66,14 +67,14 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
 
 
 def _held(read: assignment.Assignment, module: hlo.Module) -> tuple[tuple[float, str], ...]:
-    """Return the buffers of the heap at its peak, by the Python that made them. Arguments are not in the heap."""
+    """Return (GiB, operation and source line) of the heap's buffers at the peak. Arguments are not in the heap."""
     most, fullest = -1, {}
     for bytes_alive, alive in assignment.replay(read):
         if bytes_alive > most:
             most, fullest = bytes_alive, {at: tuple(values) for at, values in alive.items()}
     sums: dict[str, float] = defaultdict(float)
     for at, values in fullest.items():
-        # Several values share memory that is updated in place. A loop's parameter does not say where it is from.
+        # Values that are updated in place share memory. A loop's parameter has no source line, so another value is preferred.
         makers = [(module.instruction(v.instruction), v.index) for v in map(read.values.get, values) if v]
         told = next((maker for maker in makers if maker[0].source), makers[0])
         sums[_what(*told)] += read.values[at].size / 2**30
@@ -90,12 +91,12 @@ def _what(i: hlo.Instruction, index: Sequence[int]) -> str:
 
 
 def place(source: str) -> str:
-    """Return a file:line as the page has it: of our own files without the line, which the next commit would move."""
+    """Return file:line for the page. Files of jaxtrain have no line number, since every commit would change it."""
     return source.rpartition(":")[0] if source.startswith("jaxtrain/") else source
 
 
-# Parts of a step, by label, source line and enclosing function of a memory-bound kernel: ours, and those of MaxText 0.2.5. The
-# first that fits.
+# (part of a step, pattern of a memory-bound kernel's label, source line and enclosing function), for jaxtrain and MaxText
+# 0.2.5. The first match counts.
 PARTS = (
     ("norms and residual", r"RMSNorm|kernels/norm\.py|normalizations\.py"),
     ("rotary", r"kernels/rope\.py|embeddings\.py:2\d\d\b"),
@@ -119,7 +120,7 @@ def part(kernel: result.Kernel) -> str:
 
 @functools.cache
 def _function(source: str) -> str:
-    """Return class and function around a file:line of ours; "" for any other."""
+    """Return class and function around a file:line of jaxtrain; "" for other files."""
     name, _, line = source.rpartition(":")
     if not name.startswith("jaxtrain/"):
         return ""

@@ -1,12 +1,12 @@
-"""Compile MaxText's train step for described GPUs. benchmarks/peer_maxtext.py runs it in an environment of MaxText's own.
+"""Compile MaxText's train step for described GPUs. benchmarks/peer_maxtext.py runs this script in MaxText's environment.
 
     PYTHON benchmarks/peer_maxtext_step.py --out=FOLDER --description=TEXTPROTO --gpus=8 --options=JSON -- remat_policy=full ...
 
-Needs maxtext, jax with its CUDA plugin and CUDA's assembler, no GPU; nothing of jaxtrain. MaxText's own ahead-of-time command
-runs as it is (`maxtext.trainers.pre_train.train_compile`), but for three things. Its GPUs, which it takes from the machine,
-are described ones. cuDNN attention, whose wrapper in JAX asks the GPU for its version, is told one. And its one call of the
-compiler is made once for each set of options, and what comes out is written: NAME.hlo, NAME.pb (XLA's HloProto with the buffer
-assignment) and NAME.json. What follows `--` is MaxText's: its keys, as on its command line.
+Needs maxtext, jax with its CUDA plugin, and CUDA's assembler; neither a GPU nor jaxtrain. MaxText's own ahead-of-time command
+(`maxtext.trainers.pre_train.train_compile`) runs with three changes. Its GPUs are described GPUs, not those of the machine. The
+version of cuDNN, which JAX's wrapper of cuDNN attention reads from the GPU, is a constant. Its one call of the compiler is
+repeated for each set of options. Each result is written as NAME.hlo, NAME.pb (XLA's HloProto with the buffer assignment) and
+NAME.json. Arguments after `--` are keys of MaxText, as on its command line.
 """
 
 import argparse
@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Before jax is imported: the host is a CPU, and MaxText counts its devices.
+# Set before jax is imported, because MaxText counts the devices of the host.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# MaxText's own switch to run without Google Cloud's packages.
+# MaxText's switch to run without Google Cloud's packages.
 os.environ["DECOUPLE_GCLOUD"] = "TRUE"
 
-CUDNN = 91900  # the version that cuDNN attention is told; nothing of it runs
-# Without it XLA compiles every way to write each fusion's kernel, and takes the first: see jaxtrain/plan/compile.py.
+CUDNN = 91900  # version of cuDNN for JAX's wrapper; no kernel runs
+# With autotuning, XLA would compile every candidate of each fusion's kernel and choose the first: see jaxtrain/plan/compile.py.
 NO_TUNING = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 

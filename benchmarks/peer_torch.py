@@ -1,10 +1,10 @@
-"""The same model and batch in PyTorch and here, alternately on one GPU, and the ratio of their speeds.
+"""Time the same model and batch in PyTorch and in jaxtrain, alternately on one GPU, and compare their speeds.
 
     python -m benchmarks.peer_torch --config=configs/llama3_8b.py:half --python=~/torch/bin/python
 
-First both train a small model of the same kind, from the same weights in float32. Where their losses differ, they do not do the
-same work, and nothing is compared. For the large model these must then agree: parameters, rotary frequencies, batch,
-microbatches, precision and optimizer. benchmarks/peer_torch_step.py is the step in PyTorch.
+First both train a small model of the same kind, from the same weights in float32. If their losses differ, they do not do the
+same work, and nothing is compared. For the large model, these must be equal: parameters, rotary frequencies, batch,
+microbatches, precision and optimizer. benchmarks/peer_torch_step.py has the step in PyTorch.
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ from jaxtrain.validate.places import writable
 
 SCRIPT = launch.REPO / "benchmarks" / "peer_torch_step.py"
 EXPORT = "benchmarks.peer_torch:export_example"
-# One document per sequence: PyTorch's causal kernels compute that.
+# One document per sequence, since PyTorch's causal kernels do not support packing.
 SAME_WORK = ("--config.data.packing=none",)
-# A model small enough to hand over with its weights. Kinds of layers, rotary scaling and the optimizer stay the config's.
+# A small model, whose weights can be passed in a file. Kinds of layers, rotary scaling and optimizer are those of the config.
 SMALL = (
     *("model.num_layers=2", "model.d_model=64", "model.d_ff=128", "model.vocab_size=272", "data.seq_len=64"),
     *("precision=f32", "train.global_batch=4", "train.grad_accum=2", "mesh.data=1", "mesh.fsdp=1", "remat.policy=none"),
-    *("optimizer.lr=0.01", "optimizer.lr_min=0.001", "optimizer.warmup_steps=1"),  # so that an update shows
+    *("optimizer.lr=0.01", "optimizer.lr_min=0.001", "optimizer.warmup_steps=1"),  # large, so that updates change the loss
     *("attention.impl=auto", *(f"dtypes.{name}=f32" for name in ("params", "m", "v", "grads", "reduce"))),
 )
-# Relative, of losses in float32 after updates: both sum thousands of products in an order of their own.
+# Tolerated relative difference of losses in float32 after updates, since the order of sums differs.
 SAME = 1e-4
-CHECKED = 4  # steps of that comparison
-TUNE_S = 100.0  # after which the peer tries no further settings
+CHECKED = 4  # steps of the comparison of losses
+TUNE_S = 100.0  # seconds after which PyTorch tries no further settings
 
 COMMAND = Command(
     "benchmarks.peer_torch",
@@ -90,7 +90,7 @@ def start(parsed: Parsed) -> int:
 
 
 def refusal(run: RunConfig) -> list[Problem]:
-    """Return the settings that the peer has not."""
+    """Return the settings of a run that PyTorch's step does not support."""
     out = []
     model = run.model
     plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
@@ -114,7 +114,7 @@ def refusal(run: RunConfig) -> list[Problem]:
 
 
 def interpreter(given: str, python: str | None) -> list[Problem]:
-    """Return the problems of the peer's interpreter, `given` on the command line and found as `python`."""
+    """Return the problems of PyTorch's interpreter. given: on the command line. python: its path; None if not found."""
     if python is None:
         return [Problem("--python", given, "no such program", "Name a Python that has torch and transformers.")]
     probe = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True, text=True, check=False)
@@ -124,13 +124,15 @@ def interpreter(given: str, python: str | None) -> list[Problem]:
     return [Problem("--python", given or python, rule, "Install them there, or name another interpreter.")]
 
 
-# ---- The example that both train on
+# ---- The example on which both train
 
 
 def export_example(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the peer's `spec` of the config `argv`, and write its first batch into `folder`. A case (bench/child.py).
+    """Write the first batch of a config, and return the `spec` of PyTorch's step. A case (bench/child.py).
 
-    With `train` steps it also writes the initial weights, and returns the losses of that many steps on this batch.
+    Args:
+        request: `argv`, the config; `folder`, for files; `train`, number of steps. If it is not 0, also write the initial
+            weights, train this number of steps on the batch, and return the losses.
     """
     run = launch.load(request["argv"]).run
     devices = train_step.start_devices(run, 1)
@@ -145,7 +147,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(request["folder"])
     rows = open_rows(run)
-    # Every token has weight 1, as for the peer.
+    # Every token has weight 1, as in PyTorch.
     batch = rows.batch(0) | {"weights": np.ones((run.train.global_batch, run.data.seq_len), np.float32)}
     np.savez(folder / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
     schedule, o = make_schedule(run.optimizer, run.train.steps), run.optimizer
@@ -179,12 +181,12 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_peer(python: str, spec: Mapping[str, Any], log: Path, limit_s: float | None = None) -> dict[str, Any]:
-    """Return the answer of SCRIPT, a case as in bench/child.py."""
+    """Run SCRIPT as a case (bench/child.py), and return its answer. spec: the request."""
     return run_case("peer_torch", spec, log=log, limit_s=limit_s, python=python, script=SCRIPT)
 
 
 def compare_losses(base: Sequence[str], python: str, folder: Path, log: Path) -> dict[str, Any]:
-    """Train a small model of this kind here and in PyTorch, from the same weights. Return `verdict` and both losses."""
+    """Train a small model of this kind in jaxtrain and in PyTorch, from the same weights. Return `verdict` and losses."""
     heads = launch.load(base).run.model
     grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
     small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
@@ -215,7 +217,7 @@ def run(
     folder: Folder,
     console: rich.console.Console,
 ) -> int:
-    """Time both alternately and print the ratio. Return 0; 1 where one cannot be measured, or they do different work."""
+    """Time both alternately and print the ratio. Return 0; 1 if one cannot be measured, or if they do different work."""
     config, platform = launch.load(base).run, hardware.probe().kind
 
     def fail(why: str, **results: Any) -> int:
@@ -247,10 +249,10 @@ def run(
                 if who == "jaxtrain":
                     answer = run_case(train_step.CASE, {**request, "argv": list(base), "trace": ""}, log=log)
                 else:
-                    # Its compiling and its search for the best settings do not count against a case's limit.
+                    # PyTorch's search for its best settings has additional time.
                     limit_s = request["limit_s"] and request["limit_s"] + TUNE_S
                     answer = as_our_answer(run_peer(python, spec, log, limit_s), config)
-                    spec["settings"] = answer.get("settings")  # chosen once
+                    spec["settings"] = answer.get("settings")  # the settings are chosen only once
             turns.append({"who": who, "name": label, **answer})
             report.print_line(console, f"{label}: {report.step_result(answer)}")
             ratio = compare_speeds(turns)
@@ -268,13 +270,13 @@ def run(
 
 
 def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
-    """Return the peer's answer in the form of ours: rates of its step, by the same count of FLOPs."""
+    """Return PyTorch's answer in the form of train_step.measure, with rates by the same count of FLOPs."""
     if answer["verdict"] != OK:
         return answer
     seconds, losses = answer.pop("step_times"), answer.pop("losses")
     step_s = train_step.spread(seconds)
     rates = train_step.rates(run, 1, step_s["median"], train_step.peak_tflops(run, answer["device"]))
-    # The peer recomputes something else than our remat policy does.
+    # PyTorch's checkpointing recomputes other activations than the remat policy, so HFU is unknown.
     rates["hfu"] = None if answer["settings"]["checkpoint"] else rates["mfu_causal"]
     steps = {"steps": len(seconds), "warmup": len(losses) - len(seconds), "step_s": step_s}
     unknown = {"compile_s": None, "planned": None, "not_planned": ""}
@@ -283,7 +285,7 @@ def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 
 
 def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return ours over theirs in tokens per second, of the medians and of each round. None before the first pair."""
+    """Return the ratio of jaxtrain's to PyTorch's tokens/s, of medians and of each round; None before the first pair."""
     speed = {who: [t["tokens_per_s"] for t in turns if t["who"] == who and t["verdict"] == OK] for who in ("jaxtrain", "torch")}
     pairs = [a / b for a, b in zip(*speed.values(), strict=False)]
     if not pairs:
@@ -293,7 +295,7 @@ def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def describe(turns: Sequence[Mapping[str, Any]], ratio: Mapping[str, Any] | None) -> list[str]:
-    """Return the peer's settings and the ratio as lines."""
+    """Return lines with PyTorch's settings and the ratio."""
     peers = [t for t in turns if t["who"] == "torch" and t["verdict"] == OK]
     if not peers or ratio is None:
         return []

@@ -3,9 +3,9 @@
     PYTHON benchmarks/peer_torch_step.py SPEC.json ANSWER.json
 
 benchmarks/peer_torch.py writes SPEC.json and reads ANSWER.json.
-Parameters and moments are float32, and the rest runs under bfloat16 autocast, as in jaxtrain. Gradients of microbatches are
-summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is timed: SDPA by
-cuDNN or by flash attention, and torch.compile of each layer or of the whole model.
+Parameters and moments are float32; computation runs under bfloat16 autocast, as in jaxtrain. Gradients of microbatches are
+summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is timed: SDPA with
+cuDNN or with flash attention, and torch.compile of each layer or of the whole model.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import __version__ as transformers_version
 
-# Layers are compiled one by one, from one function. Above its limit of versions of a function (8 by default), torch.compile
-# runs the other layers uncompiled, with no more than a line in its log. The largest models here have fewer layers.
+# Layers are compiled one by one from one function. Above a limit of versions of a function (8 by default), torch.compile runs
+# further layers uncompiled, with only a line in its log. The largest models here have fewer layers than this limit.
 VERSIONS = 128
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
-    """Return the model in float32 on the device, with the spec's weights if it has any. Raises ValueError if it differs."""
+    """Return the model in float32, with the spec's weights if it has any. Raises ValueError if it differs from the spec."""
     m = spec["model"]
     config = LlamaConfig(
         vocab_size=m["vocab_size"],
@@ -60,7 +60,7 @@ def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
     count = sum(p.numel() for p in model.parameters())
     if count != spec["parameters"]:
         raise ValueError(f"another model: {count:,} parameters here, {spec['parameters']:,} in the spec")
-    # As numbers, because the settings of scaled frequencies differ between versions of transformers.
+    # The spec has frequencies as numbers, because the settings of scaling differ among versions of transformers.
     wanted = torch.tensor(spec["rotary_frequencies"], dtype=torch.float32, device=device)
     if wanted.shape != model.model.rotary_emb.inv_freq.shape:
         raise ValueError(f"{tuple(wanted.shape)} rotary frequencies in the spec, but not in the model")
@@ -69,7 +69,7 @@ def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
 
 
 def compiled(function):
-    """Return the function compiled as one graph. A function that cannot be compiled is an error; it never runs uncompiled."""
+    """Return the function compiled as one graph. If it cannot be compiled, its call raises instead of running uncompiled."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -80,7 +80,7 @@ def dynamo() -> dict:
 
 
 class Step:
-    """A train step. `how`: its attention kernel, the function that is compiled, and activation checkpointing of layers."""
+    """A train step. how: `attention` kernel, `compile` ("layers", "model" or "none"), and `checkpoint` of layers."""
 
     def __init__(self, spec: dict, model: LlamaForCausalLM, device: torch.device, how: dict):
         self.spec, self.model, self.device, self.how = spec, model, device, how
@@ -114,7 +114,7 @@ class Step:
         self.loss_of = compiled(loss_of) if how["compile"] == "model" else loss_of
 
     def layer(self, module):
-        """Return a decoder layer without a mask: SDPA's kernels then apply the causal one themselves."""
+        """Return a decoder layer without a mask, so that SDPA's kernels apply the causal mask."""
 
         def forward(hidden, rotary):
             out = module(hidden, attention_mask=None, position_embeddings=rotary)
@@ -127,7 +127,7 @@ class Step:
         return forward
 
     def __call__(self, number: int, tokens_ABT: torch.Tensor, targets_ABT: torch.Tensor) -> torch.Tensor:
-        """Take one step. Return its loss before the update, on the device."""
+        """Take step `number`. Return its loss before the update, on the device. A: microbatches."""
         o, total = self.spec["optimizer"], tokens_ABT.numel()
         for group in self.optimizer.param_groups:
             group["lr"] = o["lr"][min(number, len(o["lr"]) - 1)]
@@ -136,7 +136,7 @@ class Step:
         for tokens, targets in zip(tokens_ABT, targets_ABT, strict=True):
             on_gpu = self.device.type == "cuda"
             kernels = sdpa_kernel([BACKENDS[self.how["attention"]]]) if on_gpu else contextlib.nullcontext()
-            # The backward pass too, because a recomputed layer must use the same kernel.
+            # Also around the backward pass, because a recomputed layer must use the same kernel.
             with kernels:
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
                     loss = self.loss_of(tokens, targets, total)
@@ -150,7 +150,7 @@ class Step:
 
 
 def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return (seconds of each of `steps` steps, every loss). A GPU is timed by events on its stream: the host never waits."""
+    """Return (seconds of each of `steps` steps, every loss). A GPU is timed by events on its stream, without host waits."""
     losses, marks = [], []
 
     def mark():
@@ -165,7 +165,7 @@ def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float]
             marks.append(mark())
         losses.append(step(i, *batch))
     marks.append(mark())
-    values = [float(loss) for loss in losses]  # waits
+    values = [float(loss) for loss in losses]  # waits for the GPU
     pairs = list(zip(marks, marks[1:], strict=False))
     if step.device.type == "cuda":
         return [a.elapsed_time(b) / 1e3 for a, b in pairs], values
@@ -173,7 +173,7 @@ def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float]
 
 
 def candidates(spec: dict, device: torch.device) -> list[dict]:
-    """Return the settings to try, the likely best first."""
+    """Return the settings to try, probably fastest first."""
     if spec["settings"]:
         return [spec["settings"]]
     if spec["compile"] == "none":
@@ -183,7 +183,7 @@ def candidates(spec: dict, device: torch.device) -> list[dict]:
 
 
 def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[dict]]:
-    """Return (the fastest candidate, all that were tried). One without enough memory is tried again with checkpointing."""
+    """Return (fastest settings, all settings that were tried). If memory runs out, settings are retried with checkpointing."""
     queue, tried = candidates(spec, device), []
     if len(queue) == 1 and spec["settings"]:
         return queue[0], []
@@ -200,12 +200,12 @@ def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[d
             why = "out of memory"
             if not how["checkpoint"]:
                 queue.append({**how, "checkpoint": True})
-        except RuntimeError as error:  # this kernel does not support it here
+        except RuntimeError as error:  # this kernel does not support these inputs on this device
             why = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
         tried.append({**how, "step_s": seconds, "why": why})
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        gc.collect()  # a step refers to itself, so only the collector frees it
+        gc.collect()  # a step has reference cycles, so only the collector frees it
         if device.type == "cuda":
             torch.cuda.empty_cache()
     found = [t for t in tried if t["step_s"]]
@@ -224,7 +224,7 @@ def main(asked: str, answered: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and spec["platform"] != "cpu" else "cpu")
     if spec["platform"] == "gpu" and device.type != "cuda":
         raise SystemExit("torch finds no GPU here, but jaxtrain does. Fix: install a torch that is built for CUDA.")
-    # Its name changed in torch 2.7; the older one is an alias there.
+    # The name of this limit changed in torch 2.7.
     settings = torch._dynamo.config
     setattr(settings, "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit", VERSIONS)
     torch.set_float32_matmul_precision("highest" if spec["precision"] == "f32" else "high")

@@ -1,6 +1,6 @@
-"""Draws the pictures of the documentation, docs/pictures/*.svg, from the code and the plan that they show.
+"""Draws the pictures of the documentation, docs/pictures/*.svg, from jaxtrain's code and a compiled plan.
 
-python -m benchmarks.pictures                    compare; exits with 1 if a stored picture is old
+python -m benchmarks.pictures                    compare; exits with 1 if a stored picture is out of date
 python -m benchmarks.pictures --write            write the pictures
 python -m benchmarks.pictures --write --compile  compile the step behind fsdp.svg first (a minute)
 """
@@ -32,9 +32,9 @@ FOLDER = REPO / "docs" / "pictures"
 LANES = FOLDER / "fsdp.json"  # the compiled schedule of a layer
 IMPORTS = REPO / "tests" / "unit" / "test_imports.py"
 
-WIDTH = 600  # units of a picture; a page stretches them to its own width
-SMALL, LARGE = 13, 15  # units of a letter
-# The colours of the reports. page.css has those of light pages first.
+WIDTH = 600  # of a picture, in SVG units; a page scales it to its own width
+SMALL, LARGE = 13, 15  # font sizes in SVG units
+# The colours of reports on light pages, which page.css has first.
 COLOURS = dict(reversed(re.findall(r"--(\w+): (#\w+)", asset("page.css"))))
 INK, QUIET, RULE, GROUND = (COLOURS[name] for name in ("ink", "quiet", "rule", "ground"))
 BLUE, GREEN, YELLOW, VIOLET, RED, PINK = (COLOURS[f"c{i}"] for i in range(1, 7))
@@ -42,7 +42,7 @@ OF_GPU = (BLUE, GREEN, YELLOW, VIOLET)
 
 
 class Picture:
-    """An SVG with a light background of its own, so that it can be read on dark pages too."""
+    """An SVG with a light background, so that it is readable on dark pages too."""
 
     def __init__(self, title: str, note: str):
         self._title, self._parts = f"{title}: {note}", []
@@ -54,7 +54,7 @@ class Picture:
         self.note(14, y + 20, note)
 
     def text(self, x: float, y: float, words: str, anchor="start", *, size=SMALL, colour=INK, weight=400) -> None:
-        """Write one line; (x, y) is on its baseline."""
+        """Write one line of text with its baseline at (x, y)."""
         style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{colour}"'
         self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" {style}>{escape(words)}</text>')
 
@@ -63,7 +63,7 @@ class Picture:
         self.text(x, y, words, anchor, colour=QUIET)
 
     def box(self, x: float, y: float, w: float, h: float, colour: str, words="", *, tint=0.3, tip="") -> None:
-        """Draw a rectangle with lines of text in its middle. tip: shown below the cursor."""
+        """Draw a rectangle with lines of text in its middle. tip: text shown at the cursor."""
         style = f'fill="{colour}" fill-opacity="{tint}" stroke="{colour}"'
         inner = f"<title>{escape(tip)}</title>" if tip else ""
         self._parts.append(f'<rect x="{x:.5g}" y="{y:.5g}" width="{w:.5g}" height="{h:.5g}" {style}>{inner}</rect>')
@@ -72,19 +72,19 @@ class Picture:
             self.text(x + w / 2, y + h / 2 + SMALL * (0.36 + 1.25 * (i - (len(lines) - 1) / 2)), line, "middle")
 
     def path(self, d: str, colour: str = QUIET, *, arrow: bool = False, tint: float = 0) -> None:
-        """Draw a line along an SVG path, and with a tint the area inside it."""
+        """Draw a line along an SVG path `d`. tint: opacity of the area inside it."""
         end = ' marker-end="url(#arrow)"' if arrow else ""
         self._parts.append(f'<path d="{d}" stroke="{colour}" fill="{colour}" fill-opacity="{tint}"{end}/>')
 
     def key(self, x: float, y: float, entries: Mapping[str, str]) -> None:
-        """Write the names of colours in a line."""
+        """Write the legend in a line. entries: name -> colour."""
         for name, colour in entries.items():
             self.box(x, y - 11, 14, 12, colour)
             self.text(x + 20, y, name)
             x += 38 + 7.6 * len(name)
 
     def svg(self, height: float) -> str:
-        """Return the picture."""
+        """Return the picture as SVG of this height."""
         frame = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="8" fill="{GROUND}" stroke="{RULE}"/>'
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
@@ -98,7 +98,7 @@ class Picture:
 
 
 def shards(row: Any) -> dict[int, tuple[int, ...]]:
-    """Return device -> the place of its shard along each dimension. row: of `jaxtrain.shardings`."""
+    """Return device id -> index of its shard along each dimension. row: a row of `jaxtrain.shardings`."""
     return {
         device.id: tuple((index.start or 0) // local for index, local in zip(indices, row.local_shape, strict=True))
         for device, indices in row.sharding.devices_indices_map(row.shape).items()
@@ -106,7 +106,7 @@ def shards(row: Any) -> dict[int, tuple[int, ...]]:
 
 
 def mesh() -> str:
-    """Return eight GPUs as a (data, fsdp, tensor) mesh, and the shards of one weight on them."""
+    """Return the picture of eight GPUs as a (data, fsdp, tensor) mesh, and the shards of one weight on them."""
     name, sizes = "layers.mlp.gate", {"data": 2, "fsdp": 2, "tensor": 2}
     two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}}  # a layer's shards do not depend on the number of layers
     found: Any = jaxtrain.shardings("llama3_8b", "h200:8", mesh=sizes, **two)
@@ -156,12 +156,12 @@ KINDS = {"matmul": BLUE, "attention": VIOLET, "memory-bound": QUIET, "all-gather
 
 
 def compile_schedule() -> dict[str, Any]:
-    """Return the schedule of a layer of Llama 3 8B on 8 H200s: by lane (start ms, end ms, kind, label) of each event."""
+    """Return the schedule of a layer of Llama 3 8B on 8 H200s: lane -> (start ms, end ms, kind, label) of each event."""
     from jaxtrain.plan import layer_schedule, topology
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.rates import datasheet
 
-    # In a loop all layers have one schedule.
+    # In a loop over layers, all layers have the same schedule.
     run, machine = jaxtrain.load("llama3_8b", parallel={"scan_layers": True}), topology.parse("h200:8")
     step, rates = compile_step(run, machine), datasheet(machine.gpu, run.precision)
     sizes, passes = dict(step.program.placement.mesh.shape), run.train.grad_accum * run.model.num_layers
@@ -172,7 +172,7 @@ def compile_schedule() -> dict[str, Any]:
 
 
 def shorten(lane: Sequence[Any]) -> list[list[Any]]:
-    """Return the events of a lane with short labels; memory-bound kernels in a row are one event."""
+    """Return the events of a lane with short labels. Consecutive memory-bound kernels are merged to one event."""
     out: list[list[Any]] = []
     for e in lane:
         *_, part, operation = f"/{e.label.removesuffix('/transpose')}".split("/")
@@ -189,7 +189,7 @@ def shorten(lane: Sequence[Any]) -> list[list[Any]]:
 
 
 def fsdp() -> str:
-    """Return computation and communication of one layer, as compiled; the backward pass takes two lines."""
+    """Return the picture of one layer's computation and communication, as compiled. The backward pass has two lines."""
     found = json.loads(LANES.read_text())
     lanes, exposed = found["lanes"], found["exposed_ms"]
     forward, backward = (lanes[f"{phase}: computation"][-1][1] for phase in ("forward", "backward"))
@@ -204,7 +204,7 @@ def fsdp() -> str:
             x, w = 14 + (max(start, begin) - begin) * scale, (min(stop, begin + span) - max(start, begin)) * scale
             if w > 0:
                 p.box(x, y + 8, w, 34, KINDS[kind], label * (w > 7 * len(label)), tip=f"{label}: {start:.2f} to {stop:.2f} ms")
-        free = [0.0, 0.0]  # where the next label of each line may begin
+        free = [0.0, 0.0]  # least x of the next label on each line
         for start, stop, kind, label in lanes[f"{phase}: links"]:
             x, w = 14 + (max(start, begin) - begin) * scale, (min(stop, begin + span) - max(start, begin)) * scale
             if w <= 0:
@@ -226,7 +226,7 @@ def fsdp() -> str:
 def ring_blocks(context: Context) -> list[dict[tuple[int, int], int]]:
     """Return for each step of the ring: (chunk of queries, chunk of keys) -> the GPU that computes this block.
 
-    In each step a GPU has the keys of the GPU that is one further back. Blocks above the causal diagonal are left out.
+    In step i a GPU has the keys of the GPU i positions before it. Blocks above the causal diagonal are left out.
     """
     held = list(itertools.batched(context.chunks, 2))
     return [
@@ -236,7 +236,7 @@ def ring_blocks(context: Context) -> list[dict[tuple[int, int], int]]:
 
 
 def ring() -> str:
-    """Return four GPUs of a ring, and the blocks of causal attention that each computes in each step."""
+    """Return the picture of four GPUs of a ring, and the blocks of causal attention that each computes in each step."""
     context, cell = Context(ring=4), 14.5
     count, done = len(context.chunks), set()
     note = f"{count} chunks of a sequence in zigzag order: each GPU has an early and a late one"
@@ -254,7 +254,7 @@ def ring() -> str:
         for q, k in itertools.product(range(count), repeat=2):
             x, y, gpu = x0 + cell * k, y0 + cell * q, computed.get((q, k))
             colour, tint = (RULE, 0.9 * ((q, k) in done)) if gpu is None else (OF_GPU[gpu], 0.75)
-            if q == k:  # the causal mask leaves half of the block
+            if q == k:  # the causal mask covers half of the block
                 p.path(f"M{x:g} {y:g}V{y + cell:g}H{x + cell:g}z", colour, tint=tint)
             elif k < q:
                 p.box(x, y, cell, cell, colour, tint=tint)
@@ -270,7 +270,7 @@ def ring() -> str:
 
 
 class Pass(NamedTuple):
-    """One microbatch in one stage. A microbatch takes 1 forward and 2 backward through all layers of a stage."""
+    """One pass of a microbatch through a stage. In units of time, all layers of a stage take 1 forward and 2 backward."""
 
     stage: int
     start: float
@@ -281,7 +281,7 @@ class Pass(NamedTuple):
 
 
 def passes(s: Schedule) -> list[Pass]:
-    """Return all passes of a step; in each tick all stages go forward, then all go backward."""
+    """Return all passes of a step. In each tick all stages run forward, then all stages run backward."""
     out, now = [], 0.0
     for tick, backward in itertools.product(range(s.ticks), (False, True)):
         at, unit = (tick - s.wait, s.backward_unit) if backward else (tick, s.forward_unit)
@@ -296,7 +296,7 @@ def passes(s: Schedule) -> list[Pass]:
 
 
 def pipeline() -> str:
-    """Return the schedules 1f1b and interleaved of 4 stages and 8 microbatches, to one scale of time."""
+    """Return the picture of the schedules 1f1b and interleaved, with 4 stages and 8 microbatches, on one time scale."""
     schedules = [Schedule("1f1b", 4, 1, 8), Schedule("interleaved", 4, 2, 8)]
     scale = (WIDTH - 46) / max(each.end for each in passes(schedules[0]))
     notes = [
@@ -325,7 +325,7 @@ def pipeline() -> str:
 
 
 def experts() -> str:
-    """Return tokens of four GPUs on their way to experts and back."""
+    """Return the picture of dispatch and combine: tokens of four GPUs, their experts, and back."""
     two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}}
     row: Any = jaxtrain.shardings("mixtral_8x7b", "h200:4", mesh={"expert": 4}, **two).row("layers.mlp.gate", "parameter")
     count, each = row.shape[1], row.local_shape[1]
@@ -356,11 +356,11 @@ def experts() -> str:
 
 
 def step() -> str:
-    """Return host and GPU during three steps. Around a save the loop waits for the copies (train/loop.py)."""
+    """Return the picture of host and GPU during three steps. At a save, the loop waits for the copies (train/loop.py)."""
     note = "schematic, not to scale; log 1: metrics of step 1, read after dispatch 2"
     p = Picture("Host and GPU in three steps; a checkpoint is due after step 2", note)
     lanes = {"data thread": 84, "main thread": 146, "GPU": 222, "links": 256, "save": 320}
-    one, two, copy, three = 96, 272, 448, 504  # where steps and the copy begin on the GPU
+    one, two, copy, three = 96, 272, 448, 504  # x at which steps and the copy begin on the GPU
     boxes = [
         *(("data thread", x, 84, QUIET, f"read batch {n}") for n, x in ((2, 14), (3, 104), (4, 496))),
         *(("main thread", x, 84, QUIET, f"dispatch {n}") for n, x in ((1, 14), (2, 104), (3, 496))),
@@ -382,11 +382,11 @@ def step() -> str:
         p.note(x + 4, 306, f"step {n}")
     for x in (230, 385):
         p.note(x, 167, "waits", "middle")
-    for x, to in ((56, one + 1), (160, two), (538, three + 8)):  # dispatched steps
+    for x, to in ((56, one + 1), (160, two), (538, three + 8)):  # arrows of dispatched steps
         p.path(f"M{x} 175L{to} 224", arrow=True)
-    for x in (two + 3, copy + 3):  # metrics of the step that ends
+    for x in (two + 3, copy + 3):  # arrows of metrics, at the end of a step
         p.path(f"M{x} 224L{x + 12} 176", PINK, arrow=True)
-    for x, to in ((56, 134), (152, 516)):  # batches
+    for x, to in ((56, 134), (152, 516)):  # arrows of batches
         p.path(f"M{x} 113L{to} 148", arrow=True)
     p.path("M474 252V336H494", VIOLET, arrow=True)
     return p.svg(364)
@@ -396,14 +396,14 @@ def step() -> str:
 
 
 def layers() -> dict[str, list[str]]:
-    """Return layer -> its modules, and "name.*" for packages, lowest layer first, as the test of imports checks them."""
+    """Return layer of imports -> modules, and "name.*" for packages, lowest layer first, as in tests/unit/test_imports.py."""
     tree = ast.parse(IMPORTS.read_text())
     (table,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "LAYERS")
     return {layer: names.split() for layer, names in ast.literal_eval(table).items()}
 
 
 def architecture() -> str:
-    """Return the layers of imports with their packages."""
+    """Return the picture of the layers of imports with their packages."""
     p = Picture("Imports point down", "packages and modules by layer, as tests/unit/test_imports.py checks them")
     found = {layer: {name.partition(".")[0] for name in names} for layer, names in layers().items()}
     homes, y = collections.Counter(itertools.chain(*found.values())), 64

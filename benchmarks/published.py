@@ -1,10 +1,10 @@
-"""Planned step times compared with published ones: docs/evidence/planned_vs_published.md, and the ranges that plans expect.
+"""Compare planned step times with published ones: docs/evidence/planned_vs_published.md, and the expected ranges of plans.
 
     python -m benchmarks.published [--write]
 
-Each run of published_runs.toml is planned as our program on their machine: the same model, sequences, batch, mesh, precision,
-and the nearest remat policy. So the ratio of planned to published step time holds two errors: that of the estimate, and the
-difference between the two programs.
+Each run of published_runs.toml is planned as a run of jaxtrain on the published machine, with the same model, sequences, batch,
+mesh and precision, and the nearest remat policy. So the ratio of planned to published step time has two causes: the error of
+the estimate, and the difference between the two programs.
 
 --write stores the plans in published_plans.json, writes the page, and writes jaxtrain/plan/published_ranges.json, from which
 plans take their expected step times.
@@ -40,7 +40,7 @@ PAGE = "docs/evidence/planned_vs_published.md"
 COMMAND = "python -m benchmarks.published --write"
 DATA = tomllib.loads(Path(__file__).with_name("published_runs.toml").read_text(encoding="utf-8"))
 STORED = Path(__file__).with_name("published_plans.json")
-LEAST = 3  # runs that make a range
+LEAST = 3  # least number of runs for a range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def kept(self) -> str:
-        """Return "full", or the activations that our remat policy keeps."""
+        """Return "full", or the activations that jaxtrain's remat policy saves."""
         return DATA["keep"].get(self.keep, self.keep)
 
     @functools.cached_property
     def run_config(self) -> RunConfig:
-        """Return the run as a config of ours. Raises ValueError if the config has a mistake."""
+        """Return the run as a config of jaxtrain. Raises ValueError if the config has a mistake."""
         config = default_config()
         config.model.update(MODELS[self.model].keys)
         config.data.update(source="synthetic", packing="none", seq_len=self.seq_len)
@@ -108,12 +108,12 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Return the kind of run (rates.kind), "" if no range is derived for it."""
+        """Return the kind of run (rates.kind); "" if it belongs to no range."""
         return rates.kind(self.run_config, self.topology.gpu, self.topology.total, "cudnn")
 
     @property
     def request(self) -> Request:
-        """Return the plan to make, at published kernel rates: a calibration of this machine must not change it."""
+        """Return the plan to make, at published kernel rates, so that a calibration of this machine does not change it."""
         changed = {"memory_tb_s": rates.MEMORY_FRACTION * self.hbm_tb_s} if self.hbm_tb_s else {}
         if self.network_gbit_s:
             changed["network_gb_s"] = rates.NETWORK_FRACTION * self.network_gbit_s / 8
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def reasons(self) -> list[str]:
-        """Return what is known to differ, in sentences."""
+        """Return the known differences between the published program and the plan, in sentences."""
         found = [DATA["notes"].get(text, text) for text in self.differences]
         if self.network_gbit_s:
             part, rate = f"{100 * rates.NETWORK_FRACTION:g}%", f"{self.network_gbit_s:g} Gb/s"
@@ -137,26 +137,26 @@ RUNS = tuple(Run(**table) for table in DATA["run"])
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published run beside the stored figures of its plan (`figures_of`)."""
+    """A published run and the stored figures of its plan (`figures_of`)."""
 
     run: Run
     planned: Mapping[str, Any]
 
     @property
     def ratio(self) -> float:
-        """Return planned over published step time: below 1 if the plan is faster than the run was."""
+        """Return planned over published step time, which is below 1 if the plan is faster."""
         return self.planned["step_s"] / self.run.published_s
 
     @property
     def mfu(self) -> flops.Flops:
-        """Return the MFU of the published run in both conventions, by our formula and peak."""
+        """Return the MFU of the published run, causal and full, by jaxtrain's FLOPs and peak."""
         run = self.run
         per_token = flops.per_token(run.run_config.model, run.seq_len)
         return per_token * (run.sequences * run.seq_len / run.published_s / (run.topology.gpu.peak("bf16") * 1e12))
 
     @property
     def gemm_rate(self) -> float:
-        """Return the rate of GEMMs, in TFLOP/s, that would explain all of the difference."""
+        """Return the rate of GEMMs (TFLOP/s) at which the planned step time would equal the published one."""
         rest = self.run.published_s - (self.planned["step_s"] - self.planned["gemm_s"])
         return self.planned["gemm_tflop"] / rest if rest > 0 else math.inf
 
@@ -164,7 +164,7 @@ class Row:
 def digest(request: Request) -> str:
     """Return a digest of the config, the machine and the rates of a plan.
 
-    Keys at their defaults are left out, so that a new key leaves stored plans as they are.
+    Keys at their defaults are left out, so that a new key does not change the digests of stored plans.
     """
     chosen = dataclasses.asdict(request.rates) if request.rates else None
     defaults = dict(flatten(to_dict(RunConfig())))
@@ -174,7 +174,7 @@ def digest(request: Request) -> str:
 
 
 def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
-    """Return the figures of a plan that are stored: of one GPU and one step."""
+    """Return the stored figures of a plan, of one GPU and one step."""
     backward = sum(k.ms for k in plan.kernels if k.kind == "attention" and k.op_name.startswith("backward"))
     figures = {
         "step_s": plan.time.step_ms / 1e3,
@@ -193,21 +193,21 @@ def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def stored() -> dict[str, Any]:
-    """Return what published_plans.json holds: its date, versions and plans."""
+    """Return the contents of published_plans.json: date, versions and plans."""
     return json.loads(STORED.read_text(encoding="utf-8"))
 
 
 def rows(tree: Mapping[str, Any]) -> list[Row]:
-    """Return each published run beside its stored plan. Raises ValueError if one has none."""
+    """Return each published run with its stored plan. Raises ValueError if a run has no stored plan."""
     if absent := [run.name for run in RUNS if run.name not in tree["plans"]]:
         raise ValueError(f"{STORED}: no plan of {', '.join(absent)}. Fix: {COMMAND}")
     return [Row(run, tree["plans"][run.name]) for run in RUNS]
 
 
 def rows_by_kind(found: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return, for each kind of run, the rows whose ratios make its range.
+    """Return kind of run -> rows whose ratios define its range.
 
-    These are the XLA programs, if there are LEAST of them; else all programs. A kind with fewer rows has no range.
+    These are the rows of XLA programs if there are at least LEAST of them, else all rows. A kind with fewer rows has no range.
     """
     kinds: dict[str, list[Row]] = {}
     for row in found:
@@ -231,7 +231,7 @@ def mean(found: Iterable[Row]) -> float:
 
 
 def ranges(found: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return what published_ranges.json holds: the range and the programs of each kind of run."""
+    """Return the contents of published_ranges.json: range and compilers of each kind of run."""
     kinds = rows_by_kind(found)
     programs = {True: "XLA programs", False: "programs of other compilers than XLA"}
     return {
@@ -289,7 +289,7 @@ def section(row: Row) -> list[str]:
 
 
 def page(tree: Mapping[str, Any]) -> list[str]:
-    """Return the generated lines of the page, from what is stored."""
+    """Return the generated lines of the page. tree: result of `stored`."""
     found = rows(tree)
     same = [row for row in found if row.run.xla]
     low, high = spread(same)

@@ -1,10 +1,10 @@
-"""Memory and FLOPs of jax.lax.ragged_dot as XLA compiles it, beside the Pallas kernels of experts. No GPU is needed.
+"""Compare memory and FLOPs of jax.lax.ragged_dot, compiled by XLA, with experts' Pallas kernels. No GPU is needed.
 
     .venv/bin/python -m benchmarks.ragged_dot --chip=h200 --rows=16384 --experts=8
 
-A grouped matmul of rows, sorted by expert, with the weights of their experts, (R, D) by (E, D, F) in bfloat16, and its two
-gradients, compiled for a described GPU. For each program: its temporary memory, and its FLOPs over those of the rows with the
-weights of their own experts. Registers and shared memory of the Pallas kernels: benchmarks/expert_tiles.py.
+Compiles for a described GPU the grouped matmul of rows (R, D), sorted by expert, with weights (E, D, F) in bfloat16, and its
+two gradients. Prints for each program its temporary memory, and its FLOPs over those of each row times the weight of its own
+expert. Registers and shared memory of the Pallas kernels: benchmarks/expert_tiles.py.
 """
 
 import argparse
@@ -30,10 +30,11 @@ PRECISION = jax.lax.Precision.DEFAULT
 def compiled(
     f: Callable[..., object], shapes: Sequence[tuple[tuple[int, ...], str]], chip: str, option: str
 ) -> tuple[float, float]:
-    """Compile `f` for one such GPU. Return (GiB of temporaries, FLOPs of matmuls).
+    """Compile `f` for one GPU of this chip. Return (GiB of temporaries, FLOPs of matmuls).
 
     Args:
-        option: of XLA, switched on; "": none.
+        shapes: (shape, dtype) of each argument.
+        option: option of XLA to switch on; "": none.
     """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
@@ -47,7 +48,7 @@ def compiled(
 
 
 def gradients(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dy_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of a ragged dot, by JAX."""
+    """Return the gradients of `jax.lax.ragged_dot`, by JAX."""
     return jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes_E), x_RD, w_EDF)[1](dy_RF)
 
 
@@ -57,7 +58,7 @@ def by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Arra
 
 
 def gradients_by_pallas(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, dy_RF: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return its gradients by the Pallas kernels."""
+    """Return the gradients of `by_pallas`, by the Pallas kernels."""
     return pallas.times(dy_RF, w_EDF, sizes_E, "F", PRECISION), pallas.outer(x_RD, dy_RF, sizes_E, w_EDF.dtype, PRECISION)
 
 

@@ -8,7 +8,7 @@ A page has two parts. The text above `MARK` is written by hand. The text below i
     python -m benchmarks.limits --write              docs/evidence/limits.md
 
 Without --write a study prints its part. No GPU is needed. Finished plans are cached, so that a study can be stopped and
-started again.
+restarted.
 """
 
 import argparse
@@ -36,8 +36,8 @@ class Model:
 
     Attributes:
         keys: keys of config.Model.
-        seq_len: tokens of a sequence in its pretraining.
-        source: where its sizes are published.
+        seq_len: tokens of a sequence in the model's pretraining.
+        source: publication of the model's sizes.
     """
 
     name: str
@@ -58,9 +58,9 @@ MODELS = {
     "llama2_70b": Model("Llama 2 70B", _llama(80, 8192, 64, 8, 28672, 32000), 4096, "arXiv 2307.09288"),
     "llama3_8b": Model("Llama 3 8B", PRESETS["llama3_8b"], 8192, "arXiv 2407.21783"),
     "llama3_70b": Model("Llama 3 70B", PRESETS["llama3_70b"], 8192, "arXiv 2407.21783"),
-    # GPT-3's layers, width and heads. Three SwiGLU matrices of 8/3 the width replace its two of 4 times the width.
+    # GPT-3's layers, width and heads. Three SwiGLU matrices of 8/3 times the width replace two matrices of 4 times the width.
     "llama_175b": Model("llama-shaped 175B", _llama(96, 12288, 96, 96, 32768, 50304), 4096, "GPT-3, arXiv 2005.14165"),
-    # Falcon's, likewise, with 39,595 rounded up to a multiple of 256. Its heads are 64 wide.
+    # Falcon's layers, width and heads, with SwiGLU too: 39,595 is rounded up to a multiple of 256. head_dim is 64.
     "llama_180b": Model("llama-shaped 180B", _llama(80, 14848, 232, 8, 39680, 65024), 4096, "Falcon-180B, arXiv 2311.16867"),
     "llama3_405b": Model(
         "Llama 3 405B", _llama(126, 16384, 128, 8, 53248, 128256, rope_base=500_000.0), 8192, "arXiv 2407.21783"
@@ -69,7 +69,7 @@ MODELS = {
 
 
 def make_parser(study: str, doc: str) -> argparse.ArgumentParser:
-    """Return the parser of a study's options. `doc`: the docstring of its module."""
+    """Return the parser of a study's options. doc: docstring of the study's module."""
     parser = argparse.ArgumentParser(f"python -m benchmarks.{study}", description=doc.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the page, instead of printing its part")
     parser.add_argument("--jobs", type=int, default=0, help="compilations at a time; default: one for each core")
@@ -78,7 +78,7 @@ def make_parser(study: str, doc: str) -> argparse.ArgumentParser:
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Start JAX without its GPUs. Return the arguments of `plan_many` that the options give."""
+    """Start JAX on CPUs. Return the arguments of `plan_many` from the options."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     start_jax(hardware.probe())
     return {"jobs": args.jobs, "cache": Cache(args.cache)}
@@ -102,7 +102,7 @@ def plan_all(requests: Mapping[str, Request], **how: Any) -> dict[str, Plan]:
 
 
 def footer(command: str, versions: Mapping[str, str] | None = None, date: str = "") -> list[str]:
-    """Return the last lines of a page: its command, its date and the versions that made it; by default today's."""
+    """Return the last lines of a page: command, date and versions; by default the current date and versions."""
     named = ", ".join(f"{name} {version}" for name, version in (versions or installed.versions()).items())
     made = date or datetime.date.today().isoformat()
     return ["", "## How this page was made", "", "```text", command, "```", "", f"On {made}, with {named}."]
@@ -112,7 +112,8 @@ def publish(page: str, lines: Sequence[str], write: bool) -> None:
     """Write the generated part of a page of the repository, or print it.
 
     Args:
-        page: such as docs/evidence/what_fits.md. Its text above MARK is kept.
+        page: path of the page, such as docs/evidence/what_fits.md. Its text above MARK is kept.
+        lines: the generated part.
     """
     text = "\n".join(lines) + "\n"
     if not write:

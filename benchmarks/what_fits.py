@@ -1,10 +1,10 @@
-"""What fits: well-known models on 1 to 128 GPUs: docs/evidence/what_fits.md.
+"""Plan well-known models on 1 to 128 GPUs: docs/evidence/what_fits.md.
 
     python -m benchmarks.what_fits [--write]
 
-A cell is one model on one machine. It holds the fastest of a few compiled layouts, or why none fits. Layouts whose formula
-(search/bound.py) exceeds the memory of a GPU are not compiled. On several nodes two ways to shard the state are compared: over
-all GPUs, and within each node. Moments are float32, or bfloat16 if nothing fits with float32.
+A cell is one model on one machine. It has the fastest of a few compiled layouts, or the reason why none fits. A layout is not
+compiled if its lower bound of memory (search/bound.py) exceeds the memory of a GPU. On several nodes two ways to shard the
+state are compared: over all GPUs, and within each node. Moments are float32, or bfloat16 if no layout fits with float32.
 """
 
 import concurrent.futures
@@ -33,17 +33,17 @@ PAGE = "docs/evidence/what_fits.md"
 COMMAND = "python -m benchmarks.what_fits --write"
 ROWS = ("llama2_7b", "llama2_13b", "llama_30b", "llama2_70b", "llama_175b", "llama_180b", "llama3_405b")
 MACHINES = ("h200:1", "h200:2", "h200:4", "h200:8", "h200:8x2", "h200:8x4", "h200:8x16")
-MOMENTS = ("f32", "bf16")  # in this order
-TRIES = 3  # compilations of one way to shard a model over a machine
-# Memory of a plan over its bound, beside the state, which the bound has exactly. Corrected by what is compiled.
+MOMENTS = ("f32", "bf16")  # dtypes of moments, tried in this order
+TRIES = 3  # most compilations of one way to shard a model over a machine
+# Estimated memory of a plan over its lower bound, both without the state. Compiled plans correct it.
 ABOVE_BOUND = 1.3
-ROUGHLY = 1.1  # error of an estimate after one plan that was too big
-BEHIND = 1.1  # a way to shard that is slower than another by this factor, by their bounds, is not compiled
+ROUGHLY = 1.1  # tolerated error of the estimate after one plan that was too big
+BEHIND = 1.1  # a way to shard is not compiled if it is slower than the fastest by this factor, by their bounds
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout of a model on a machine, with its bounds."""
+    """A layout of a model on a machine, with its step time and lower bound of memory by formula."""
 
     run: RunConfig
     overrides: tuple[str, ...]
@@ -53,17 +53,17 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A model on a machine: its plan, or why it has none."""
+    """A model on a machine: its plan, or the reason why it has none."""
 
     model: Model
     topology: Topology
     plan: Plan | None = None
-    run: RunConfig | None = None  # of the plan
+    run: RunConfig | None = None  # run of the plan
     why_not: str = ""
 
 
 def base(model: Model, topology: Topology, moments: str) -> RunConfig:
-    """Return the run that every layout changes: one sequence a GPU, in one microbatch."""
+    """Return the run that every layout changes: one sequence per GPU, in one microbatch."""
     config = default_config()
     config.model.update(model.keys)
     config.data.seq_len = model.seq_len
@@ -76,17 +76,17 @@ def base(model: Model, topology: Topology, moments: str) -> RunConfig:
 
 
 def parameters(model: Model) -> int:
-    """Return the number of parameters."""
+    """Return the number of parameters of a model."""
     return flops.parameters(base(model, machines.parse("h200:1"), "f32").model)["total"]
 
 
 def state_gib(model: Model, topology: Topology, moments: str) -> float:
-    """Return GiB of float32 weights and two moments on a GPU, sharded over all GPUs. No layout has less."""
+    """Return GiB of float32 weights and two moments per GPU, sharded over all GPUs: the minimum of every layout."""
     return parameters(model) * (4 + 2 * BYTES[moments]) / topology.total / 2**30
 
 
 def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
-    """Return the legal layouts, fastest first by their bounds; of equal ones the smallest first.
+    """Return the legal layouts by formula, fastest first; of equally fast layouts, the smallest first.
 
     Tensor groups stay inside a node, and replicas of the state are whole nodes. `plan --search` tries more.
     """
@@ -108,7 +108,7 @@ def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
 
 
 class Attempts:
-    """Compilations of the layouts that shard the state in one way."""
+    """Compilations of the layouts that shard the state in one way. left: layouts to compile."""
 
     def __init__(self, left: list[Layout], state: float, usable: float):
         self.left, self.state, self.usable = left, state, usable  # GiB
@@ -116,23 +116,23 @@ class Attempts:
         self.sizes: list[float] = []  # GiB of the plans that did not fit
 
     def estimate(self, layout: Layout) -> float:
-        """Return GiB that a plan of the layout will likely need."""
+        """Return the GiB that a plan of the layout probably needs."""
         return self.state + self.above * (layout.memory_gib - self.state)
 
     def next_layout(self) -> Layout | None:
-        """Return the layout to compile next: the fastest that should fit, else the smallest; None at the end."""
+        """Return the next layout to compile: the fastest that probably fits, else the smallest; None at the end."""
         if self.tries >= TRIES or not self.left:
             return None
         for layout in self.left:
             if self.estimate(layout) <= self.usable:
                 return layout
         smallest = min(self.left, key=lambda layout: layout.memory_gib)
-        # An estimate alone excludes nothing, and after one plan only what is far too big.
+        # Before the first plan, the estimate excludes nothing. After one plan it excludes only layouts that are far too big.
         most = {0: math.inf, 1: ROUGHLY * self.usable}.get(self.tries, 0.0)
         return smallest if smallest.memory_gib <= self.usable and self.estimate(smallest) <= most else None
 
     def compile(self, make: Callable[[Layout], Outcome]) -> tuple[Plan | None, Layout | None, str]:
-        """Compile until a plan fits. Return (plan, its layout, why a compilation failed)."""
+        """Compile until a plan fits. Return (plan, its layout, reason why a compilation failed or "")."""
         while layout := self.next_layout():
             outcome = make(layout)
             self.tries += 1
@@ -149,7 +149,7 @@ class Attempts:
 
 
 def fill(model: Model, topology: Topology, make: Callable[[Layout], Outcome]) -> Cell:
-    """Return a cell. `make` compiles a layout."""
+    """Return the cell of a model on a machine. make: compiles a layout."""
     usable = topology.usable_gib()
     sizes, least, reason = [], math.inf, ""
     for moments in MOMENTS:
@@ -176,7 +176,7 @@ def fill(model: Model, topology: Topology, make: Callable[[Layout], Outcome]) ->
 
 
 def _why_not(state: float, sizes: Sequence[float], least: float, usable: float) -> str:
-    """Return why nothing fits, from GiB of the state, of the compiled plans, and of the smallest bound."""
+    """Return the reason why no layout fits, from GiB of the state, of compiled plans, and of the smallest lower bound."""
     if state > usable:
         needs = f"state alone {amount(state)}"
     else:
@@ -191,7 +191,7 @@ def amount(gib: float) -> str:
 
 
 def fill_all(models: Sequence[Model], topologies: Sequence[str], jobs: int = 0, **how: Any) -> list[Cell]:
-    """Return all cells, model by model. `how`: further arguments of `plan_many`."""
+    """Return all cells, model by model. how: further arguments of `plan_many`."""
 
     def one(pair: tuple[Model, str]) -> Cell:
         model, topology = pair[0], machines.parse(pair[1])
@@ -215,7 +215,7 @@ HEADINGS = ("GPUs", "layout", "moments", "weights", "moments GiB", "gradients", 
 
 
 def cells(cell: Cell, first: Plan | None) -> list[str]:
-    """Return the cells of a row under HEADINGS. `first`: the plan for the smallest machine on which this model fits."""
+    """Return the cells of a row under HEADINGS. first: plan for the smallest machine on which this model fits."""
     rules = [f"{parameters(cell.model) * each / cell.topology.total / 2**30:.1f}" for each in (8, 16)]
     if cell.plan is None or cell.run is None:
         return [cell.topology.name, cell.why_not, *("-",) * 6, *rules, *("-",) * 4]
@@ -223,7 +223,7 @@ def cells(cell: Cell, first: Plan | None) -> list[str]:
     moments = held.get("first moment", 0.0) + held.get("second moment", 0.0)
     others = (held.get(kind, 0.0) for kind in ("gradients", "saved activations"))
     sizes = [f"{size:.1f}" for size in (held.get("parameters", 0.0), moments, *others, cell.plan.memory.peak_gib)]
-    saved = cell.plan.kept.partition(" keeps ")[2].replace(",", "")  # of remat.policy=auto
+    saved = cell.plan.kept.partition(" keeps ")[2].replace(",", "")  # chosen by remat.policy=auto
     speed, policy = time.tokens_per_s_per_device, f"keep {saved}" if saved else describe_remat(cell.run)
     speeds = [span(time.expected_tokens_per_s_per_device), rough(speed, 4), percent(time.mfu_causal)]
     scaling = percent(speed / first.time.tokens_per_s_per_device) if first else "-"

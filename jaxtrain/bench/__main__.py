@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of combinations of options, before anything is started."""
+    """Return the problems of combinations of options. Starts nothing."""
     options, found = parsed.options, []
     if options["trace"] and not options["out"]:
         found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))
     if parsed.mode in ("suite", "kernels"):
-        if (problem := hardware.probe().problem) is not None:  # the other modes check a config with it
+        if (problem := hardware.probe().problem) is not None:  # other modes find it when they check a config
             found.append(problem)
         if parsed.config.launch.overrides or "config" in parsed.given:
             found.append(Problem("--config", None, f"--{parsed.mode} does not use it", "Leave it out."))
@@ -119,7 +119,7 @@ def find_problems(parsed: Parsed) -> list[Problem]:
 
 
 def run(parsed: Parsed) -> int:
-    """Run a checked command line. Raises ConfigError for cases that are impossible."""
+    """Run a checked command line and return its exit code. Raises ConfigError if no case is possible."""
     options, console = parsed.options, make_console(report.WIDTH)
     if parsed.mode == "suite":
         return node_suite.run(options["out"], options["json"], options["parts"], bool(options["smoke"]), console)

@@ -1,7 +1,7 @@
-"""Run a measurement in a separate process, so peak memory, XLA's options and a crash affect only the case.
+"""Run a measurement (a case) in a separate process, so that peak memory, XLA options and crashes affect only that case.
 
-The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files; the child's output
-goes to a log. A long case saves partial answers (`save_partial`), so that a case that runs out of time keeps its findings.
+The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files. The child's output
+goes to a log. A long case saves partial answers (`save_partial`), so that its results survive if it runs out of time.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
 
 OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
-KILLED_S = 10.0  # for a killed process to end
-LAST_CHARACTERS = 600  # of a failed child's output in a result; its log has all of it
+KILLED_S = 10.0  # wait for a killed process to end
+LAST_CHARACTERS = 600  # of a failed child's output in its answer; the log has the whole output
 
-# A child starts as this program on Linux: the kernel kills it when its parent ends, and it becomes the command. A `preexec_fn`
-# could not do this: it runs between fork and exec, where a process with threads may hang.
+# On Linux, a child starts as this program. It sets that the kernel kills it when its parent ends, and then becomes the command.
+# A `preexec_fn` could not do this: it runs between fork and exec, where a process with threads may hang.
 PR_SET_PDEATHSIG = 1
 END_WITH_PARENT = f"""
 import ctypes, os, sys
@@ -50,17 +50,17 @@ def run_case(
     """Return the answer of a case that runs in a new process.
 
     Args:
-      function: "package.module:function", which takes a dict and returns one, both plain JSON.
-      request: its argument.
+      function: "package.module:function" of the case, which takes a dict and returns a dict, both plain JSON.
+      request: the argument of the function.
       log: the file for the child's output.
-      environ: the child's environment; None: that of this process.
+      environ: the child's environment; None: this process's environment.
       limit_s: seconds after which the child is killed.
-      killed_s: seconds to wait for a killed child to end. In a driver that hangs, it may never end.
-      python, script: run this script as `PYTHON SCRIPT REQUEST ANSWER` instead; `function` is then only its name.
+      killed_s: seconds to wait for a killed child to end. A child inside a hanging driver may never end.
+      python, script: run `PYTHON SCRIPT REQUEST ANSWER` instead of `function`, which then is only the name of the case.
 
     Returns:
-      The answer with `verdict` (OK, REFUSED, NO_MEMORY, FAILED or LATE), `why` where it is not OK, and `seconds`, the time
-      that the process took. A crash and a timeout are answers too, with the findings that the case has saved.
+      The answer with `verdict` (OK, REFUSED, NO_MEMORY, FAILED or LATE), `why` if the verdict is not OK, and `seconds`, the
+      time that the process took. After a crash or a timeout, the answer has the results that the case has saved.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -71,14 +71,14 @@ def run_case(
         log = log or Path(folder, "log.txt")
         code, output = run_program(command, log, environ=environ, limit_s=limit_s, killed_s=killed_s)
         answer = json.loads(answered.read_text()) if answered.exists() else {}
-    if answer.get("verdict", LATE) == LATE:  # it ended before its final answer
+    if answer.get("verdict", LATE) == LATE:  # the case ended before its final answer
         late = {"verdict": LATE, "why": f"not done after {limit_s:.0f} s"} if code is None and limit_s else None
         answer |= late or {"verdict": FAILED, "why": f"exit code {code}: {last_lines(output)}"}
     return answer | {"seconds": time.perf_counter() - began}
 
 
 def save_partial(request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """Save the findings of a case so far. They are its answer if it is killed. If more would follow, `verdict` is LATE."""
+    """Save the results of a case so far, its answer if it is killed. answer: its `verdict` is LATE if results will follow."""
     if "answer_file" in request:  # the case runs in a child
         write_atomic(Path(request["answer_file"]), json.dumps(answer))
 
@@ -91,10 +91,10 @@ def run_program(
     limit_s: float | None = None,
     killed_s: float = KILLED_S,
 ) -> tuple[int | None, str]:
-    """Run a program that can import this package. Return the exit code, None after a timeout, and the output.
+    """Run a program that can import this package. Return (exit code, or None after a timeout; output).
 
-    When this returns or raises, Ctrl-C included, the child and everything it started have ended: a child of this package ends
-    with its parent, and all other processes in its session are killed.
+    When this returns or raises, also after Ctrl-C, the child and all processes that it started have ended: the child's session
+    is killed, and a child of this package ends with its parent.
     """
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
@@ -108,20 +108,20 @@ def run_program(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+            with contextlib.suppress(ProcessLookupError):  # all its processes have ended
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver that hangs, not even a kill ends a process
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging driver can keep a killed process
                 process.wait(killed_s)
     return code, log.read_text(errors="replace")
 
 
 def module_command(name: str, *args: str) -> list[str]:
-    """Return the command line of one of jaxtrain's modules, in this interpreter."""
+    """Return the command line that runs a module of jaxtrain in this interpreter."""
     return [sys.executable, "-m", f"jaxtrain.{name}", *args]
 
 
 def last_lines(output: str) -> str:
-    """Return the end of a program's output: for a Python error its message and line."""
+    """Return the last three lines of a program's output, joined; for a Python error, these have message and source line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return " | ".join(lines[-3:])[-LAST_CHARACTERS:] or "no output"
 
@@ -132,7 +132,7 @@ def error_line(error: BaseException) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run the case FUNCTION with the request in one file, and write its answer to another."""
+    """Run a case. argv: FUNCTION REQUEST ANSWER, with the JSON files of request and answer."""
     function, asked, answered = argv
     module, _, name = function.partition(":")
     answer = getattr(importlib.import_module(module), name)(json.loads(Path(asked).read_text()))

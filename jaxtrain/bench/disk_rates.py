@@ -1,6 +1,6 @@
 """Times writing to and reading from a file system.
 
-It imports no jax, so that preflight measures disks on a node whose jax is broken.
+It does not import jax, so that preflight can measure disks on a node whose jax is broken.
 """
 
 import os
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 DISK_BYTES = 2**30  # written, and read back
-WRITE_BYTES = 2**24  # of one call
-SYNC_BYTES = 2**27  # between two fsyncs, after which the time is compared with the limit
-FREE_FACTOR = 4  # of the size, that must be free
+WRITE_BYTES = 2**24  # written in one call
+SYNC_BYTES = 2**27  # written between two fsyncs; the time limit is checked after each fsync
+FREE_FACTOR = 4  # free space that is required, as a multiple of the file's size
 
 
 class Unmeasured(Exception):
@@ -21,7 +21,7 @@ class Unmeasured(Exception):
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent. Creates nothing."""
+    """Return the folder, or its nearest parent that exists. Creates nothing."""
     folder = folder.expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
@@ -31,15 +31,16 @@ def existing(folder: Path) -> Path:
 def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
     """Write a file to a file system, read it back from the disk, and return write_gb_s and read_gb_s.
 
-    The file has no name, so a crash leaves nothing behind. In a folder that is read-only, its largest file is read, and
+    The file has no name, so a crash leaves nothing behind. If the folder is read-only, its largest file is read, and
     `write_gb_s` is None. The server of a network file system may still have the file in its memory.
 
     Args:
-        seconds: limit for both together. The rates are of the bytes until then.
+        seconds: time limit of writing and reading together. At the limit, the rates are those of the bytes so far.
+        size: bytes to write and read.
 
     Raises:
-        Unmeasured: there is too little free space, or nothing to read.
-        OSError: the file system refuses, as with a quota.
+        Unmeasured: there is too little free space, or no file to read.
+        OSError: the file system returns an error, for example because of a quota.
     """
     folder = existing(folder)
     if not os.access(folder, os.W_OK):
@@ -70,7 +71,7 @@ def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
 
 
 def _read(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Return (bytes, seconds) of reading from the file's position."""
+    """Read `size` bytes from the file's position, until `seconds` have passed. Return (bytes, seconds)."""
     buffer = bytearray(min(WRITE_BYTES, max(size, 1)))
     start, read = time.perf_counter(), 0
     while read < size and time.perf_counter() - start < seconds:
@@ -97,7 +98,7 @@ def _read_largest(folder: Path, seconds: float, size: int) -> float:
 
 
 def _drop_cached(handle: int) -> None:
-    """Drop a file's pages from the host's memory. Raises Unmeasured if the system has no such call."""
+    """Drop a file from the page cache. Raises Unmeasured if the system has no such call."""
     advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
     if advise is None:
         raise Unmeasured("this system cannot drop a file from its memory, so a read would not measure the disk")

@@ -1,4 +1,4 @@
-"""Kernels of a train step to be timed: their operands, FLOPs and bytes. bench/kernels.py times them.
+"""Kernels of a train step for timing: their operands, FLOPs and bytes. bench/kernels.py times them.
 
 Imports JAX, so it is imported after JAX has started.
 """
@@ -25,9 +25,9 @@ from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.loss import LossSpec, cross_entropy
 from jaxtrain.zero import make_zero
 
-NO_SCORES = 1024  # tokens of a sequence, above which the reference attention is not timed: it holds all scores
+NO_SCORES = 1024  # tokens; for longer sequences the reference attention is not timed, since it stores all scores
 PRODUCTS = ("over D", "over F", "outer")
-DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # all rows times one weight
+DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # einsum of the dense matmul with the same FLOPs
 LOADS = ("even", "uneven")
 
 Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for microbenchmarks.looped
@@ -42,10 +42,10 @@ class Sizes:
     norm: tuple[int, int] = (16384, 4096)  # T, D
     optimizer: tuple[int, int, int] = (4, 4096, 14336)  # layers, D, F
     gemm: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    # Rows, experts, D, F: 8,192 tokens in a layer of Mixtral 8x7B, each with 2 experts, and of Qwen3 30B A3B, with 8.
+    # (rows, E, D, F) of 8,192 tokens in a layer of Mixtral 8x7B (2 experts per token) and of Qwen3 30B A3B (8 per token).
     experts: tuple[tuple[int, int, int, int], ...] = ((16384, 8, 4096, 14336), (65536, 128, 2048, 768))
-    flop: float = 50e12  # approximate, of a timed program
-    rounds: int = 200  # limit, of a timed program
+    flop: float = 50e12  # approximate FLOPs of a timed program
+    rounds: int = 200  # most iterations of a timed program
     warm_s: float = 0.5
     repeats: int = 7
 
@@ -55,15 +55,15 @@ TINY = Sizes((1, 64, 4, 2, 16), (64, 32, 264), (64, 32), (2, 32, 64), (32, 64), 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A kernel to be timed.
+    """A kernel for timing.
 
     Attributes:
         kind, what: its names in the table.
         flop: FLOPs of one call.
-        bytes: bytes that one call must read and write.
-        prepare: returns the loop that calls it.
-        calls: calls in one iteration of the loop.
-        dtype: of the operands; it gives the peak rate.
+        bytes: bytes that one call has to read and write.
+        prepare: returns the loop that calls the kernel.
+        calls: calls of the kernel in one iteration of the loop.
+        dtype: dtype of the operands, whose peak rate is the bound.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class NotTimed(NamedTuple):
 
 
 def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
-    """Yield every implementation, forward and with its backward pass, for plain and packed sequences of one document.
+    """Yield every attention kernel, forward and forward+backward, for plain and packed sequences of one document.
 
     FLOPs are those inside the causal mask.
     """
@@ -102,13 +102,13 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
                 continue
             loop = functools.partial(attention_loop, device, name, spec, sizes.attention)
             yield Work("attention forward", what, flop, 2 * q + 2 * kv, functools.partial(loop, False))
-            # q, k, v, o and do are read, o, dq, dk and dv written.
+            # Forward and backward read q, k, v, o and do, and write o, dq, dk and dv.
             moved, flops = 6 * q + 6 * kv, flop * (1 + ATTENTION_BACKWARD)
             yield Work("attention forward+backward", what, flops, moved, functools.partial(loop, True))
 
 
 def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield cross entropy with its head, and the gradients of both, as the train step calls it."""
+    """Yield cross entropy with the head's matmul, and the gradients of hidden states and head, as in the train step."""
     T, D, V = sizes.loss
     run = one_device()
     placement, numerics = make_placement(run, [device]), numerics_of(run)
@@ -129,7 +129,7 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
 
 
 def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield RMSNorm forward and backward: x, dy and again x are read, y and dx written."""
+    """Yield RMSNorm forward and backward. It reads x twice and dy once, and writes y and dx."""
     T, D = sizes.norm
 
     def body(constants: Any, x_BTD: jax.Array) -> jax.Array:
@@ -145,7 +145,7 @@ def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
 
 
 def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield the update of the train step: parameters and moments are read and written, gradients read."""
+    """Yield the optimizer update of the train step. It reads gradients, and reads and writes parameters and moments."""
     run = one_device()
     tx, dtype = make_optimizer(run.optimizer, run.dtypes, {"w": ("layers", "embed", "mlp")}), DTYPES[run.dtypes.grads]
 
@@ -166,14 +166,14 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
 
 
 def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
-    """Yield square matmuls, both operands with the summed dimension last, in bfloat16 and in the 8-bit floats of the GPU."""
+    """Yield square matmuls in bfloat16 and FP8 (e4m3). The contracted dimension is the last one of both operands."""
     gpu = hardware.lookup(device.device_kind)
     for dtype, kind in {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}.items():
         if dtype == "fp8" and (device.platform != "gpu" or (gpu and not gpu.fp8)):
             yield NotTimed("gemm fp8", "", "no 8-bit GEMMs here")
             continue
         for n in sizes.gemm:
-            # Several in an iteration, so that the dependency between iterations does not count.
+            # An iteration has several small matmuls, so that the dependency between iterations costs little.
             calls = 8 if n <= 2048 else 4 if n <= 8192 else 1
 
             def body(weights: Sequence[jax.Array], x_MK: jax.Array) -> jax.Array:
@@ -191,9 +191,9 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 
 
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield the grouped matmuls of experts as `moe.impl=auto` computes them here, with loads as in LOADS.
+    """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, for each load of LOADS.
 
-    Each of PRODUCTS comes with the dense matmul of the same FLOPs: all rows times one weight.
+    Each of PRODUCTS is also yielded as the dense matmul of the same FLOPs: all rows times one weight.
     """
     n = numerics_of(one_device())
     impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
@@ -218,7 +218,7 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
         for which in PRODUCTS:
             for load in ("dense", *LOADS):
                 sizes_E = None if load == "dense" else loads(load, R, E)
-                # A weight without rows is not read, but its gradient is written.
+                # The weight of an expert without tokens is not read, but its gradient is written.
                 weights = 1 if sizes_E is None else E if which == "outer" else sum(map(bool, sizes_E))
                 what = f"{of}, dense" if sizes_E is None else f"{of}, {E} experts {load}"
                 moved = 2.0 * (R * (D + F) + weights * D * F)
@@ -227,21 +227,21 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
 
 
 def loads(load: str, R: int, E: int) -> list[int]:
-    """Return the rows of each of E experts, out of R: "even", or "uneven": the first has half, the last none."""
+    """Return the rows of each of E experts, R in all. load: "even", or "uneven": the first expert has half, the last none."""
     first, last = ([], []) if load == "even" else ([R // 2], [0])
     left, among = R - sum(first), E - len(first + last)
     return [*first, *(left // among + (e < left % among) for e in range(among)), *last]
 
 
 def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
-    """Return one of PRODUCTS. a: rows; b: weights (E, D, F), or the other rows of `outer`."""
+    """Return the grouped matmul `which` of PRODUCTS. a: rows; b: weights (E, D, F); for "outer", rows (R, F)."""
     if which == "outer":
         return grouped.outer(impl, a, b, sizes_E, out, precision)
     return grouped.times(impl, a, b, sizes_E, which[-1], precision)
 
 
 def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Return random (a, b) of `product`, with weights of shape `weight`."""
+    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b; "outer" ignores it."""
     R, _, D, F = shape
     a = normal(0, (R, F if which == "over F" else D), dtype)
     return a, normal(1, (R, F) if which == "outer" else weight, dtype)

@@ -1,7 +1,6 @@
-"""Kernels of a train step (bench/kernel_workloads.py), compared with the lower bound of their time.
+"""Time kernels of a train step (bench/kernel_workloads.py) and compare them with the lower bound of their time.
 
-The lower bound is the longer of two times: its FLOPs at the data sheet's peak, and its bytes, each read and written once, at
-the memory bandwidth.
+The lower bound is the longer of two times: the kernel's FLOPs at the data sheet's peak, and its bytes at the memory bandwidth.
 """
 
 import math
@@ -29,11 +28,11 @@ NOT_TIMED = "not timed"
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Time all kernels of one kind on the first device. A case (child.py). Findings are saved after each row.
+    """Time all kernels of one kind on the first device. This is a case (child.py). Results are saved after each kernel.
 
     Args:
-        request: `kind`, one of KINDS; `limit_s`, after which no kernel is begun (null: no limit); `cache`, a folder for
-            compiled programs (absent: as configs have it).
+        request: `kind`, one of KINDS; `limit_s`, seconds after which no kernel starts (null: no limit); `cache`, a folder for
+            compiled programs (absent: that of the default config).
     """
     began = time.monotonic()
     (device,) = start_devices(one_device(request.get("cache")), 1)
@@ -65,7 +64,7 @@ def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str
     try:
         body, constants, state = work.prepare()
         taken = microbenchmarks.timed(microbenchmarks.looped(body, rounds), constants, state, sizes=timing)
-    except Exception as error:  # compiler, driver or kernel: the others are still worth timing
+    except Exception as error:  # of compiler, driver or kernel; the next kernels are still timed
         traceback.print_exc()
         return out | {"verdict": FAILED, "why": error_line(error)}
     r = microbenchmarks.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
@@ -107,7 +106,7 @@ def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
-    """Time these kinds, each in a separate process. Return 0, or 1 if one failed."""
+    """Time kernels of these kinds, each kind in a separate process. Return 0, or 1 if a kind failed."""
     found: list[dict[str, Any]] = []
     try:
         for kind in kinds:

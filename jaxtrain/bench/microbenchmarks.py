@@ -1,11 +1,12 @@
 """Times matmuls, attention, memory, the host link and collectives; bench/disk_rates.py times disks.
 
-Calibration (plan/calibrate.py), the bounds of kernels (bench/kernels.py) and preflight (preflight/measure.py) use it.
+Calibration (plan/calibrate.py), bench/kernels.py and preflight (preflight/measure.py) use this module.
 
-A measurement is a jitted program that repeats its operation in a loop. Each iteration depends on the last, so that XLA neither
-hoists nor merges them, and the time of a dispatch does not count. Only copies from and to the host are single calls: they are
-long. The program runs until clocks have settled, is timed several times, and the median counts. Measurements of one device run
-on all given devices at once, as trouble with power or cooling shows only then, and each device is timed by itself.
+A measurement is a jitted program that repeats its operation in a loop, so the time of a dispatch does not count. Each
+iteration depends on the previous one, so that XLA neither hoists nor merges iterations. Copies from and to the host are single
+calls, since they are long. The program runs until clocks have settled, and is then timed several times; the median counts.
+Measurements of one device run on all given devices at once, since problems with power or cooling show only under full load.
+Each device is timed separately.
 """
 
 import concurrent.futures
@@ -29,7 +30,7 @@ from jaxtrain.kernels import attention, fp8
 from jaxtrain.kernels.attention import cudnn
 
 AXIS = "x"
-# The training step's options for its matmuls (train/compiler.py): cuBLAS, and no merging of matmuls with one operand.
+# Compiler options of the train step for matmuls (train/compiler.py): use cuBLAS, do not merge matmuls that share an operand.
 OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_disable_hlo_passes": "rematerialization,dot-merger,dynamic-slice-copy-fusion-async-wrapper,slice-sinker",
@@ -43,30 +44,30 @@ CURVE = "all-gather by size"
 class Sizes:
     """Sizes of the measurements. The defaults are a layer and the head of Llama 3 8B at 8192 tokens."""
 
-    # (M, K, N), and its number of matmuls in a layer: queries and output, keys and values, feed-forward, a chunk of the loss
+    # ((M, K, N), matmuls of this shape in a layer): q and output, k and v, feed-forward, a chunk of the loss.
     gemms: tuple[tuple[tuple[int, int, int], float], ...] = (
         ((8192, 4096, 4096), 2),
         ((8192, 4096, 1024), 2),
         ((8192, 4096, 14336), 3),
         ((2048, 4096, 128256), 4 / 32),
     )
-    gemm_tflop: float = 100.0  # limit, of a timed program
-    gemm_s: float = math.inf  # approximate, of a timed program; a program of `gemm_probe` iterations finds their number
+    gemm_tflop: float = 100.0  # largest TFLOPs of a timed program
+    gemm_s: float = math.inf  # approximate seconds of a timed program, whose iterations follow from `gemm_probe` iterations
     gemm_probe: int = 3
     attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
     attention_rounds: int = 50
-    memory_mib: int = 1024  # each array
+    memory_mib: int = 1024  # of each array
     memory_rounds: int = 200  # enough to hide XLA's copies at a loop's entry
-    collective_mib: int = 512  # the global array, in bfloat16
+    collective_mib: int = 512  # of the global array, in bfloat16
     collective_rounds: int = 20
-    curve_mib: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)  # messages of the curve of rates by size
+    curve_mib: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)  # message sizes of the curve of rates
     curve_rounds: int = 50
     host_mib: int = 1024
     warm_s: float = 1.0
     repeats: int = 7
 
 
-TINY = Sizes(  # for CPUs: every program runs, and the figures have no meaning
+TINY = Sizes(  # for tests on CPUs: every program runs, but the figures have no meaning
     gemms=(((64, 32, 48), 2), ((32, 32, 80), 0.5)),
     gemm_tflop=1e-6,
     attention=(1, 128, 4, 2, 16),
@@ -92,13 +93,13 @@ class Reading:
     work: float  # FLOPs or bytes of one iteration
     seconds: float  # of one iteration: the median
     spread: float  # (slowest - fastest) / median
-    weight: float = 1.0  # iterations in proportion to the other readings of its kind
-    failed: str = ""  # why there is no time; then work and seconds are 0
-    message: float = 0.0  # of collectives: bytes of the global array
+    weight: float = 1.0  # share among the readings of its kind, such as matmuls of this shape in a layer
+    failed: str = ""  # reason why there is no time; then work and seconds are 0
+    message: float = 0.0  # bytes of a collective's global array
 
     @property
     def rate(self) -> float:
-        """FLOPs or bytes per second."""
+        """Return FLOPs or bytes per second."""
         return self.work / self.seconds
 
 
@@ -106,7 +107,7 @@ class Reading:
 
 
 def timed(run: Callable[..., Any], *args: Any, sizes: Sizes) -> list[float]:
-    """Return the seconds of `sizes.repeats` calls, until all devices are done. Calls before them compile and warm up."""
+    """Return the seconds of `sizes.repeats` calls, each until all devices are done. Untimed calls compile and warm up first."""
     _warm_up(run, *args, sizes=sizes)
     taken = []
     for _ in range(sizes.repeats):
@@ -117,7 +118,7 @@ def timed(run: Callable[..., Any], *args: Any, sizes: Sizes) -> list[float]:
 
 
 def timed_by_device(run: Callable[..., Any], *args: Any, devices: Sequence[Any], sizes: Sizes) -> list[list[float]]:
-    """Return the seconds of `sizes.repeats` calls for each device. They start together and do not wait for each other."""
+    """Return the seconds of `sizes.repeats` calls for each device. Devices start together and do not wait for each other."""
 
     def end_of(shard: Any) -> float:
         shard.data.block_until_ready()
@@ -142,7 +143,7 @@ def _warm_up(run: Callable[..., Any], *args: Any, sizes: Sizes) -> None:
 
 
 def reading(kind: str, what: str, work: float, taken: Sequence[float], rounds: int = 1, weight: float = 1.0) -> Reading:
-    """Return the reading of a program of `rounds` iterations from the times of its calls."""
+    """Return the reading of a program from the seconds of its calls. rounds: iterations per call. work: per iteration."""
     median = statistics.median(taken)
     return Reading(kind, what, work, median / rounds, (max(taken) - min(taken)) / median, weight)
 
@@ -151,7 +152,7 @@ def reading(kind: str, what: str, work: float, taken: Sequence[float], rounds: i
 
 
 def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
-    """Return the jitted `(constants, state) -> state` after `rounds` times `state = body(constants, state)`."""
+    """Return a jitted `(constants, state) -> state` that runs `state = body(constants, state)` `rounds` times."""
 
     def loop(constants: Any, state: Any) -> Any:
         return jax.lax.fori_loop(0, rounds, lambda _, s: body(constants, s), state)
@@ -160,10 +161,10 @@ def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
 
 
 def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
-    """Return x, with one element that depends on all of `made`: the next iteration waits for them, and none is dead code.
+    """Return x with one element that depends on all arrays of `made`, so that the next iteration waits for them.
 
-    The other elements of x keep their random values: a GPU that multiplies zeros uses less power and runs faster. The barrier
-    keeps XLA from computing only the element that is used.
+    None of `made` is dead code then. The other elements of x keep their random values, since a GPU that multiplies zeros uses
+    less power and runs faster. The barrier prevents XLA from computing only the element that is used.
     """
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
     drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
@@ -172,23 +173,23 @@ def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Return random values, generated on the device."""
+    """Return normal random values, generated on the device."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def sharded_over(devices: Sequence[Any], memory: str = "device") -> NamedSharding:
-    """Return the sharding that divides the first dimension over these devices."""
+    """Return the sharding of the first dimension over these devices."""
     return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), P(AXIS), memory_kind=memory)
 
 
 def normal_on_each(seed: int, shape: tuple[int, ...], dtype: Any, devices: Sequence[Any]) -> jax.Array:
-    """Return random values of this local shape on each device, in one array that is sharded in its first dimension."""
+    """Return one array, sharded in its first dimension, of random values. shape: of each device's shard."""
     whole = (len(devices) * shape[0], *shape[1:])
     return jax.jit(functools.partial(normal, seed, whole, dtype), out_shardings=sharded_over(devices))()
 
 
 def on_each(body: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
-    """Return the body for `looped` that computes on each device with its own shards."""
+    """Return a body for `looped` that runs `body` on each device with the device's own shards."""
     spec = P(AXIS)
     mesh = sharded_over(devices).mesh
     return jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
@@ -207,7 +208,8 @@ def gemm(
     """Time bfloat16 matmuls (M, K) x (K, N) as in training: forward, and the gradients of input and weight.
 
     Args:
-        watch: entered while the timed program runs.
+        weight: see `Reading`.
+        watch: context manager that is entered while the timed program runs.
     """
     M, K, N = shape
     matmul = functools.partial(jnp.einsum, preferred_element_type=jnp.bfloat16)
@@ -221,7 +223,7 @@ def gemm(
 
 
 def fp8_gemm(shape: tuple[int, int, int], devices: Sequence[Any], sizes: Sizes, weight: float = 1.0) -> list[Reading]:
-    """Time the same three matmuls in 8-bit floating point. The operands are quantized before: a plan times that apart."""
+    """Time the three matmuls of `gemm` in FP8. Quantizing the operands is not timed, since plans count it separately."""
     M, K, N = shape
     one = jnp.ones(())
     multiply = functools.partial(fp8.multiply, out=jnp.dtype("bfloat16"))
@@ -258,18 +260,18 @@ def _time_gemm(
     rounds = max(1, math.ceil(sizes.gemm_tflop * 1e12 / flop))
     local = on_each(body, devices)
     if math.isfinite(sizes.gemm_s):
-        # Processes may choose differently: no device waits for another here.
+        # Processes may choose different numbers, since no device waits for another in this measurement.
         rounds = min(rounds, rounds_within(looped(local, sizes.gemm_probe), constants, state, sizes))
     run = looped(local, rounds)
     if watch:
-        jax.block_until_ready(run(constants, state))  # compiled before `watch` is entered
+        jax.block_until_ready(run(constants, state))  # compile before `watch` is entered
     with watch or contextlib.nullcontext():
         taken = timed_by_device(run, constants, state, devices=devices, sizes=sizes)
     return [reading(kind, f"{M:,} x {K:,} x {N:,}", flop, each, rounds, weight) for each in taken]
 
 
 def rounds_within(probe: Callable[..., Any], constants: Any, state: Any, sizes: Sizes) -> int:
-    """Return the iterations that take about `sizes.gemm_s`, by a program of `sizes.gemm_probe` of them."""
+    """Return the number of iterations that take about `sizes.gemm_s`. probe: a program of `sizes.gemm_probe` iterations."""
     jax.block_until_ready(probe(constants, state))
     start = time.perf_counter()
     jax.block_until_ready(probe(constants, state))
@@ -282,12 +284,12 @@ def rounds_within(probe: Callable[..., Any], constants: Any, state: Any, sizes: 
 def attention_loop(
     device: Any, name: str, spec: attention.Spec, shape: tuple[int, int, int, int, int], backward: bool, documents: int = 1
 ) -> tuple[Callable[..., Any], Any, jax.Array]:
-    """Return (body, constants, state) for `looped` of a kernel.
+    """Return (body, constants, state) for `looped` of an attention kernel.
 
     Args:
         shape: B, T, N, K, H.
-        backward: with its backward pass.
-        documents: of equal length in each sequence.
+        backward: whether to run the backward pass too.
+        documents: number of documents, of equal length, in each sequence.
     """
     B, T, N, K, H = shape
     kernel = attention.implementation(name, spec)
@@ -307,7 +309,7 @@ def attention_loop(
         o, pull = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q_BTNH, k, v)
         return chain(q_BTNH, o, *pull(do))
 
-    # As in the model: cuDNN's kernels need a shard_map that is manual over the whole mesh.
+    # As in the model, since cuDNN's kernels need a shard_map that is manual over the whole mesh.
     mesh = Mesh(np.asarray([device]), (AXIS,))
     body = jax.shard_map(both if backward else forward, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     k_BSKH, v_BSKH, do_BTNH = normal(0, (B, T, K, H)), normal(1, (B, T, K, H)), normal(2, (B, T, N, H))
@@ -317,9 +319,9 @@ def attention_loop(
 def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, sizes: Sizes) -> list[Reading]:
     """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
-    FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes less that of the forward
-    pass. cuDNN
-    runs its backward pass in parts: one part is timed, as a plan counts slicing and joining as memory traffic.
+    FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes less the time of the
+    forward pass. With cuDNN, the backward pass runs in parts. Only one part is timed, since a plan counts slicing and joining
+    as memory traffic.
     """
     B, T, N, K, H = sizes.attention
     spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
@@ -344,7 +346,7 @@ def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, size
 
 
 def memory(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
-    """Time `a = b + a / 2` in float32 on each device: two arrays are read and one is written."""
+    """Time `a = b + a / 2` in float32 on each device. It reads two arrays and writes one array."""
     count = sizes.memory_mib * 2**20 // 4
     b, a = (normal_on_each(seed, (count,), jnp.float32, devices) for seed in (0, 1))
     taken = timed_by_device(looped(lambda b, a: b + 0.5 * a, sizes.memory_rounds), b, a, devices=devices, sizes=sizes)
@@ -379,22 +381,23 @@ def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, si
     """Time one collective of bfloat16 over these devices, in one or several processes.
 
     Work is the bytes that a ring sends from each device, so the rate is the bus bandwidth of nccl-tests: the array's bytes over
-    the time, times 2(n-1)/n for an all-reduce and (n-1)/n for the others.
+    the time, times 2(n-1)/n for an all-reduce and (n-1)/n for other collectives.
 
     Args:
-        kind: of COLLECTIVES; "" for the loop alone.
-        elements: of the global array.
+        kind: one of COLLECTIVES; "" times the loop without a collective.
+        elements: number of elements of the global array.
+        rounds: iterations of the loop.
     """
     D = len(devices)
     elements -= elements % D
-    # An all-reduce updates its result in place, otherwise it would work on a copy; zeros keep the sums finite.
+    # The all-reduce runs in place, because a chain would make it copy the array. The array is zeros, so the sums stay finite.
     body = {
         "": lambda _, x: chain(x, x),
         "all-gather": lambda _, x: chain(x, jax.lax.all_gather(x, AXIS, tiled=True)),
         "reduce-scatter": lambda _, x: chain(x, jax.lax.psum_scatter(x, AXIS, tiled=True)),
         "all-reduce": lambda _, x: jax.lax.psum(x, AXIS),
     }[kind]
-    # The local shape: the shard that is gathered, or the array that is reduced.
+    # Elements on a device: the shard that is gathered, or the whole array that is reduced.
     local = elements if kind in ("reduce-scatter", "all-reduce") else elements // D
     sharding = sharded_over(devices)
     x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharding)()
@@ -406,7 +409,7 @@ def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, si
 
 
 def curve(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
-    """Time all-gathers of several sizes, less the loop's own time: the rate falls with the message."""
+    """Time all-gathers of several message sizes, less the time of the loop itself."""
     empty = collective("", devices, 64 * len(devices), sizes.curve_rounds, sizes).seconds
     found = []
     for mib in sizes.curve_mib:

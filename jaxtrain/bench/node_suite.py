@@ -23,10 +23,10 @@ from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_p
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.parity import layouts
 
-BUDGET_S = 1800.0  # of all parts together
-PEAK_ERROR = 0.10  # tolerated difference of planned and measured peak memory
+BUDGET_S = 1800.0  # for all parts together
+PEAK_ERROR = 0.10  # tolerated relative difference of measured from planned peak memory
 
-# Shipped configs: file, sequences per device and microbatch, microbatches. The full batch would take minutes a step.
+# Shipped configs: (file, sequences per device and microbatch, microbatches). With the full batch, a step would take minutes.
 SHIPPED = (("llama3_1b", 4, 4), ("llama2_7b", 2, 4), ("llama3_8b", 1, 4), ("llama3_70b", 1, 1))
 LAYOUTS = {
     8: layouts.DEFAULT,
@@ -36,7 +36,7 @@ LAYOUTS = {
 SMOKE_LAYOUTS = "one,fsdp8,fsdp2xtensor2xseq2"
 TINY = f"--config={launch.DEFAULT_CONFIG}"
 SMALL = tuple(f"--config.{o}" for o in ("model.num_layers=1", "model.d_model=32", "model.d_ff=64", "data.seq_len=32"))
-# Head sizes that cuDNN supports, so that the kernels of large runs are compared.
+# A model with a head size that cuDNN supports, so that parity compares the kernels of large runs.
 WIDER = ("model.d_model=512", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=64", "data.seq_len=512")
 GPU_TESTS = launch.REPO / "tests" / "gpu"
 
@@ -66,10 +66,10 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
     """Compare attention, grouped matmuls and FP8 matmuls with their definitions (tests/gpu).
 
-    No test starts in the last fifth of the time. A test that exceeds the time is a fault: it may hang.
+    No test starts in the last fifth of the time. A test that exceeds the time is a fault, since it may hang.
 
     Args:
-        only: one file of tests/gpu; "": all.
+        only: one file of tests/gpu; "": all files.
     """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
@@ -107,7 +107,7 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
     began = time.monotonic()
     for name, more in asked.items():
         file = node.path / f"parity_{name}.json"
-        file.unlink(missing_ok=True)  # of an earlier suite
+        file.unlink(missing_ok=True)  # an earlier suite may have written it
         command = module_command("parity", TINY, "--config.data.source=synthetic", *more)
         command += [f"--meshes={meshes}", f"--json={file}"]
         code, outcome = node.run_program(f"Parity {name}", command, limit_s - (time.monotonic() - began))
@@ -146,9 +146,9 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
 
 
 def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text for a step time outside the planned range, and for a peak memory that is more than PEAK_ERROR off.
+    """Return a text for a step time outside the planned range, and a text for a peak memory more than PEAK_ERROR off.
 
-    Without a plan there is nothing to compare.
+    Without a plan, nothing is returned.
     """
     from jaxtrain.plan.expect import Expected  # imports JAX
 
@@ -170,7 +170,7 @@ def check_checkpoint(node: Node, limit_s: float) -> Outcome:
 
 
 def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int = 0) -> Outcome:
-    """Save and restore the state of a config in a child."""
+    """Save and restore the state of a config in a child process."""
     folder = node.path / "checkpoint"
     request = {"argv": argv, "devices": devices, "folder": str(folder)}
     try:
@@ -178,7 +178,7 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
             "jaxtrain.bench.node_suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s
         )
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gigabytes
+        shutil.rmtree(folder, ignore_errors=True)  # a checkpoint has gigabytes
     if answer["verdict"] != OK:
         return Outcome(BAD, answer["why"], data=answer)
     text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors restored bit for bit; written in {answer['save_s']:.2g} s "
@@ -187,7 +187,7 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
 
 
 def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
-    """Take two steps of `argv`, save and restore the state in `folder`, and compare every bit. A case (child.py)."""
+    """Train two steps, save and restore the state, and compare every bit. A case (child.py). request: `argv`, `folder`."""
     loaded = launch.load(request["argv"])
     if wrong := train_step.find_problems(loaded, request["devices"]):
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
@@ -205,7 +205,7 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     rows = open_rows(run)
     run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    for i in range(2):  # so that the moments are not zeros
+    for i in range(2):  # two steps, so that no moment is zero
         current, _ = train(current, place_batch(rows.batch(i), program.batch, program.context))
     jax.block_until_ready(current)
 
@@ -257,13 +257,13 @@ def time_steps(
     environ: Mapping[str, str] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the answer of train_step.measure. steps: (timed steps, warm-up steps)."""
+    """Return the answer of train_step.measure for the config of `argv`. steps: (timed steps, warm-up steps)."""
     request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
     request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
     return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)
 
 
-# Name -> (function, seconds at most). Together they are below BUDGET_S.
+# Name -> (function, most seconds). The sum is below BUDGET_S.
 PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
     "preflight": (check_health, 20),
     "rates": (calibrate, 120),
@@ -276,13 +276,13 @@ PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
 
 
 def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
-    """Run the parts. Return 0, or 1 if one failed.
+    """Run the suite. Return 0, or 1 if a part failed.
 
     Args:
-      out: the output folder; "": a new one under runs/. It is also packed into one .tar.gz, to send in.
-      file: of --json.
-      parts: names separated by commas; "": all.
-      smoke: tiny shapes, also on GPUs.
+      out: the output folder; "": a new folder under runs/. The folder is also packed into one .tar.gz.
+      file: the file of --json.
+      parts: names of parts, separated by commas; "": all.
+      smoke: whether to use tiny shapes on GPUs too.
     """
     devices = hardware.probe()
     folder = report.Folder(out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}", file, "suite")

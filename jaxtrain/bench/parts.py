@@ -1,6 +1,6 @@
-"""Run the parts of a long measurement one after the other, within its time: a node's suite, or a stage of the first hour.
+"""Run the parts of a long measurement one after the other within a time budget: the node suite, or the first hour's stages.
 
-A part that fails, or has no time left, is a row of the result. The other parts still run.
+If a part fails or has no time left, its row in the result has the reason, and the next part runs.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class Outcome:
     """The result of a part.
 
     Attributes:
-      verdict: GOOD; OFF, worth a look but no fault; BAD; or OUT, left out.
+      verdict: GOOD; OFF (different from the plan, but no fault); BAD; or OUT (left out).
       found: the result in one line.
-      lines: a section of the page.
-      data: the result for programs.
+      lines: lines of the part's section on the page.
+      data: the result as JSON data.
     """
 
     verdict: str
@@ -43,7 +43,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Devices and output folder of the parts. smoke: tiny shapes, for a CPU. cache: a folder for compiled programs, "" none."""
+    """Devices and output folder of the parts. smoke: use tiny shapes. cache: folder for compiled programs; "" for none."""
 
     devices: hardware.Devices
     smoke: bool
@@ -57,7 +57,7 @@ class Node:
         return self.folder.path
 
     def config(self, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
-        """Return (name in tables, command line) of a shipped config on these GPUs, with a batch that takes seconds."""
+        """Return (name in tables, command line) of a shipped config on these GPUs. micro: sequences per GPU and microbatch."""
         count = self.devices.count
         variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
         batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]
@@ -66,7 +66,7 @@ class Node:
     def run_program(
         self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
     ) -> tuple[int | None, Outcome]:
-        """Run a program as a part: its exit code, and BAD unless that is 0, with the end of its output as the result."""
+        """Run a program as a part. Return (exit code, outcome): BAD unless the code is 0, with the end of the output."""
         log = self.path / "logs" / f"{report.file_name(name)}.txt"
         code, output = run_program(command, log, environ=environ, limit_s=max(1.0, limit_s))
         lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
@@ -78,7 +78,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part, limited to `most_s` seconds and to the time left, and left out with fewer than `need_s` seconds left."""
+    """One part. It has at most `most_s` seconds, and is left out if fewer than `need_s` seconds of the budget are left."""
 
     name: str
     act: Callable[[Node, float], Outcome]
@@ -94,14 +94,14 @@ def run_parts(
     title: str,
     done: dict[str, dict[str, Any]],
 ) -> int:
-    """Run the parts and return the exit code: 0, or 1 if one failed. KeyboardInterrupt passes through.
+    """Run the parts and return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
 
-    After each part the folder has all results so far.
+    After each part, all results so far are in the output folder.
 
     Args:
       budget_s: seconds for all parts.
-      title: of the page.
-      done: results of parts by name. New ones are added.
+      title: title of the page.
+      done: name of a part -> its result. Results are added.
     """
     code, reason, began = 1, "ended by an exception", monotonic()
     try:
@@ -136,7 +136,7 @@ def run_parts(
 
 
 def _act(part: Part, node: Node, limit_s: float) -> Outcome:
-    """Run a part. An exception is a failure of this part; its traceback is saved next to the logs."""
+    """Run a part. After an exception the outcome is BAD, and the traceback is saved next to the logs."""
     try:
         return part.act(node, limit_s)
     except Exception as error:
@@ -152,7 +152,7 @@ def minutes(seconds: float) -> str:
 
 
 def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one line on all parts."""
+    """Return the verdict on all parts in one line."""
     failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
     if failed:
         return f"FAULT: {'; '.join(failed)}"

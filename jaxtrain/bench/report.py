@@ -23,13 +23,13 @@ from jaxtrain.receipt import Receipt
 from jaxtrain.receipt.collect import git_state
 from jaxtrain.receipt.format import now
 
-FORMAT = 1  # of --json and results.json
-WIDTH = 150  # columns where the output is not a terminal
+FORMAT = 1  # version of --json and results.json
+WIDTH = 150  # columns of an output that is not a terminal
 NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
 def about() -> dict[str, Any]:
-    """Return date, machine, versions, commit and command. JAX is not started, because the cases need its memory."""
+    """Return date, machine, versions, commit and command. Does not start JAX, because the cases need the GPU's memory."""
     found = hardware.probe()
     return {
         "date": now(),
@@ -50,7 +50,7 @@ def number(value: float | None, form: str = ",.4g") -> str:
 
 
 def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
-    """Return `12.3 (1.04 x plan)`."""
+    """Return a figure and its ratio to the plan: `12.3 (1.04 x plan)`."""
     if measured is None or not planned:
         return number(measured, form)
     return f"{measured:{form}} ({measured / planned:.2f} x plan)"
@@ -63,7 +63,7 @@ def step_table(title: str, answers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the table of train steps. A case that failed has the reason in the last column.
 
     Args:
-        answers: of train_step.measure, by the name of the case.
+        answers: name of the case -> answer of train_step.measure.
     """
     headings = ("case", "step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s")
     rows = []
@@ -82,14 +82,14 @@ def step_table(title: str, answers: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def step_result(r: Mapping[str, Any]) -> str:
-    """Return a case of train steps in a line."""
+    """Return the result of a case of train steps in one line."""
     if r["verdict"] != OK:
         return f"{r['verdict']}: {r['why']}"
     return f"{beside_plan(r['step_s']['median'], (r['planned'] or {}).get('step_s'))} s, {r['tokens_per_s']:,.0f} tokens/s"
 
 
 def step_details(name: str, r: Mapping[str, Any]) -> Table:
-    """Return a single case of train steps, one fact a row. Facts that are unknown for this device are left out."""
+    """Return the table of a single case of train steps, a fact per row. Facts unknown for this device are left out."""
     planned, rows = r.get("planned"), [["case", name]]
     if "mesh" in r:
         mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"
@@ -135,7 +135,7 @@ def step_details(name: str, r: Mapping[str, Any]) -> Table:
 def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> Table:
     """Return a table without the columns that are empty in every row, such as MFU on a CPU.
 
-    The first `text` columns and the last are text. The others are figures, aligned to the right.
+    The first `text` columns and the last column are text. All other columns are figures, aligned to the right.
     """
     cells = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in headings]
     last = len(headings) - 1
@@ -153,7 +153,7 @@ def print_table(console: rich.console.Console, table: Table) -> None:
 
 
 def print_line(console: rich.console.Console, text: str, style: str = "") -> None:
-    """Print a line without wrapping and markup."""
+    """Print a line without wrapping or markup."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
@@ -164,7 +164,7 @@ def markdown(table: Table) -> list[str]:
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the page: the facts of `about`, then `lines`."""
+    """Return the Markdown page of a benchmark. facts: those of `about`. lines: the page below the facts."""
     git = facts["git"] or {}
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     head = [
@@ -178,12 +178,12 @@ def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a file name for a case."""
+    """Return the name of a case as a valid file name."""
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
 
 
 class Folder:
-    """The outputs --out and --json. The receipt starts at once; results are rewritten whenever there are new ones."""
+    """The outputs of --out and --json. The receipt is written first; results are rewritten after every new result."""
 
     def __init__(self, out: str, file: str, kind: str):
         self.path = Path(out).expanduser().absolute() if out else None
@@ -214,13 +214,16 @@ class Folder:
             write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
 
     def print_cpu_note(self, console: rich.console.Console) -> None:
-        """Print that figures of a CPU mean nothing."""
+        """Print a note that figures of a CPU mean nothing, if this machine has no GPU."""
         if self.results["about"]["platform"] == "cpu":
             print_line(console, NO_MEASUREMENT, "dim")
 
     def run(self, act: Callable[[], int], failure: str) -> int:
-        """Run `act` and return its exit code. Close the receipt also after an exception; `failure` is the reason for exit code
-        1.
+        """Run `act` and return its exit code. Close the receipt, also after an exception.
+
+        Args:
+            act: returns the exit code.
+            failure: reason in the receipt if the exit code is not 0.
         """
         code, reason = 1, "ended by an exception"
         try:
@@ -234,6 +237,6 @@ class Folder:
         return code
 
     def finish(self, code: int, reason: str) -> None:
-        """Close the receipt."""
+        """Write exit code and reason to the receipt, and close it."""
         if self.receipt:
             self.receipt.finish(code, reason)

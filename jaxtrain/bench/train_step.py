@@ -1,7 +1,7 @@
-"""Time train steps of a config: program, compiler options, data path and the order of the loop are those of training.
+"""Time train steps of a config with the program, compiler options, data path and loop order of training.
 
 Step time is the time from one step's metrics to the next step's, with metrics fetched one step late. So it is the device's
-time, or the host's if that is longer. Memory is the allocator's peak in a process that ran nothing else.
+time, or the host's time if that is longer. Memory is the allocator's peak in a process that runs nothing else.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ CASE = "jaxtrain.bench.train_step:measure"
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
 DATA = {"synthetic": ("--config.data.source=synthetic", *NO_EVAL), "real": NO_EVAL}
 TRACED_STEPS = 2
-MIN_STEPS = 3  # timed before a time limit ends a case
-BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # of a number; the scales of int8 blocks are not counted
+MIN_STEPS = 3  # least timed steps before a time limit ends a case
+BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # bytes of a number; scales of int8 blocks are left out
 
 
 # ---- Devices and configs
 
 
 def devices_for(count: int) -> hardware.Devices:
-    """Return the first `count` devices of this machine, all for 0. On a CPU there can be any number."""
+    """Return the first `count` devices of this machine; 0: all. A CPU can have any number of devices."""
     found = hardware.probe()
     if not count or found.kind == "gpu":
         return dataclasses.replace(found, count=min(count or found.count, found.count))
@@ -48,7 +48,7 @@ def devices_for(count: int) -> hardware.Devices:
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
-    """Return the problems of a case: the config on these devices, its data, variables that contradict the memory budget."""
+    """Return the problems of a case: those of the config on `count` devices, its data, and variables for JAX's memory."""
     devices, found = devices_for(count), list(loaded.problems)
     if not loaded.file_read:
         return found
@@ -60,16 +60,16 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
 
 
 def one_device(cache: str | None = None) -> RunConfig:
-    """Return the default config on one device. cache: instead of its folder for compiled programs."""
+    """Return the default config on one device. cache: folder for compiled programs; None: that of the config."""
     run, _ = resolve(default_config())
     paths = run.paths if cache is None else dataclasses.replace(run.paths, cache=cache)
     return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)
 
 
 def state_gib(run: RunConfig, count: int) -> float:
-    """Return the least GiB of training state on each of `count` devices: parameters, and moments that are not offloaded.
+    """Return a lower bound of the training state in GiB on each of `count` devices: parameters and moments.
 
-    For Muon the moments of its AdamW part are left out.
+    Offloaded moments are left out, as are the second moments of Muon's AdamW part.
     """
     known = {"adamw": ("m", "v"), "muon": ("m",)}
     moments = known.get(run.optimizer.name, ()) if run.optimizer.offload == "none" else ()
@@ -80,7 +80,7 @@ def state_gib(run: RunConfig, count: int) -> float:
 def start_devices(run: RunConfig, count: int) -> list[Any]:
     """Start JAX as a training run does, with its environment and compile cache. Return the first `count` devices.
 
-    Raises ConfigError if there is no device to run on, as with CUDA_VISIBLE_DEVICES=MIG-...
+    Raises ConfigError if no device can be used, as with CUDA_VISIBLE_DEVICES=MIG-...
     """
     found = devices_for(count)
     if found.problem:
@@ -99,16 +99,17 @@ def start_devices(run: RunConfig, count: int) -> list[Any]:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile and time the train step of a config. A case (child.py).
+    """Compile and time the train step of a config. This is a case (child.py).
 
     Args:
-      request: `argv`, config file and overrides; `devices`, how many, 0 for all; `warmup` and `steps`; `limit_s`, after which
-        no step begins once MIN_STEPS are timed (null: none); `trace`, a folder for a trace of further steps ("": none).
+      request: `argv`, config file and overrides; `devices`, their number, 0 for all; `warmup` and `steps`, numbers of steps;
+        `limit_s`, seconds after which no step begins once MIN_STEPS are timed (null: no limit); `trace`, a folder for a trace
+        of further steps ("": no trace).
 
     Returns:
-      the run and its layout, `step_s` (median, quartiles, extremes, in seconds), its rates, `memory`, the plan of this
-      executable or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). The times are returned
-      even if the plan or the trace fails.
+      facts of the run and its layout, `step_s` (median, quartiles, extremes, in seconds), rates, `memory`, the plan of this
+      executable (`planned`) or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). The times
+      are returned even if the plan or the trace fails.
     """
     began = time.perf_counter()
     loaded = launch.load(request["argv"])
@@ -152,7 +153,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     compiling = time.perf_counter()
     run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    # XLA's CPU compiler counts other memory.
+    # XLA's CPU compiler counts memory differently, so there is no figure for CPUs.
     allocated = taken_gib(train) if devices[0].platform == "gpu" else None
     out |= {
         "mesh": dict(program.placement.mesh.shape),
@@ -185,7 +186,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
     try:
-        # A step is done when its metrics have arrived. The next one has been dispatched by then, as in training.
+        # A step is done when its metrics have arrived. The next step is dispatched before that, as in training.
         while len(marks) < warmup + steps:
             asked = time.perf_counter()
             batch = next(batches)
@@ -222,7 +223,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
             out["trace"] = folder
             try:
                 _trace(Path(folder), run, program, train, current, batches, out["step_s"]["median"])
-            except Exception as error:  # a failure of the profiler must not cost the timings
+            except Exception as error:  # the timings are returned even if the profiler fails
                 traceback.print_exc()
                 out["trace"] = f"failed: {error_line(error)}"
     finally:
@@ -230,7 +231,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
 
 
 def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
-    """Return the plan of this executable, or why there is none."""
+    """Return {"planned": plan of this executable or None, "not_planned": reason for None}."""
     from jaxtrain.plan.expect import expect
 
     gpu, planned, why = hardware.lookup(devices[0].device_kind), None, ""
@@ -241,14 +242,14 @@ def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any])
     else:
         try:
             planned = dataclasses.asdict(expect(run, program, executable, gpu, len(devices)))
-        except Exception as error:  # a failure of the plan must not cost the timings
+        except Exception as error:  # the timings are returned even if the plan fails
             traceback.print_exc()
             why = error_line(error)
     return {"planned": planned, "not_planned": why}
 
 
 def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any, batches: Iterator[Any], step_s: float) -> None:
-    """Write a trace of TRACED_STEPS further steps into a folder like a run's, which `profile` reads.
+    """Write a trace of TRACED_STEPS further steps to a folder with the files of a run, which jaxtrain.profile reads.
 
     step_s: the step time without the profiler.
     """
@@ -278,16 +279,16 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
 
 
 def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
-    """Return the dense peak in TFLOP/s that MFU refers to, as in training; None for an unknown device.
+    """Return the dense peak in TFLOP/s of a device for MFU, as in training; None for an unknown device.
 
-    It is `log.peak_tflops`, else that of the dtype of activations, which is bfloat16 for fp8 too.
+    It is `log.peak_tflops`, else the peak in the dtype of activations, which is bfloat16 under fp8 too.
     """
     gpu = hardware.lookup(device_kind)
     return run.log.peak_tflops or (gpu.peak(run.compute) if gpu else None)
 
 
 def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict[str, Any]:
-    """Return tokens per second and utilisations of a step that takes `step_s` on `count` devices."""
+    """Return tokens/s, TFLOP/s, MFU and HFU of a step that takes `step_s` seconds on `count` devices."""
     per_token, recomputed = flops.training(run), flops.beyond(run)
     tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
     each = tokens_per_s / count
@@ -303,7 +304,7 @@ def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, quartiles and extremes."""
+    """Return median, quartiles and extremes of times in seconds."""
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
     return {"median": middle, "q1": low, "q3": high, "min": min(seconds), "max": max(seconds)}
 
@@ -316,7 +317,7 @@ FORM = "key=value,value;key=value,..., as remat.policy=full,none;mesh.fsdp=4,8"
 def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
     """Return every combination of --sweep as overrides "key=value", and the problems of the text.
 
-    A value may contain commas if NAME= follows each of them, as in remat.tensors.
+    A value may contain commas if NAME= follows each comma, as in remat.tensors.
     """
     axes: dict[str, list[str]] = {}
     found = []
@@ -333,7 +334,7 @@ def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
 
 
 def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, list[str]], list[Problem]]:
-    """Return case -> command line, for a config `base` or every combination of a sweep, and the problems of the sweep."""
+    """Return (case -> command line, problems of the sweep): the config `base`, or each combination of `sweep` on it."""
     if not sweep:
         return {name: [*base]}, []
     found, wrong = combinations(sweep)
@@ -341,7 +342,7 @@ def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, li
 
 
 def refusals(cases: Mapping[str, Sequence[str]], count: int) -> dict[str, list[Problem]]:
-    """Return case -> its problems, for the cases that have some."""
+    """Return case -> its problems, for each case with problems."""
     wrong = {name: find_problems(launch.load(argv), count) for name, argv in cases.items()}
     return {name: problems for name, problems in wrong.items() if problems}
 
@@ -353,9 +354,9 @@ def run_cases(
     folder: report.Folder,
     console: rich.console.Console,
 ) -> int:
-    """Measure the cases one after the other. Return 0, or 1 if none could be measured.
+    """Measure the cases one after the other. Return 0, or 1 if no case could be measured.
 
-    KeyboardInterrupt passes through, after the results so far were printed and written.
+    KeyboardInterrupt passes through after the results so far are printed and written.
     """
     done: dict[str, dict[str, Any]] = {}
     try:
@@ -386,6 +387,6 @@ def run_cases(
 
 
 def best_case(done: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the case of most tokens per second; None if none was measured."""
+    """Return the name of the case with the most tokens/s; None if no case was measured."""
     measured = {name: r["tokens_per_s"] for name, r in done.items() if r["verdict"] == OK}
     return max(measured, key=measured.__getitem__) if measured else None

@@ -7,9 +7,9 @@
         for text in monitor.alerts():
             console.warn(text)
 
-Without a GPU it does nothing. If sampling fails, it warns once, and the run continues without it. The threads report a lost GPU
-or a driver that does not answer at once, because the loop may hang then. Imports no jax: memory statistics come through
-functions that are passed in.
+Without a GPU the monitor does nothing. If sampling fails, the monitor logs one warning, and the run continues without it. The
+threads log a lost GPU or a driver without answer at once, because the training loop may hang then. The module does not import
+jax: callers pass functions that return memory statistics.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ __all__ = ["MfuAlert", "Monitor"]
 
 LOGGER = logging.getLogger("jaxtrain")
 SAMPLE_S = 1.0  # between two samples of a GPU; the driver's own figures are means over up to a second
-SILENT_S = 60.0  # after which a driver without an answer is reported
-LISTEN_S = 5.0  # between two checks for its answer
-JOIN_S = 5.0  # at the end the thread may be in a call that never returns
+SILENT_S = 60.0  # without an answer of the driver, after which a warning is logged
+LISTEN_S = 5.0  # between two checks for an answer of the driver
+JOIN_S = 5.0  # wait for the sampling thread at the end, since it may be in a call that never returns
 
 Pools = Mapping[int, Callable[[], Mapping[str, int] | None]]
 
 
 class Monitor:
-    """The GPUs of one process. A context manager: sampling begins and ends with it.
+    """The GPUs of one process. A context manager: sampling runs inside the block.
 
     Args:
         pools: index of a GPU among the visible ones (jax's local_hardware_id) -> its memory_stats. Empty: no GPU is watched.
         every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
-        process: of this process, for the lines.
-        nvml: the library of that name, or an object with its functions.
-        environ: for CUDA_VISIBLE_DEVICES.
+        process: index of this process, written to the lines.
+        nvml: pynvml, or an object with the same functions.
+        environ: environment variables, of which CUDA_VISIBLE_DEVICES is used.
         sample_s: seconds between samples.
-        clock: seconds; for tests.
+        clock: returns seconds; tests replace it.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Monitor:
         self._pools: Pools = pools if every_s > 0 else {}
         self._every_s, self._process, self._nvml, self._environ = every_s, process, nvml, environ
         self._sample_s, self._clock = sample_s, clock
-        self._cards: dict[int, Card] = {}  # by index
-        self._lock = threading.Lock()  # of everything below that the thread writes
-        self._samples: dict[int, list[Sample]] = {}  # since the last line
-        self._gone: dict[int, str] = {}  # GPUs that are no longer sampled, and the reasons
-        self._failed = False  # the sampling thread has ended
-        self._heard = 0.0  # when the driver last answered
-        self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # NVLink's, at the end of the last line
+        self._cards: dict[int, Card] = {}  # by index among the visible GPUs
+        self._lock = threading.Lock()  # for the fields below, which the sampling thread writes
+        self._samples: dict[int, list[Sample]] = {}  # GPU -> samples since its last line
+        self._gone: dict[int, str] = {}  # GPU that is no longer sampled -> reason
+        self._failed = False  # whether the sampling thread has failed
+        self._heard = 0.0  # time of the driver's last answer
+        self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # GPU -> (time, NVLink counters) of its last line
         self._episodes = Episodes()
         self._alerts = GpuAlerts(self._episodes)
         self._written = 0.0
@@ -99,7 +99,7 @@ class Monitor:
         if self._cards:
             self._thread = threading.Thread(target=self._watch, name="monitor of GPUs", daemon=True)
             self._thread.start()
-            # The first hangs if the driver does.
+            # A second thread, because the first hangs if the driver hangs.
             threading.Thread(target=self._listen, name="monitor of the driver", daemon=True).start()
         else:
             nvml.nvmlShutdown()
@@ -110,7 +110,7 @@ class Monitor:
         if self._thread is None:
             return
         self._thread.join(JOIN_S)
-        if not self._thread.is_alive():  # otherwise it is inside NVML, which must stay open
+        if not self._thread.is_alive():  # a living thread is inside an NVML call, so NVML must stay open
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()
 
@@ -122,7 +122,7 @@ class Monitor:
                 self.sample()
                 if self._over.wait(self._sample_s):
                     return
-        except Exception as error:  # an unknown error of the library must not end a run; it is reported once
+        except Exception as error:  # an unknown error of NVML must not end a run, and is logged once
             self._failed = True
             LOGGER.warning("the GPUs are no longer monitored: %s: %s", type(error).__name__, error)
 
@@ -165,9 +165,9 @@ class Monitor:
     # ---- The loop's side
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """Return the fields of a line for each GPU (metrics.GPU_KEYS except `kind` and `time_unix`) since the last lines.
+        """Return a line for each GPU from the samples since its last line: metrics.GPU_KEYS without `kind` and `time_unix`.
 
-        Returns none before `every_s` seconds have passed, and none for a GPU that has not answered. Call it after every step.
+        Call it after every step. It returns [] before `every_s` seconds have passed, and no line for a GPU without an answer.
         """
         if not self._cards or self._clock() - self._written < self._every_s:
             return []
@@ -195,7 +195,7 @@ class Monitor:
             "memory_used_gib": over_time("memory_used_gib"),
             "pool_gib": gib(stats, "pool_bytes"),
             "in_use_gib": gib(stats, "bytes_in_use"),
-            # XLA's allocator on GPUs (BFC) does not keep this figure and says 0.
+            # XLA's allocator on GPUs (BFC) does not count this figure and reports 0.
             "largest_free_gib": gib(stats, "largest_free_block_bytes") or None,
             "power_w": over_time("power_w"),
             "power_limit_w": samples[-1].power_limit_w,
@@ -210,7 +210,7 @@ class Monitor:
         }
 
     def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
-        """Return GB/s sent and received, from the counters at the end of the previous line to those at the end of this one."""
+        """Return (sent, received) GB/s over NVLink between the ends of the previous line and of this line. place: the GPU."""
         read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
         if not read:
             return None, None
@@ -220,7 +220,7 @@ class Monitor:
         return sent, received
 
     def alerts(self) -> list[str]:
-        """Return warnings from the lines since the last call: one when a condition begins, one when it ends."""
+        """Return the warnings since the last call: a warning for each condition that has begun or ended."""
         return self._episodes.take()
 
 

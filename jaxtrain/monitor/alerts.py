@@ -1,4 +1,4 @@
-"""Warnings about the GPUs of a run: one when a condition begins, one when it ends."""
+"""Warnings about the GPUs of a run: a warning when a condition begins, and another when it ends."""
 
 import collections
 import statistics
@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxtrain.commands import spelled
 
-THROTTLED = 0.2  # of a line's samples: a dip of a second is not reported
-CLEAN = 6  # consecutive lines without any, after which throttling has ended: it comes and goes as a GPU warms and cools
-CAP_W = 1.0  # below the board's default limit; drivers round
-OUTSIDE_GIB = 1.0  # allowed growth of memory outside the pool: NCCL and cuDNN allocate theirs in the first steps
-SETTLED = 3  # lines of a GPU after which that has happened; their median is the usual amount
+THROTTLED = 0.2  # of a line's samples; shorter throttling causes no warning
+CLEAN = 6  # consecutive lines without throttling, after which it has ended, since it comes and goes as a GPU warms and cools
+CAP_W = 1.0  # tolerance below the board's default limit, since drivers round
+OUTSIDE_GIB = 1.0  # tolerated growth of memory outside JAX's pool after the first steps
+SETTLED = 3  # first lines of a GPU, in which NCCL and cuDNN allocate; their median is the usual memory outside the pool
 
-# The remedy by reason (card.THROTTLING).
+# Reason (card.THROTTLING) -> fix.
 LOOK = {
     "hw_slowdown": "the hardware halves the clocks, or worse: look at temperature and power supply",
     "sync_boost": "another GPU of its sync boost group is slower: look at the others",
@@ -26,14 +26,14 @@ LOOK = {
 
 
 class Episodes:
-    """Conditions that begin and end. A message is written when one changes, not while it lasts."""
+    """Conditions that begin and end. There is a message when a condition changes, and none while it lasts."""
 
     def __init__(self):
         self._open: set[str] = set()
         self.said: list[str] = []
 
     def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
-        """Update the condition `key`: it holds, or does not. None: unknown, and nothing changes."""
+        """Update condition `key`. wrong: whether it holds; None if unknown. begun, over: messages for its begin and its end."""
         if wrong is None or wrong == (key in self._open):
             return
         self._open ^= {key}
@@ -46,16 +46,16 @@ class Episodes:
 
 
 class GpuAlerts:
-    """Checks lines of kind "gpu"."""
+    """Checks lines of kind "gpu" for throttling, power limits, memory errors, and memory outside the pool."""
 
     def __init__(self, episodes: Episodes):
         self._episodes = episodes
-        self._ecc: dict[int, int] = {}  # GPU -> errors reported, or present at the start
-        self._clean: collections.Counter[int] = collections.Counter()  # GPU -> lines in a row without throttling
+        self._ecc: dict[int, int] = {}  # GPU -> number of errors that are reported already, or were there at the start
+        self._clean: collections.Counter[int] = collections.Counter()  # GPU -> consecutive lines without throttling
         self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
     def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
-        """Check a line (metrics.GPU_KEYS). default_limit_w: the board's own power limit, None if unknown."""
+        """Check a line (metrics.GPU_KEYS). default_limit_w: the board's default power limit; None if unknown."""
         gpu = line["gpu"]
         self._throttling(gpu, line)
         self._power(gpu, line["power_limit_w"], default_limit_w)
@@ -88,7 +88,7 @@ class GpuAlerts:
     def _memory_errors(self, gpu: int, errors: int | None) -> None:
         if errors is None:
             return
-        known = self._ecc.setdefault(gpu, errors)  # preflight reports those from before this run
+        known = self._ecc.setdefault(gpu, errors)  # preflight reports errors from before this run
         if errors > known:
             self._episodes.said.append(
                 f"GPU {gpu} has {errors - known} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
@@ -105,7 +105,7 @@ class GpuAlerts:
         if len(first) < SETTLED:
             first.append(outside)
             return
-        before = statistics.median(first)  # one disturbed line is no measure
+        before = statistics.median(first)  # a median, since a single line may be an outlier
         begun = (
             f"GPU {gpu}: memory outside JAX's pool has grown from {before:.1f} to {outside:.1f} GiB. Another process uses "
             f"the GPU (nvidia-smi -i {gpu} lists them), or NCCL or cuDNN take more than at the start. Theirs is what "
@@ -116,15 +116,18 @@ class GpuAlerts:
 
 
 class MfuAlert:
-    """Warns while the MFU of a run stays below a fraction of the lowest expected one.
+    """Warns when the MFU of a run falls below a fraction of the lowest expected MFU.
 
-    longest_s: the longest step time that is expected (plan.expect.Expected.longest_s), None for no warnings; both MFUs count
-    the same FLOPs, so their ratio is that of the step times. part: log.mfu_alert, 0 for never. The median of the last LINES
-    lines counts, so single slow lines are ignored.
+    Both MFUs have the same FLOPs, so their ratio is that of the step times. The median of the last LINES lines counts, so
+    single slow lines are ignored.
+
+    Args:
+        longest_s: longest expected step time (plan.expect.Expected.longest_s); None for no warnings.
+        part: the fraction, log.mfu_alert; 0 for no warnings.
     """
 
     LINES = 8
-    BACK = 1.02  # times the threshold that must be reached to end an episode
+    BACK = 1.02  # times the threshold: an MFU above it ends the condition
 
     def __init__(self, longest_s: float | None, part: float):
         self._longest, self._part = longest_s, part
@@ -132,7 +135,7 @@ class MfuAlert:
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
-        """Note a train line's `step_time_s`. Return a warning when the MFU becomes too low, or a message when it recovers."""
+        """Add a train line's `step_time_s`. Return a warning when MFU becomes low, a message when it recovers, else None."""
         if step_s is None or not self._part or not self._longest:
             return None
         self._steps.append(step_s)

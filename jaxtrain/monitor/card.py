@@ -1,13 +1,13 @@
-"""Readings of one GPU through NVML. Imports no jax: NVML asks the driver and does not use the devices."""
+"""Readings of one GPU through NVML. Does not import jax, since NVML reads the driver and does not use the devices."""
 
 import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
-# Reasons for reduced clocks, by NVML's bits (nvml.h, nvmlClocksEventReasons). Reasons that indicate no problem are left out: an
-# idle GPU (0x1), clocks as they were set (0x2, 0x100), and the power limit (0x4), which a GPU reaches under full load; the line
-# shows power and limit.
+# NVML's bit (nvml.h, nvmlClocksEventReasons) -> reason for reduced clocks. Reasons that are no problem are left out: an idle
+# GPU (0x1), clocks set by the user (0x2, 0x100), and the power limit (0x4), which a GPU reaches under full load. A line has
+# power and power limit anyway.
 THROTTLING = {
     0x8: "hw_slowdown",
     0x10: "sync_boost",
@@ -17,29 +17,29 @@ THROTTLING = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-ALL_LINKS = 0xFFFFFFFF  # the scope of an NVLink counter that is summed over all links of the GPU (nvml.h)
-# Member of NVML's union of values, by its type (nvmlValueType_t).
-MUTE = 3  # samples in a row without any answer, after which a GPU counts as lost: a single one may be a problem of the driver
+ALL_LINKS = 0xFFFFFFFF  # scope of an NVLink counter: the sum over all links of the GPU (nvml.h)
+# Type of a value (nvmlValueType_t) -> its member of NVML's union of values.
+MUTE = 3  # consecutive samples without any answer, after which a GPU counts as lost; a single one may be a driver problem
 MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
 class Lost(RuntimeError):
-    """The driver has lost this GPU. It will not answer before a reset."""
+    """The driver cannot reach this GPU before a reset."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The readings of a GPU, None for unknown ones."""
+    """The readings of a GPU at one time. None: unknown."""
 
-    at: float  # seconds, of the monitor's clock
+    at: float  # time in seconds of the monitor's clock
     utilization: float | None  # 0 to 1: fraction of the driver's last period in which a kernel ran
-    memory_used_gib: float | None  # of the whole card, other processes and the driver included
+    memory_used_gib: float | None  # of the whole GPU, including other processes and the driver
     power_w: float | None
     power_limit_w: float | None
     temperature_c: float | None
     sm_clock_mhz: float | None
     memory_clock_mhz: float | None
-    reasons: tuple[str, ...] | None  # of THROTTLING
+    reasons: tuple[str, ...] | None  # values of THROTTLING
     ecc_uncorrected: int | None  # since the driver was loaded
     nvlink_kib: tuple[int, int] | None  # sent, received since the driver was loaded
 
@@ -49,16 +49,17 @@ class Card:
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
-        self._refused: Exception | None = None  # the last question without an answer
-        self._mute = 0  # samples in a row without any answer
+        self._refused: Exception | None = None  # error of the last failed call
+        self._mute = 0  # consecutive samples without any answer
         self.index = int(nvml.nvmlDeviceGetIndex(handle))
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
 
     def sample(self, at: float) -> Sample | None:
-        """Return a sample; None if the GPU answers no question this time.
+        """Return a sample; None if no call had an answer. at: time in seconds of the monitor's clock.
 
-        Raises Lost if the driver reports that the GPU has fallen off the bus or needs a reset, or if it has not answered
-        several times in a row."""
+        Raises Lost if the driver reports that the GPU has fallen off the bus or needs a reset, or after MUTE consecutive
+        samples without any answer.
+        """
         nvml = self._nvml
         found = Sample(
             at,
@@ -69,7 +70,7 @@ class Card:
             self._ask(nvml.nvmlDeviceGetTemperature, float, nvml.NVML_TEMPERATURE_GPU),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_SM),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_MEM),
-            # The older of two names, which all drivers support.
+            # The older of two names of this function. All drivers support it.
             self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, named),
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
             self._nvlink(),
@@ -83,7 +84,7 @@ class Card:
         return None
 
     def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
-        """Return the answer, converted by `reading`; None if this GPU or driver does not support the question."""
+        """Return the result of an NVML function, converted by `reading`; None if the GPU or driver does not support it."""
         try:
             return reading(question(self._handle, *args))
         except self._nvml.NVMLError as error:
@@ -103,17 +104,17 @@ class Card:
 
 
 def named(bits: int) -> tuple[str, ...]:
-    """Return the names of NVML's reasons that are throttling."""
+    """Return the names of the THROTTLING reasons in NVML's bits."""
     return tuple(name for bit, name in THROTTLING.items() if bits & bit)
 
 
 def rate_gb_s(before: tuple[float, int], now: tuple[float, int]) -> float | None:
-    """Return GB/s between two readings (seconds, KiB) of a counter; None if it was reset, or no time has passed."""
+    """Return GB/s between two readings (seconds, KiB) of a counter; None if the counter was reset, or no time has passed."""
     seconds, kib = now[0] - before[0], now[1] - before[1]
     return kib * 1024 / 1e9 / seconds if seconds > 0 and kib >= 0 else None
 
 
 def mean(values: list[float | None]) -> float | None:
-    """Return the mean of the known values; None if there is none."""
+    """Return the mean of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None

@@ -1,8 +1,8 @@
 """Bars and line charts as inline SVG, and the data of their cursors.
 
-A line chart is drawn once for each x axis (step, tokens, time), and again with a logarithmic scale. `controls` are the inputs
-that choose among these views by CSS alone, for all charts of a page. page.js adds the cursor that reads values. Positions are
-percentages, so the browser stretches a drawing and keeps the size of its letters. Each colour is CSS.
+A line chart is drawn once for each x axis (step, tokens, time), and again with a logarithmic scale. `controls` returns the
+inputs that select one of these views by CSS alone, for all charts of a page. page.js adds a cursor that shows values.
+Positions are percentages, so the browser stretches a drawing and keeps the size of its letters. Each colour is CSS.
 
 A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
 The page holds the thinned curves with every digit, as JSON next to each chart.
@@ -19,9 +19,9 @@ from typing import Any, TypeGuard
 from jaxtrain.page.html import key
 
 COLUMNS = 480
-DOTS = 40  # a curve of at most this many points shows each as a dot
-MARKED = 40  # NaN and infinite values of a curve that are marked
-UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # used from, size, letter
+DOTS = 40  # a curve with at most this number of points has a dot at each point
+MARKED = 40  # largest number of NaN and infinite values of a curve that are marked
+UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # (least value, size of the unit, letter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Curve:
     """Values over one or several x axes.
 
     Attributes:
-        x: rising positions, a sequence for each axis of the chart.
-        y: a value for each position. None is a gap; NaN and infinities are marked instead of drawn.
-        colour: CSS.
+        x: increasing positions, a sequence for each x axis of the chart.
+        y: a value for each position. None is a gap. NaN and infinities are marked instead of drawn.
+        colour: CSS colour.
         kind: CSS class: "raw" and "smooth" of a curve that can be smoothed, "limit" of a dashed line.
     """
 
@@ -63,9 +63,9 @@ class LineChart:
     """A line chart before it is drawn.
 
     Attributes:
-        zero: the y axis starts at 0.
-        log: there is a view with a logarithmic y axis.
-        kind: CSS class: "first" takes the full width.
+        zero: whether the y axis starts at 0.
+        log: whether there is a view with a logarithmic y axis.
+        kind: CSS class: "first" has the full width of the page.
     """
 
     title: str
@@ -76,13 +76,13 @@ class LineChart:
 
 
 def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: float | None = None) -> str:
-    """Return a bar in parts.
+    """Return a stacked bar as SVG.
 
     Args:
-        label: the bar in words, for screen readers.
-        parts: (tooltip, value, colour) each.
-        total: value of the full width.
-        mark: value at which a line is drawn.
+        label: description of the bar for screen readers.
+        parts: (tooltip, value, colour) of each part.
+        total: value of the bar's full width.
+        mark: value at which a line is drawn; None: no line.
     """
     out = [f'<svg class="bar" role="img" aria-label="{escape(label)}">']
     out.append('<rect class="empty" x="0" y="0.5" width="100%" height="97%"/>')
@@ -102,8 +102,8 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, m
 
 
 def cursor_data(data: object) -> str:
-    """Return data that page.js reads below the cursor of a chart: texts at equal distances, or curves."""
-    # "<" is escaped for JSON, so no name can end the script element.
+    """Return a script element with the data that page.js shows at the cursor. data: texts at equal distances, or curves."""
+    # "<" is escaped in the JSON, so no name can end the script element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
@@ -126,11 +126,11 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def controls(axes: Sequence[str], *, log: bool) -> str:
-    """Return the inputs that choose the views of all charts of a page.
+    """Return the inputs that select the view of all charts of a page.
 
     Args:
         axes: names of the x axes.
-        log: the logarithmic scale is chosen at first.
+        log: whether the logarithmic scale is selected at first.
     """
     inputs = (f'<input type="radio" name="x" id="x{i}"{"" if i else " checked"}> {escape(name)}' for i, name in enumerate(axes))
     return (
@@ -160,7 +160,7 @@ def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUM
                 + f"</svg>{''.join(_dots(c, axis, x, y) for c in measured)}"
                 '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
             )
-    # null is a gap, and a word is NaN or an infinity.
+    # In the JSON, null is a gap, and a string is NaN or an infinity.
     words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in measured]
     data: list[dict[str, Any]] = [
         {"name": c.name, "kind": c.kind, "x": [list(at) for at in c.x], "y": y} for c, y in zip(measured, words, strict=True)
@@ -179,7 +179,7 @@ def is_number(value: float | None) -> TypeGuard[float]:
 
 
 def thin(c: Curve, columns: int) -> Curve:
-    """Return a curve with few points: of each range of the first x axis the lowest, the highest, a gap, a NaN or infinity."""
+    """Return a curve thinned to the lowest and highest point, a gap and a NaN or infinity in each range of the first x axis."""
     at = c.x[0]
     if len(at) <= 2 * columns:
         return c
@@ -206,13 +206,13 @@ def describe(chart: LineChart, axis: str) -> str:
 
 
 def short(value: float) -> str:
-    """Return a number for an axis: 25k for 25,000."""
+    """Return a number as the label of an axis: 25k for 25,000."""
     size, letter = next(((size, letter) for least, size, letter in UNITS if abs(value) >= least), (1, ""))
     return f"{value / size:.10g}{letter}"
 
 
 def _y_scale(values: Sequence[float], zero: bool, log: bool) -> Scale:
-    """Return the y axis of values, with 6% of space."""
+    """Return the y axis for these values, with 6% of space at both ends."""
     low, high = min(values), max(values)
     if log:
         space = (high / low) ** 0.06 if high > low else 1.5
@@ -240,7 +240,7 @@ def _grid(x: Scale, y: Scale, name: str) -> str:
 
 
 def _stretches(c: Curve, axis: int) -> list[list[tuple[float, float]]]:
-    """Return the points of a curve, divided at gaps."""
+    """Return the (x, y) points of a curve in pieces, divided at gaps."""
     out: list[list[tuple[float, float]]] = [[]]
     for place, value in zip(c.x[axis], c.y, strict=True):
         if is_number(value):
@@ -258,7 +258,7 @@ def _path(c: Curve, axis: int, x: Scale, y: Scale) -> str:
 
 
 def _dots(c: Curve, axis: int, x: Scale, y: Scale) -> str:
-    """Return dots for points that a line would not show, and lines for NaN and infinite values."""
+    """Return dots for the points of short curves and for single points, and vertical lines for NaN and infinite values."""
     few = len(c.y) <= DOTS and c.kind != "raw"
     out = [
         f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}"/>'
@@ -278,7 +278,7 @@ def _word(value: float) -> str:
 
 
 def _legend(chart: LineChart) -> str:
-    """Return the names of the curves; "" for one curve alone, which the title names."""
+    """Return the legend with the names of the curves; "" for a single curve, whose name is the title."""
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]

@@ -1,6 +1,6 @@
-"""The shell of an HTML report and its small parts: document, tiles, paragraphs, keys.
+"""The document of an HTML report and its small parts: tiles, paragraphs, keys.
 
-A page is one file that needs no network and is complete without scripts. Functions return markup, and escape every text.
+A page is one file that needs no network and is complete without scripts. Functions return markup and escape all text.
 Tables are in `jaxtrain.page.sections`, charts in `jaxtrain.page.charts`.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-# Block every request, whatever a name in a report contains.
+# Block every network request, so that no name in a report can cause one.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -30,38 +30,38 @@ def asset(name: str) -> str:
 
 
 def folded(title: str, body: str) -> str:
-    """Return markup that a click on its title shows; "" if it is empty."""
+    """Return markup that is hidden until its title is clicked; "" if `body` is empty."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
 def tiles(cells: Sequence[tuple[str, str, str]]) -> str:
-    """Return the key figures of a page: (name, value, note) each."""
+    """Return the tiles with the key figures of a page. cells: (name, value, note) of each."""
     shown = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}<span>{escape(c)}</span></dd></div>" for a, b, c in cells)
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Return a paragraph of text; "" for an empty one. kind: CSS class: "quiet", "key"."""
+    """Return a paragraph; "" if `text` is empty. kind: CSS class, "quiet" or "key"."""
     return f"<p{f' class="{kind}"' if kind else ''}>{escape(text)}</p>" if text else ""
 
 
 def swatch(colour: str) -> str:
-    """Return a patch of a CSS colour, for keys and tables; "": an outline."""
+    """Return a small square of a CSS colour, for keys and tables; for "" an outline."""
     return f'<span class="swatch" style="background:{colour}"></span>' if colour else '<span class="swatch outline"></span>'
 
 
 def key(parts: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
-    """Return the legend of a chart: (name, CSS colour) of its parts, and texts."""
+    """Return the legend of a chart. parts: (name, CSS colour) of each part. notes: texts after the parts."""
     shown = [f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in parts]
     shown += [f"<span>{escape(note)}</span>" for note in notes]
     return f'<p class="key">{" &ensp; ".join(shown)}</p>'
 
 
 def plural(n: int, noun: str) -> str:
-    """Return `1 GPU`, `8 GPUs`."""
+    """Return a count with its noun: `1 GPU`, `8 GPUs`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def framed(page: str) -> str:
-    """Return a page for a notebook: in a frame, which keeps its style from the notebook's."""
+    """Return a page in an HTML frame for a notebook, so that the page's style does not affect the notebook."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'

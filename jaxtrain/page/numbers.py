@@ -1,7 +1,7 @@
 """Formatted numbers of a report.
 
 Memory is in GiB, as allocators count; bytes on the wire are in GB (1e9 bytes), as links and the literature count. The decimals
-of a column follow from its largest entry: a plan is accurate to a few percent, not to five digits.
+of a column follow from its largest entry, since a plan is accurate to a few percent, not to five digits.
 """
 
 import math
@@ -17,7 +17,7 @@ def decimals(values: Iterable[float]) -> int:
 
 
 def column(values: Sequence[float]) -> list[str]:
-    """Return numbers of one unit with equal decimals; a small one that would round to zero is '<0.1'."""
+    """Return numbers of one unit as texts with equal decimals. A number that would round to zero is '<0.1'."""
     places = decimals(values)
     return [number(v, places) for v in values]
 
@@ -44,14 +44,14 @@ def rough(value: float, digits: int = 3) -> str:
 
 
 def gib(values: Sequence[float]) -> tuple[str, list[str]]:
-    """Return (unit, numbers) of memory sizes: in MiB if none of them reaches a GiB."""
+    """Return (unit, texts) of memory sizes in GiB, converted to MiB if all are below 1 GiB."""
     if max((abs(v) for v in values), default=0.0) >= 1:
         return "GiB", column(values)
     return "MiB", column([v * 1024 for v in values])
 
 
 def size(value: float) -> str:
-    """Return a memory size with its unit."""
+    """Return a memory size (GiB) as text with its unit."""
     unit, (text,) = gib([value])
     return f"{text} {unit}"
 

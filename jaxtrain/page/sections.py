@@ -1,7 +1,7 @@
 """Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page.
 
-A report builds its sections once. The terminal shows the first rows of a long table and sums the others. The page shows more
-rows, swatches, scopes and drawings.
+A report builds its sections once. The terminal has the first rows of a long table and a row with the sum of the remaining rows.
+The page has more rows, swatches, scopes and drawings.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from jaxtrain.page import html
 from jaxtrain.page.numbers import column, percent
 
 BAR = 28  # characters of a bar on a terminal
-FOLDED = 60  # characters of a path that the page shows before it is opened
-FOLDED_TEXT = 16  # characters of a text column on a terminal, at least, if it is folded
-SOURCE = 28  # characters of a file:line on a terminal
-# Notebooks align all cells to the right, and do not have the page's style sheet.
+FOLDED = 60  # characters of a path that are visible on the page before it is unfolded
+FOLDED_TEXT = 16  # least characters of a folded text column on a terminal
+SOURCE = 28  # most characters of a file:line on a terminal
+# By default, notebooks align all cells to the right. They do not have the page's style sheet.
 NOTEBOOK_STYLE = ".wide :is(th, td, caption) {text-align: left} .wide .number {text-align: right}"
 
 
@@ -31,15 +31,15 @@ class Column:
     """One column of a table.
 
     Attributes:
-        heading: its name and unit.
+        heading: name and unit.
         cells: the text of each row.
-        values: the numbers behind the cells, by which the page sorts; None for text. Numbers are right-aligned.
+        values: the numbers of the cells, by which the page sorts; None for text. Numbers are right-aligned.
         total: the text below the cells.
-        rest: n -> the text for the sum of all rows from the n-th on.
+        rest: function of n that returns the text for the sum of all rows from the n-th on.
         kind: "source" for file:line, "scope" for a path of named scopes, "bar" for bars, or a CSS class: "number", "whole"
             (one line), "path" (breaks anywhere).
         colours: a CSS colour for each row, shown as a swatch on the page.
-        page_only: the terminal leaves it out.
+        page_only: whether the terminal leaves the column out.
     """
 
     heading: str
@@ -54,12 +54,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """A table, for terminals, pages and notebooks. The first column names its rows.
+    """A table, for terminals, pages and notebooks. The first column has the names of the rows.
 
     Attributes:
-        title: its caption.
-        rows: rows on a terminal; one more row sums up the others.
-        page_rows: the same on the page; None: all.
+        title: the caption.
+        rows: number of rows on a terminal; another row has the sums of the remaining rows. None: all.
+        page_rows: the same for the page.
         style: CSS class: "sortable" or "small".
     """
 
@@ -70,14 +70,14 @@ class Table:
     style: str = ""
 
     def __repr__(self) -> str:
-        """Return the table as a wide terminal shows it."""
+        """Return the table as text, as on a wide terminal."""
         console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
         with console.capture() as captured:
             print_table(self, console)
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
+        """Return the table as HTML for a notebook."""
         return f"<style scoped>{NOTEBOOK_STYLE}</style>{html_table(self)}"
 
 
@@ -91,14 +91,14 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """HTML that only the page shows."""
+    """HTML that is only on the page."""
 
     html: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading and its parts, in order. A str is a sentence. Without parts the section is left out."""
+    """A heading and its parts, in order. A str is a paragraph. A section without parts is left out."""
 
     title: str
     parts: Sequence[str | Table | Listing | Drawing]
@@ -110,8 +110,8 @@ def numbers(
     """Return a column of numbers.
 
     Args:
-        write: return the texts of numbers, all with the same decimals.
-        total: the sum is shown below the column.
+        write: returns the texts of numbers, all with the same decimals.
+        total: whether the sum is shown below the column.
     """
     sums = [math.fsum(values)] if total else []
     texts = write([*values, *sums])
@@ -133,17 +133,17 @@ def labels(heading: str, values: Sequence[int]) -> Column:
 
 
 def shares(heading: str, values: Sequence[float], whole: float) -> Column:
-    """Return a column of percentages of `whole`."""
+    """Return a column of values as percentages of `whole`."""
     return Column(heading, [percent(v / whole) for v in values], values)
 
 
 def bars(values: Sequence[float], whole: float) -> Column:
-    """Return a column of bars; `whole` is the full length."""
+    """Return a column of bars. whole: value of a bar of full length."""
     return Column("", [str(v / whole if whole else 0.0) for v in values], kind="bar")
 
 
 def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: Sequence[str] = ()) -> Table:
-    """Return a table of texts that are given row by row. Columns of numbers are aligned to the right."""
+    """Return a table from rows of texts. Columns of numbers are aligned to the right. total: texts of the last row."""
     rows = list(rows)
     columns = []
     for i, heading in enumerate(headings):
@@ -171,7 +171,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def say(console: Console, line: str, style: str = "") -> None:
-    """Print one line of plain text, in which brackets are no markup."""
+    """Print one line of plain text. Brackets are not markup."""
     console.print(Text(line, style=style))
 
 
@@ -200,10 +200,10 @@ def _print_listing(part: Listing, console: Console) -> None:
 
 
 def print_table(table: Table, console: Console, *, with_title: bool = True) -> None:
-    """Print a table without rules: numbers to the right, the total in bold.
+    """Print a table without lines between cells. Numbers are aligned to the right, the total is bold.
 
-    On a narrow terminal the bars are left out, then the sources. A table that is still too wide is printed at its own width: no
-    digit and no name is cut off.
+    On a narrow terminal the bars are left out, then the sources. A table that is still too wide is printed at its own width, so
+    that no digit and no name is cut off.
     """
     columns = [c for c in table.columns if not c.page_only]
     for kind in ("bar", "source"):
@@ -226,7 +226,7 @@ def print_table(table: Table, console: Console, *, with_title: bool = True) -> N
 
 
 def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], str]]:
-    """Return (texts, style) of the rows below the first `shown`: the sums of the others, and the totals."""
+    """Return (texts, style) of the rows below the first `shown` rows: the sums of the remaining rows, and the totals."""
     more, out = len(columns[0].cells) - shown, []
     if more:
         out.append(([f"{more} more", *(c.rest(shown) if c.rest else "" for c in columns[1:])], ""))
@@ -236,7 +236,7 @@ def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], s
 
 
 def _least_width(c: Column) -> int:
-    """Return the characters that a column needs on a terminal, with the space behind it."""
+    """Return the characters that a column needs on a terminal, including the space after it."""
     if c.kind == "bar":
         return BAR + 2
     cells = [shorten_source(cell) if c.kind == "source" else cell for cell in c.cells]
@@ -246,7 +246,7 @@ def _least_width(c: Column) -> int:
 
 
 def _terminal_cell(c: Column, i: int, console: Console) -> str:
-    if c.kind == "bar":  # in eighths of a character if the terminal has them
+    if c.kind == "bar":  # in eighths of a character if the terminal has such characters
         eighths = round(8 * BAR * max(0.0, min(1.0, float(c.cells[i]))))
         if not console.encoding.lower().startswith("utf"):
             return "#" * round(eighths / 8)
@@ -255,7 +255,7 @@ def _terminal_cell(c: Column, i: int, console: Console) -> str:
 
 
 def place(source: str) -> str:
-    """Return file:line from the package on, wherever that is installed."""
+    """Return file:line relative to the folder that the package is installed in."""
     for package, kept in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
         before, found, inside = source.rpartition(package)
         source = kept + inside if found else source
@@ -263,7 +263,7 @@ def place(source: str) -> str:
 
 
 def shorten_source(source: str) -> str:
-    """Return file:line without `jaxtrain/`; of a long one, its end."""
+    """Return file:line without `jaxtrain/`, cut at its beginning if it is longer than SOURCE."""
     shown = place(source).removeprefix("jaxtrain/")
     return shown if len(shown) <= SOURCE else "..." + shown[3 - SOURCE :]
 
@@ -292,7 +292,7 @@ def _html_part(part: str | Table | Listing | Drawing) -> str:
 
 
 def html_table(table: Table) -> str:
-    """Return a table as HTML; "" without rows. Its first column stays in sight while a wide table scrolls."""
+    """Return a table as HTML; "" without rows. The first column of a wide table stays visible while it scrolls."""
     columns, shown = table.columns, len(table.columns[0].cells[: table.page_rows])
     if not shown:
         return ""
@@ -313,7 +313,7 @@ def html_table(table: Table) -> str:
 
 
 def _tag(tag: str, c: Column, markup: str, value: float | None = None) -> str:
-    """Return a cell of a column."""
+    """Return a cell of a column as HTML."""
     kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind) or ("number" if c.values is not None else "")
     css = f' class="{kind}"' if kind else ""
     data = f' data-value="{value!r}"' if value is not None and tag == "td" else ""
@@ -325,7 +325,7 @@ def _html_cell(c: Column, i: int) -> str:
     if c.kind == "bar":  # the number is next to it, so screen readers skip the bar
         width = f"{100 * float(text):.2f}%"
         return f'<svg class="bar" aria-hidden="true"><rect width="{width}" height="100%" style="fill:var(--c1)"/></svg>'
-    if c.kind == "scope":  # path of scopes, a line feed, and the name in the HLO
+    if c.kind == "scope":  # the text is a path of scopes, a line feed, and the name in the HLO
         path, _, name = text.partition("\n")
         shown = re.sub(r"([/:])", r"\1<wbr>", escape(path))
         if len(path) > FOLDED:

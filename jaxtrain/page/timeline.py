@@ -11,7 +11,7 @@ NS_PER_MS = 1e6
 
 
 class Stretch(NamedTuple):
-    """One event of a lane. Times are ms since the beginning of the timeline."""
+    """One event of a lane. Times are in ms since the beginning of the timeline."""
 
     start: float
     end: float
@@ -21,18 +21,18 @@ class Stretch(NamedTuple):
 
 
 def draw(lanes: Mapping[str, Sequence[Stretch]], colours: Mapping[str, str], description: str) -> str:
-    """Return the timeline as HTML, with its style and script; a page may have one.
+    """Return the timeline as HTML, with its style and script. A page may have one timeline.
 
     Args:
-        lanes: name -> events, none of them empty.
-        colours: kind of an event -> CSS variable, such as --c1. Its order is that of the key.
-        description: the timeline in words.
+        lanes: name -> events. Every lane has events.
+        colours: kind of an event -> CSS variable, such as --c1. The key has the same order.
+        description: the timeline in words, for screen readers.
     """
     kinds = [kind for kind in colours if any(s.kind == kind for lane in lanes.values() for s in lane)]
     labels: dict[str, int] = {}
     encoded = []
     for name, lane in lanes.items():
-        events: list[int] = []  # runs of four: start and duration in ns, and the indices of a kind and of a label
+        events: list[int] = []  # four numbers per event: start and duration in ns, index of its kind, index of its label
         for s in lane:
             label = labels.setdefault(", ".join(filter(None, (s.label, s.part))), len(labels))
             events += [round(s.start * NS_PER_MS), round((s.end - s.start) * NS_PER_MS), kinds.index(s.kind), label]

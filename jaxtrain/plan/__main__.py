@@ -35,11 +35,11 @@ def _rule_of_load(text: str) -> str:
 
 
 def _rule_of_cache(text: str) -> str:
-    """Return why plans cannot be kept in a folder, or ""."""
+    """Return the reason why plans cannot be cached in a folder, or ""."""
     try:
         folder = Path(text).expanduser().absolute()
         above = next(p for p in (folder, *folder.parents) if p.exists())
-    except (OSError, RuntimeError) as error:  # a name that is too long, or of a user who does not exist
+    except (OSError, RuntimeError) as error:  # the path is too long, or its ~user does not exist
         return f"cannot be a folder ({error})"
     if text and not (above.is_dir() and os.access(above, os.W_OK)):
         return f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
@@ -174,9 +174,9 @@ class Job:
     """A command line with its machine.
 
     Attributes:
-        check: return the problems of a config on the machine.
-        jobs: compiles at a time; 0: the number of cores.
-        budget_s: seconds of a search; 0: no limit.
+        check: returns the problems of a config on the machine.
+        jobs: number of compiles that run at the same time; 0: the number of cores.
+        budget_s: time limit of a search in seconds; 0: no limit.
     """
 
     loaded: Loaded
@@ -193,7 +193,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Return the config as on the command line."""
+        """Return the config file, and its variant if there is one, as on the command line."""
         at = self.loaded.launch
         return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
 
@@ -202,16 +202,16 @@ class Job:
         return tuple(f"{key}={value}" for key, value in self.loaded.launch.overrides)
 
     def write_json(self, tree: dict[str, Any]) -> None:
-        """Write --json, if asked for."""
+        """Write `tree` to the file of --json, if one is given."""
         if self.options["json"]:
             Path(self.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
 
 
 def _act(parsed: Parsed) -> int:
-    """Start JAX and run the command. Everything before this point must be fast."""
+    """Start JAX and run the command. The code before this call must be fast."""
     here = not parsed.options["topology"]
     cudnn = None
-    if not parsed.mode and not here:  # before JAX starts: XLA looks for its libraries once
+    if not parsed.mode and not here:  # before JAX starts: XLA searches for its libraries only once
         cudnn = _load_cudnn(parsed.options["cudnn"])
     # A described machine needs only the compiler, and must not allocate memory of a present GPU that may be busy.
     if not here:
@@ -249,7 +249,7 @@ def _act(parsed: Parsed) -> int:
 
 
 def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
-    """Run the asked mode on the asked machine."""
+    """Run the mode of the command line for its machine."""
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search.cache import Cache
     from jaxtrain.plan.search.space import training_check
@@ -272,13 +272,13 @@ def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
         print_shardings(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
         return 0
     if parsed.mode == "search":
-        machines.devices(machines.parse(topology.name))  # other processes compile for it, by its name
+        machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
         return _search(job)
     return _plan(job, cudnn)
 
 
 def _load_cudnn(source: str) -> cudnn_library.Library | None:
-    """Return cuDNN's library, or None for the formula. Raises ConfigError if the library is asked for and cannot be loaded."""
+    """Return cuDNN's library, or None for the formula. Raises ConfigError for --cudnn=library without a library."""
     if source == "formula":
         return None
     try:
@@ -295,7 +295,7 @@ def _fail(why: str) -> int:
 
 
 def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
-    """Plan one layout; if it does not fit, search settings that do."""
+    """Plan one layout. If it does not fit, search for settings that fit."""
     from jaxtrain.page.sections import print_sections
     from jaxtrain.plan import layer_schedule
     from jaxtrain.plan.compile import compile_step
@@ -317,7 +317,7 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     if options["hlo"]:
         Path(options["hlo"]).expanduser().write_text(compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
-    passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer
+    passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer, per step
     lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if options["html"] else {}
     del compiled
     terminal.print_plan(plan, console, steps=run.train.steps)
@@ -359,9 +359,9 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
 
 
 def _refused(job: Job) -> bool:
-    """Print that a config cannot fit by formula, and settings that would.
+    """Print that a config cannot fit by formula, and settings that probably fit. Return whether it was refused.
 
-    Return False if it may fit, or if its program is asked for.
+    A config is not refused if it may fit, or if an option (--hlo, --html, --traffic, --no-fit) needs its program.
     """
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse
@@ -379,7 +379,7 @@ def _refused(job: Job) -> bool:
 
 
 def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
-    """Plan a config without each of its savings. Return further hints, and whether Ctrl-C ended it."""
+    """Plan a config once without each setting that saves memory. Return further hints, and whether Ctrl-C interrupted it."""
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
     from jaxtrain.plan.search.search import savings
@@ -400,7 +400,7 @@ def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _search(job: Job) -> int:
-    """Search the fastest layout that fits."""
+    """Search for the fastest layout that fits."""
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse, search
 

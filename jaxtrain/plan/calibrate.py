@@ -2,7 +2,7 @@
 
     python -m jaxtrain.plan --calibrate
 
-The measurements are those of bench/microbenchmarks.py, in one process on the GPUs of one node: a network is not measured.
+It runs the measurements of bench/microbenchmarks.py in one process, on the GPUs of one node. The network is not measured.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, Reading, Sizes
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.plan import rates, result
 
-PLAUSIBLE = 1.1  # times the data sheet: a higher rate means an error of the clock or the loop
+PLAUSIBLE = 1.1  # times the data sheet's rate: a higher measured rate is an error of the clock or of the timed loop
 # Rate -> (kinds of its readings, its unit, FLOPs or bytes a second in one unit)
 MEASURED = {
     "gemm_tflops": (("gemm",), "TFLOP/s", 1e12),
@@ -38,16 +38,16 @@ MEASURED = {
 
 
 class CalibrationError(ValueError):
-    """This machine has no rates to calibrate, or the measured ones are impossible."""
+    """This machine's GPUs cannot be calibrated, or a measured rate is impossible."""
 
 
 def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[Reading]:
-    """Return all readings on these devices; those of links only with several devices.
+    """Return all readings on these devices. Links between GPUs are measured only if there are several devices.
 
-    A measurement that fails is a reading with its error, and the others follow.
+    If a measurement fails, its reading has the error, and the next measurement runs.
 
     Args:
-        report: called with the name of each measurement before it.
+        report: called with the name of each measurement before the measurement runs.
     """
     found: list[Reading] = []
     first, target = devices[:1], Hardware.of(devices[0])
@@ -68,7 +68,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
         for shape, weight in sizes.gemms:
             what = " x ".join(f"{n:,}" for n in shape)
             add(["gemm"], what, functools.partial(micro.gemm, shape, first, sizes, weight))
-            if weight >= 1 and has_fp8:  # the head, less than once in a layer, is never in FP8
+            if weight >= 1 and has_fp8:  # the head has a weight below 1, and its matmul is never in FP8
                 add(["FP8 gemm"], what, functools.partial(micro.fp8_gemm, shape, first, sizes, weight))
         for packed in (False, True):
             kind = "packed attention" if packed else "attention"
@@ -118,19 +118,19 @@ def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | No
 
 
 def rate(readings: Sequence[Reading]) -> float:
-    """Return the weighted work per second of these readings together; 0 without a time."""
+    """Return the sum of weight x work over the sum of weight x seconds, of all readings; 0 if the seconds are 0."""
     seconds = sum(r.weight * r.seconds for r in readings)
     return sum(r.weight * r.work for r in readings) / seconds if seconds else 0.0
 
 
 def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
-    """Return the rates for plans. A rate that was not measured, or failed, stays at the published one; the source names it.
+    """Return the rates for plans. A rate without a successful measurement stays the published one; `source` lists these.
 
     Raises:
         CalibrationError: a rate is not positive or above the data sheet's, or no measurement succeeded.
     """
     sheet = rates.datasheet(gpu, "bf16")
-    # Attention's rates are those of cuDNN's kernels: for packed sequences, as in training, if cuDNN supports them.
+    # Attention's rates are measured with packed sequences, as in training, if cuDNN supports them; else without packing.
     packed = any(r.kind.startswith("packed") and r.what.startswith("cudnn") for r in readings)
     counted = [r for r in readings if r.kind != CURVE and ("attention" not in r.kind or r.kind.startswith("packed") == packed)]
     limits, measured, failed = ceilings(gpu), {}, []
@@ -162,13 +162,13 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
     elif by_size:
         full = measured.get("nvlink_gb_s", sheet.nvlink_gb_s) * 1e9
         points = [(r.message, min(1.0, r.work / r.seconds / full)) for r in by_size]
-        largest = max((r.message for r in readings if r.kind in COLLECTIVES), default=0.0)  # whose rate `full` is
+        largest = max((r.message for r in readings if r.kind in COLLECTIVES), default=0.0)  # `full` is the rate at this size
         curve = {"collective_curve": (*points, *([(largest, 1.0)] if largest > points[-1][0] else []))}
     version = importlib.metadata.version("jaxlib")
     rest = "network rates" if any(r.kind in COLLECTIVES for r in readings) else "NVLink and network rates"
     rest += f", and {', '.join(failed)}, whose measurement failed," if failed else ""
     source = f"calibrated on {device_kind}, {today.isoformat()}, jaxlib {version}; {rest} at published kernel rates"
-    # 0: without a measured FP8 rate, a plan that needs one uses the data sheet's and reports it.
+    # 0: the FP8 rate was not measured. `rates.rates_for` then uses the published rate and lists it in `source`.
     return dataclasses.replace(sheet, **{"fp8_tflops": 0.0} | measured | curve, source=source)
 
 

@@ -1,6 +1,6 @@
-"""Compile a run's train step for described GPUs, and keep everything that a plan reads from it.
+"""Compile a run's train step for described GPUs. A plan reads the scheduled program and XLA's buffer assignment.
 
-The result cannot be run. It holds the scheduled program and XLA's buffer assignment.
+The compiled step cannot be run.
 """
 
 import contextlib
@@ -24,8 +24,9 @@ from jaxtrain.train import compiler
 from jaxtrain.train.memory import compile_to_fit
 from jaxtrain.train.program import Program, build
 
-# Kernels of a plan never run. Tuning them without a GPU would compile every candidate and choose the first: more than half of a
-# plan's seconds. Optimizing their machine code has no effect either. Instructions, schedule and buffers stay the same.
+# Kernels of a plan never run. Without a GPU, autotuning would compile every candidate and choose the first, which takes more
+# than half of a plan's time. Optimizing their machine code has no effect either. Instructions, schedule and buffers stay the
+# same.
 NO_TUNING: dict[str, str | bool] = {
     "xla_gpu_experimental_enable_fusion_autotuner": False,
     "xla_gpu_disable_gpuasm_optimizations": True,
@@ -39,7 +40,7 @@ class Compiled:
     program: Program
     executable: jax.stages.Compiled
     text: str  # the scheduled program of one device, as HLO
-    module: hlo.Module  # the same, read
+    module: hlo.Module  # the parsed `text`
     buffers: bytes  # XLA's HloProto, with the buffer assignment
     chosen: compiler.Chosen  # the compiler options that training would use
     card: compiler.Card
@@ -51,7 +52,7 @@ class Compiled:
 def no_garbage_collection() -> Iterator[None]:
     """Switch off Python's cyclic garbage collector.
 
-    Tracing and reading a program make millions of objects that stay. Scans of them find no garbage.
+    Tracing and parsing a program create millions of objects that stay alive. The collector would scan them and free nothing.
     """
     was = gc.isenabled()
     gc.disable()
@@ -66,10 +67,10 @@ def no_garbage_collection() -> Iterator[None]:
 def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
     """Compile the train step of a run as training on that machine would, except for NO_TUNING.
 
-    With remat.policy=auto, compiles until the saved activations fit.
+    With remat.policy=auto, compiles with fewer saved activations until the step fits.
 
     Args:
-      cudnn: is asked for the workspaces of attention; None: the formula gives them.
+      cudnn: the library that computes the workspaces of attention; None: a formula computes them.
 
     Raises LayoutError or Unsupported for a config that cannot be trained, RuntimeError without XLA's GPU compiler.
     """
@@ -78,7 +79,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
     chosen = compiler.choose(program, card)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        # The buffer assignment comes in a dump only: the executable's own copy is empty on GPUs.
+        # Only a dump contains the buffer assignment: on GPUs, the executable's own copy is empty.
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         asked = cudnn.options(topology.description) if cudnn and topology.description else {}
 

@@ -1,8 +1,8 @@
-"""cuDNN on a machine without a GPU: its library is loaded by path, and XLA asks it for the workspace of attention.
+"""cuDNN on a machine without a GPU: its library is loaded by path, and XLA gets the workspace of attention from it.
 
-XLA then builds the graphs of the attention kernels (compiler option COMPILE), and writes their workspace into the program. It
-also fails if cuDNN has no kernel for a graph. The extra `plan-cudnn` brings the libraries. They link to a driver and a CUDA
-runtime, and start nothing on them: two stubs, built with this machine's C compiler, replace these.
+With the compiler option COMPILE, XLA builds the graphs of the attention kernels and writes their workspace into the program.
+Compilation fails if cuDNN has no kernel for a graph. The extra `plan-cudnn` installs the libraries. They link to the CUDA
+driver and the CUDA runtime, but launch nothing. Two stubs, built with this machine's C compiler, replace driver and runtime.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 COMPILE: dict[str, str | bool] = {"xla_gpu_cudnn_deviceless_compilation_mode": "CUDNN_DEVICELESS_COMPILATION_ALWAYS"}
-# Packages and the libraries that are loaded from them, in this order. cuDNN itself needs cuBLAS and NVRTC.
+# (package, library in it), in the order in which the libraries are loaded. cuDNN itself needs cuBLAS and NVRTC.
 LIBRARIES = (
     ("nvidia-cuda-nvrtc-cu12", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
     ("nvidia-cublas-cu12", "nvidia/cublas/lib/libcublasLt.so.12"),
@@ -26,7 +26,7 @@ LIBRARIES = (
 VERSION = "9.23.2.1"
 REMEDY = "JAXTRAIN_CUDNN=1 ./run.sh setup installs it"
 
-# Every function of the driver that cuDNN looks up before it builds a graph. None is called, except those with a body.
+# Every driver function that cuDNN looks up before it builds a graph. cuDNN calls only those with a body in _DRIVER_SOURCE.
 _DRIVER = """
 cuCtxGetCurrent cuCtxGetDevice cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet cuDeviceGetAttribute
 cuDevicePrimaryCtxRelease cuDevicePrimaryCtxReset cuDevicePrimaryCtxRetain cuFuncGetAttribute cuFuncSetAttribute cuInit
@@ -59,18 +59,18 @@ int cudaGetDeviceProperties(char *to, int device) { return cudaGetDeviceProperti
 
 
 class LibraryError(RuntimeError):
-    """cuDNN cannot be loaded. The message has the reason and the remedy."""
+    """cuDNN cannot be loaded. The message has the reason and a fix."""
 
 
 class Library:
-    """cuDNN, loaded into this process. `name` is for reports, as "cudnn 9.19.0"."""
+    """cuDNN, loaded into this process. `name` is its name in reports, such as "cudnn 9.19.0"."""
 
     def __init__(self, runtime: ctypes.CDLL):
         self.name = f"cudnn {VERSION.rpartition('.')[0]}"
         self._capability = (ctypes.c_int * 2).in_dll(runtime, "jaxtrain_capability")
 
     def options(self, description: str) -> dict[str, str | bool]:
-        """Return the compiler options with which XLA asks cuDNN. description: `Topology.description`.
+        """Return the compiler options with which XLA calls cuDNN. description: `Topology.description`.
 
         Raises LibraryError for a description without a compute capability.
         """
@@ -119,7 +119,7 @@ def _path(package: str, file: str) -> Path:
 
 
 def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
-    """Build and load a stub of a library. The loader then uses it for other libraries that need this name."""
+    """Build a stub of a library and load it. The dynamic loader then uses the stub for libraries that need the real one."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
     subprocess.run(build, input=source, text=True, capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

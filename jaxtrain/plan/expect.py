@@ -1,6 +1,6 @@
-"""The plan of a run's compiled executable, and a warning when the measurements differ.
+"""The plan of a run's compiled executable, and a warning if the run's measurements differ from it.
 
-The receipt keeps both, so that every run on a GPU checks the plan.
+The receipt has the planned and the measured figures, so every run on a GPU checks the plan.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from jaxtrain.train.memory import taken_gib
 from jaxtrain.train.program import Program
 
 APART = 0.15  # largest relative difference from a calibrated plan without a warning
-FIRST = 2  # lines of metrics left out while clocks and caches settle
-ENOUGH = 8  # lines after those that are compared
+FIRST = 2  # first lines of metrics, which are left out while clocks and caches settle
+ENOUGH = 8  # following lines, whose median is compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Expected:
     step_s: float
     peak_gib: float
     rates: str  # the source of the rates
-    range_s: tuple[float, float] | None = None  # of the step, by published runs of its kind, at published kernel rates
+    range_s: tuple[float, float] | None = None  # by published runs of the same kind, at published kernel rates
 
     @property
     def longest_s(self) -> float | None:
@@ -38,9 +38,9 @@ class Expected:
         return None if self.rates == PUBLISHED else self.step_s
 
     def is_unexpected(self, step_s: float) -> bool:
-        """Return whether a measured step time is outside the range; without one, more than APART from the roofline.
+        """Return whether a step time is outside `range_s`. Without a range: whether it is more than APART from `step_s`.
 
-        At published kernel rates without a range only a shorter step is unexpected.
+        At published kernel rates without a range, only a shorter step is unexpected.
         """
         if self.range_s:
             low, high = self.range_s
@@ -50,7 +50,7 @@ class Expected:
 
 
 def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
-    """Return the plan of a step that is compiled for the GPUs of this process.
+    """Return the planned time and memory of a step that is compiled for the GPUs of this process.
 
     Raises HloError for a program that cannot be read and ValueError for a GPU whose rates are not known.
     """
@@ -100,7 +100,7 @@ class Watch:
         )
 
     def measured(self) -> dict[str, float | None]:
-        """Return the median step time and the peak so far; None without a measurement."""
+        """Return the median step time (s) and the peak memory (GiB) so far; None without a measurement."""
         return {"step_s": statistics.median(self.steps) if self.steps else None, "peak_gib": self.peak_gib}
 
     def record(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ LINKS = ("communication", "host copies")
 
 
 def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates, layers: float) -> dict[str, list[Stretch]]:
-    """Return the events of a layer in the middle of the forward pass, and of one in the backward pass, by lane.
+    """Return the events of one typical layer in the forward pass and of one in the backward pass, by lane.
 
     A layer lasts from the start of its attention to the start of the next layer's. Both begin at 0 ms.
 
@@ -51,7 +51,7 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
 
 
 def _window(starts: Sequence[float], layers: float) -> tuple[float, float] | None:
-    """Return the start of a layer and of the next one, whose distance is the median; None for fewer than two layers."""
+    """Return (start, end) of the layer of median duration, from the starts of attention kernels; None below two layers."""
     kernels = max(1, round(len(starts) / layers))  # attention kernels of one layer: a ring has several
     marks = starts[::kernels]
     pairs = list(zip(marks, marks[1:], strict=False))

@@ -1,4 +1,4 @@
-"""Make a plan: compile the train step, read its program, estimate its time, warn."""
+"""Make a plan: compile the train step, read its program, estimate its time, and collect warnings."""
 
 import dataclasses
 import itertools
@@ -29,8 +29,8 @@ def make_plan(
 
     Args:
       run: a config that training accepts (`validate.validate_step`).
-      rates: of the machine's GPUs; None: a calibration if there is one, else published kernel rates.
-      name, overrides: of the config, as the plan shows them.
+      rates: rates of the machine's GPUs; None: a calibration if there is one, else published kernel rates.
+      name, overrides: name and overrides of the config, shown in the plan.
       experts_load: the load of the busiest expert of every layer over an even load, 1 or more.
 
     Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
@@ -50,7 +50,7 @@ def read_plan(
     overrides: tuple[str, ...] = (),
     experts_load: float = 1.0,
 ) -> Plan:
-    """Return the plan of a compiled step. run: the config that it was compiled from; the others: see `make_plan`."""
+    """Return the plan of a compiled step. run: the config that was compiled. Other arguments: see `make_plan`."""
     kept = auto_remat.words(compiled.run) if run.remat.policy == "auto" else ""
     run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)
@@ -126,7 +126,7 @@ def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, tim
     useful = roofline.expected_flops(*how) / with_bubble if with_bubble else 1.0
     step_s = timed.step_ms / 1e3
     per_token = flops.training(run)
-    # FLOPs at the peak of every GPU during one step: the peak of bfloat16 also under fp8, whose steps multiply in both.
+    # FLOPs of one GPU at its peak during a step. Under fp8 the peak is that of bfloat16, since its steps have matmuls in both.
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total
     mfu = per_token.causal * each / most
@@ -167,7 +167,7 @@ def _loops(module: hlo.Module) -> dict[str, int]:
 
 
 def _host_waits(module: hlo.Module) -> dict[str, int]:
-    """Return how often per step the host waits for the GPU, by the loop or branch that it waits for."""
+    """Return loop or branch -> times per step that the host waits there for a value on the GPU."""
     out: Counter[str] = Counter()
     for i, times in hlo.host_waits(module):
         out[_name(i)] += times

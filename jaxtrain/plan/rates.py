@@ -1,6 +1,6 @@
 """Rates of a GPU: published rates of its kernels, or a calibration on that GPU.
 
-A calibration is one JSON file for each GPU name. Plans name the source that they used.
+A calibration is one JSON file per GPU name. `Rates.source` names the origin of a plan's rates.
 """
 
 import bisect
@@ -23,62 +23,62 @@ FOLDER = Path("~/.cache/jaxtrain/rates")
 FORMAT = 2
 
 # Published measurements of single kernels, each with its source, as fractions of the peak of an H100 or H200 SXM (dense
-# TFLOP/s). None is fitted to the training runs of benchmarks/published_runs.toml. For other generations and for float32 there
-# is no such measurement: the same fractions of their peaks are an assumption. A calibration replaces all of them.
+# TFLOP/s). None is fitted to the training runs of benchmarks/published_runs.toml. Other generations and float32 have no such
+# measurement, so the same fractions of their peaks are assumed. A calibration replaces these fractions.
 HOPPER, HOPPER_FP8 = 989.4, 1978.9
 # Matmuls in the shapes of a Llama 70B's training, random normal inputs, median of 200 ms: "roughly 720 TFLOP/s" in bfloat16 and
 # "~1,280 TFLOP/s" in FP8, H100 and H200 alike (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", December
-# 2024). The best shapes that a search found reach 794.5 on both, and in FP8 1,453 on an H200 (github.com/stas00/ml-engineering,
+# 2024). The fastest shapes of a search reach 794.5 on both, and in FP8 1,453 on an H200 (github.com/stas00/ml-engineering,
 # compute/accelerator, Maximum Achievable Matmul FLOPS).
 GEMM_FRACTION = 720 / HOPPER
 FP8_FRACTION = 1280 / HOPPER_FP8
 # cuDNN's attention on an H100 SXM, 16-bit, causal, heads of 128, FLOPs inside the mask: keys of a call -> TFLOP/s (forward,
 # backward). Read off the figures of the FlashAttention-3 paper, arXiv 2407.08608 (forward: assets/flash3_fp16_fwd.png of
 # github.com/Dao-AILab/flash-attention), which does not state whether its backward is causal. Shorter calls, which are slower,
-# use the rate at 4,096, longer ones that at 16,384. Calls without a mask, which are faster, use the same.
+# use the rate at 4,096 keys; longer calls use the rate at 16,384. Calls without a mask, which are faster, use the same rates.
 CUDNN_H100 = {4096: (518.0, 499.0), 8192: (529.0, 518.0), 16384: (539.0, 516.0)}
 ATTENTION_AT = 8192  # keys of the call for `Rates.attention_*_tflops`, which a calibration measures
-# Rate of jaxtrain's Pallas attention kernels as a fraction of cuDNN's (forward, backward). It is not measured. The assumption:
-# they are as fast as Tokamax's kernels of the same kind, Pallas Mosaic GPU on an H100. Those take 7.19 ms forward where cuDNN
-# takes 6.72, and 60.9 ms backward: 181 TFLOP/s, where CUDNN_H100 has 518 (openxla/tokamax at 783ea95,
+# Rate of jaxtrain's Pallas attention kernels as a fraction of cuDNN's (forward, backward). It is assumed, not measured: that
+# they are as fast as Tokamax's Pallas Mosaic GPU kernels on an H100. Tokamax takes 7.19 ms forward (cuDNN: 6.72 ms) and
+# 60.9 ms backward, which is 181 TFLOP/s (CUDNN_H100: 518) (openxla/tokamax at 783ea95,
 # data/autotuning/nvidia_h100_80gb_hbm3, causal, 32 x 4,096 tokens, 32/8 heads of 128). FlashAttention-3 reaches 602 and 561.
 PALLAS_ATTENTION = (0.93, 0.35)
 # FlashAttention-3's forward pass on an H100 SXM, causal, heads of 128, FLOPs inside the mask: keys of a call -> TFLOP/s in 16
-# bits and in FP8. Read off the figures of arXiv 2407.08608. The assumption: jaxtrain's kernel in e4m3 is faster than its kernel
-# in bfloat16 by the same factor. Shorter calls use the factor at 4,096, longer ones that at 16,384.
+# bits and in FP8. Read off the figures of arXiv 2407.08608. jaxtrain's kernel in e4m3 is assumed to be faster than its kernel
+# in bfloat16 by the same factor. Shorter calls use the factor at 4,096 keys; longer calls use the factor at 16,384.
 FA3_FORWARD = {4096: (579.0, 716.0), 8192: (602.0, 815.0), 16384: (616.0, 881.0)}
 # Rate of the Pallas grouped matmuls of experts as a fraction of cuBLAS's: Tokamax's ragged_dot on an H100 (131,072 rows of
 # 7,168, 256 experts 1,024 wide) reaches 422 TFLOP/s, and GEMM_FRACTION of the peak is 720.
 PALLAS_FRACTION = 0.57
-MEMORY_FRACTION = 0.85  # of HBM bandwidth: refresh, and the turn from reading to writing
-NVLINK_FRACTION = 370 / 450  # of one direction: packet headers and NCCL's protocol; 370 GB/s where the sheet has 900
+MEMORY_FRACTION = 0.85  # of HBM bandwidth: refresh, and turnaround between reads and writes
+NVLINK_FRACTION = 370 / 450  # of one direction: packet headers and NCCL's protocol; 370 of 450 GB/s (data sheet: 900 both ways)
 NETWORK_FRACTION = 0.9  # of a network card's line rate
 HOST_FRACTION = 0.8  # of PCIe's line rate, one direction
 
 # Small messages do not reach NVLink's full rate. Bus bandwidth of all-reduces of 1, 2, 4, ... 16,384 MiB over 8 H200s in GB/s,
 # with NCCL 2.27.7, from stas00/ml-engineering (network/benchmarks/results/all-reduce-8xH200.md). Only its shape is used: at
 # large sizes NVLink SHARP reduces in the switch, which other collectives do not use, so NVLINK_FRACTION keeps the full rate.
-# All GPUs are assumed to have this shape. That sweep launches from Python, 39 us apart, which hides the time that NCCL needs
-# below 1 MiB.
+# All GPUs are assumed to have this shape. That sweep launches from Python every 39 us, which hides NCCL's own time below
+# 1 MiB.
 _MIB = 2.0**20
 _SWEEP = (39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58, 469.17, 473.1, 477.45, 482.26)
-# The smallest entry is a launch: with 370 GB/s, an all-gather takes 10 us, and an all-reduce 20. On 8 H20s, which have the same
-# NVLink, NCCL's all-reduce takes 16.7 us for 4 KiB (deepseek-ai/DeepEP issue 303).
+# The smallest entry is the time of a launch: at 370 GB/s it makes an all-gather take 10 us and an all-reduce 20 us. On 8 H20s,
+# which have the same NVLink, NCCL's all-reduce of 4 KiB takes 16.7 us (deepseek-ai/DeepEP issue 303).
 COLLECTIVE_CURVE: result.Curve = (
     (2.0**15, 0.00775),
     *((2**n * _MIB, gb_s / _SWEEP[-1]) for n, gb_s in enumerate(_SWEEP)),
 )
 # Bytes that a GPU sends to another node -> fraction of its network card's rate, including NETWORK_FRACTION. All-reduces of 2 to
 # 16 MiB over one H100 in each of two nodes took 113, 154, 231 and 421 us (NVIDIA/nccl-tests issue 232); two hops of
-# NETWORK_LATENCY_US are subtracted here. The smallest entry is a launch of 10 us, as above.
+# NETWORK_LATENCY_US are subtracted here. The smallest entry is a launch of 10 us, as in COLLECTIVE_CURVE.
 NETWORK_CURVE: result.Curve = ((2.0**15, 0.073), (2 * _MIB, 0.715), (4 * _MIB, 0.876), (8 * _MIB, 1.0))
-# From one node to the next NCCL counts 14 us in its own table of costs (src/graph/tuning.cc: rings, "Simple"). Another 10 us
-# for the hop inside a node are an assumption. With hundreds of nodes, hops are most of a collective's time:
-# docs/evidence/rates.md compares.
+# NCCL's own cost table has 14 us from one node to the next (src/graph/tuning.cc: rings, "Simple"). Another 10 us for the hop
+# inside a node are assumed. With hundreds of nodes, hops are most of a collective's time: docs/evidence/rates.md compares
+# them with measurements.
 NETWORK_LATENCY_US = 24.0
 
-# By compute capability times ten. Gb/s of the network card that the usual 8-GPU boards have for each GPU (DGX and HGX A100:
-# ConnectX-6; H100, H200 and B200: ConnectX-7), also assumed for cards in PCIe slots; and GB/s of PCIe x16 in one direction
+# Compute capability times ten -> Gb/s of the network card per GPU of the usual 8-GPU boards (DGX and HGX A100: ConnectX-6;
+# H100, H200 and B200: ConnectX-7), also assumed for GPUs in PCIe slots. PCIE_GB_S: GB/s of PCIe x16 in one direction
 # (generation 4, then 5).
 NETWORK_GBIT_S = {80: 200.0, 90: 400.0, 100: 400.0}
 PCIE_GB_S = {80: 32.0, 90: 64.0, 100: 64.0}
@@ -87,23 +87,27 @@ C2C_GB_S = 450.0  # GH200 and GB200 reach their host over NVLink-C2C, 900 GB/s i
 
 PUBLISHED = "published kernel rates"
 
-# For each kind of run the lowest and highest ratio of planned to published step time, at these rates, and the published
-# programs. Written by benchmarks/published.py.
+# For each kind of run: the lowest and highest ratio of planned to published step time at these rates, and the compilers of the
+# published runs. Written by benchmarks/published.py.
 COMPARED = Path(__file__).parent / "published_ranges.json"
 
 
-# The published runs behind the ranges: their GPUs, tokens of their longest sequence, and by precision the fewest and the most
-# GPUs of a run.
+# The published runs behind the ranges: their GPUs, their longest sequence in tokens, and for each precision the smallest and
+# the largest number of GPUs of a run.
 COMPARED_GPUS = ("H100 SXM", "H200 SXM")
 LONGEST = 8192
 SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 
 
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
-    """Return the kind of published runs that is like a run: "bf16 dense" or "fp8 dense"; "" if none is.
+    """Return the kind of published runs that are comparable with a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
-    They train all weights of a dense model by AdamW over data and fsdp axes, on SXM cards of Hopper, with attention to all
-    tokens in 16 bits that is as fast as cuDNN's, and nothing in host memory. gpus: of all nodes.
+    A comparable run trains all weights of a dense model with AdamW over data and fsdp axes, on Hopper SXM GPUs, with cuDNN's
+    attention in 16 bits over all tokens, and offloads nothing to host memory.
+
+    Args:
+        gpus: number of GPUs on all nodes.
+        attention: name of the attention kernel.
     """
     least, most = SIZES.get(run.precision, (1, 0))
     on_device = run.optimizer.offload == "none" and "=offload" not in run.remat.tensors
@@ -116,49 +120,53 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
 
 
 def compilers(kind: str) -> str:
-    """Return the compilers behind the range of a kind: "XLA programs", or "programs of other compilers than XLA".
+    """Return the compilers of the published runs of a kind: "XLA programs", or "programs of other compilers than XLA".
 
-    "" for a kind without a range.
+    Returns "" for a kind without a range.
     """
     return json.loads(COMPARED.read_text(encoding="utf-8"))["compilers"].get(kind, "")
 
 
 def ranges() -> dict[str, list[float]]:
-    """Return kind of run (rates.kind) -> [lowest, highest] ratio of planned to published step time."""
+    """Return kind of run (`kind`) -> [lowest, highest] ratio of planned to published step time."""
     return json.loads(COMPARED.read_text(encoding="utf-8"))["ranges"]
 
 
 def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, float] | None:
-    """Return the (shortest, longest) expected time in ms of a step with this roofline, by published runs of the same kind.
+    """Return the (shortest, longest) expected step time in ms, by the ratios of published runs of the same kind.
 
-    None if no published run is comparable ("" or too few of them), or at calibrated rates.
+    None if the kind has no range, or at calibrated rates.
+
+    Args:
+        step_ms: step time of the roofline.
+        kind: result of `kind`.
     """
     ratios = ranges().get(kind) if rates.source == PUBLISHED else None
     return (step_ms / ratios[1], step_ms / ratios[0]) if ratios else None
 
 
 def over_length(keys: int, backward: bool) -> float:
-    """Return the rate of attention at `keys` keys over the rate at ATTENTION_AT: CUDNN_H100, interpolated in log keys."""
+    """Return attention's rate with `keys` keys over its rate with ATTENTION_AT keys, interpolated in log keys (CUDNN_H100)."""
     table = {length: each[backward] for length, each in CUDNN_H100.items()}
     rate = float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in table], list(table.values())))
     return rate / table[ATTENTION_AT]
 
 
 def fp8_attention(keys: int) -> float:
-    """Return the rate of attention's forward pass in FP8 over its rate in 16 bits, interpolated in log keys."""
+    """Return the forward rate of attention in FP8 over that in 16 bits, interpolated in log keys (FA3_FORWARD)."""
     gains = [eight / sixteen for sixteen, eight in FA3_FORWARD.values()]
     return float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in FA3_FORWARD], gains))
 
 
 def fastest_attention(backward: bool) -> float:
-    """Return the largest value of `over_length`, by which the rate at ATTENTION_AT bounds the rate of any call."""
+    """Return the largest `over_length`: times the rate at ATTENTION_AT, it bounds the rate of any call."""
     return max(over_length(keys, backward) for keys in CUDNN_H100)
 
 
 def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
-    """Return a GPU's data sheet times the fractions that published kernels reach, with matmuls in the dtype of `precision`.
+    """Return published kernel rates: a GPU's data sheet times the fractions that published kernels reach.
 
-    Raises ValueError if the GPU has no such matmuls, or is of a generation with unknown rates of network and host link.
+    Raises ValueError if the GPU has no matmuls in `precision`, or if its generation has no known network and host link rates.
     """
     if not gpu.peak(precision):
         raise ValueError(f"precision = {precision!r}: {gpu.name} has no GEMMs of this type. Choose bf16.")
@@ -167,7 +175,7 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
             f"{gpu.name}: no network and host link rates for compute capability {gpu.sm / 10}. "
             f"Known: {', '.join(str(sm / 10) for sm in NETWORK_GBIT_S)}. Add it to NETWORK_GBIT_S and PCIE_GB_S."
         )
-    # Attention computes scores in bfloat16 under both low precisions, and in full float32 under f32.
+    # Attention computes scores in bfloat16 under bf16 and fp8, and in float32 under f32.
     peak = gpu.peak("f32" if precision == "f32" else "bf16")
     forward, backward = (rate / HOPPER * peak for rate in CUDNN_H100[ATTENTION_AT])
     return result.Rates(
@@ -187,10 +195,10 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
 
 
 def fraction(curve: result.Curve, size: float) -> float:
-    """Interpolate a curve at `size` bytes: a straight line between entries in the logarithms of both.
+    """Return the fraction of a curve at `size` bytes, interpolated linearly in the logarithms of size and fraction.
 
-    Below the first entry the time is that of the first entry, so the fraction falls with the size; above the last entry it is
-    the last one's.
+    Below the first entry the time is that of the first entry, so the fraction falls with the size. Above the last entry the
+    fraction is that of the last entry.
     """
     sizes = [s for s, _ in curve]
     at = bisect.bisect_right(sizes, size)
@@ -203,7 +211,7 @@ def fraction(curve: result.Curve, size: float) -> float:
 
 
 def path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
-    """Return the file of a GPU's calibration."""
+    """Return the path of a GPU's calibration file."""
     return Path(folder).expanduser() / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu_name).strip('_')}.json"
 
 
@@ -247,7 +255,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
 
 
 def _check_curve(name: str, curve: result.Curve) -> None:
-    """Raise ValueError if a curve is empty, not sorted by size, or has values other than positive ones and fractions of 1."""
+    """Raise ValueError unless a curve has entries, increasing sizes, positive values, and fractions of at most 1."""
     numbers = [n for pair in curve for n in pair]
     good = curve and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers)
     if not good or any(part > 1 for _, part in curve) or any(a >= b for (a, _), (b, _) in itertools.pairwise(curve)):
@@ -255,10 +263,10 @@ def _check_curve(name: str, curve: result.Curve) -> None:
 
 
 def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
-    """Return the calibrated rates of this GPU for bf16 and fp8, if it was calibrated; else the rates of `datasheet`.
+    """Return this GPU's calibrated rates; without a calibration, the rates of `datasheet`.
 
-    Under f32 a calibration's matmul and attention rates are replaced by those, as is a rate of FP8 matmuls that was not
-    measured. The source names them. Raises ValueError as `datasheet` and `load` do.
+    Rates that a calibration does not have come from `datasheet`, and `source` lists them: matmuls and attention in float32, and
+    FP8 matmuls if they were not measured. Raises ValueError as `datasheet` and `load` do.
     """
     sheet = datasheet(gpu, precision)
     measured = load(gpu.name, folder)

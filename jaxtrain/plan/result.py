@@ -1,4 +1,4 @@
-"""The plan as plain data. Its `to_json` is the contract of `--json`; reports are built from it."""
+"""The plan as plain data, from which reports are built. `to_json` defines the format of `--json`."""
 
 import dataclasses
 import functools
@@ -9,23 +9,23 @@ from typing import Any
 
 FORMAT = 2
 
-# (bytes, fraction of the full rate), by increasing bytes.
+# (bytes of a message, fraction of the full rate), by increasing bytes.
 type Curve = tuple[tuple[float, float], ...]
 ANY_SIZE: Curve = ((1.0, 1.0),)  # the full rate for every size
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of the parts of a GPU, as programs reach them in practice."""
+    """Rates that programs reach in practice on a GPU, its links and its network card."""
 
     gemm_tflops: float  # matmuls in the compute dtype
-    attention_forward_tflops: float  # of the FLOPs inside the mask, in a call with rates.ATTENTION_AT keys
+    attention_forward_tflops: float  # FLOPs inside the mask per second, in a call with rates.ATTENTION_AT keys
     attention_backward_tflops: float
     memory_tb_s: float  # memory-bound kernels
     nvlink_gb_s: float  # bus bandwidth of ring collectives inside a node, one direction
     network_gb_s: float  # of each GPU's share of the node's network cards, one direction
     host_gb_s: float  # to and from pinned host memory
-    network_latency_us: float  # between nodes: the way from one to the next, and through it
+    network_latency_us: float  # of a hop between nodes, and through the next node
     source: str  # "published kernel rates" or "calibrated on NVIDIA H200, 2026-11-21"
     fp8_tflops: float = 0.0  # matmuls in 8-bit floating point; 0 if the GPU has none
     collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.fraction)
@@ -34,24 +34,24 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, over a step: loops are multiplied out."""
+    """One collective of the program, summed over a step: loops are multiplied out."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
-    dtype: str  # on the wire; several combined into one launch are joined by "+"
+    dtype: str  # on the wire; the dtypes of arrays combined into one launch are joined by "+"
     axis: str  # mesh axes it runs over, joined by "+"
     group: int  # devices in one group
     count: int  # launches a step
     wire_gib: float  # sent by each GPU in a step over all launches
-    network_gib: float  # each GPU's share of the bytes that leave its node; 0 if the group is inside one
+    network_gib: float  # each GPU's share of the bytes that leave its node; 0 if groups are within a node
     ms: float  # time on the link, over all launches
-    exposed_ms: float  # of that, not overlapped with compute
-    source: str  # file:line of the Python code behind it
+    exposed_ms: float  # exposed part of `ms`
+    source: str  # file:line of its Python code
     op_name: str  # its path of named scopes
     instruction: str  # its name in the HLO
 
     @property
     def axes(self) -> frozenset[str]:
-        """Return the mesh axes, also of a collective over a part of an axis: "fsdp(2 of 4)"."""
+        """Return the names of the mesh axes: {"fsdp"} also for a part of an axis, "fsdp(2 of 4)"."""
         return frozenset(self.axis.partition("(")[0].split("+"))
 
 
@@ -79,9 +79,9 @@ class MemoryClass:
 class Memory:
     """GiB on one device."""
 
-    hbm_gib: float  # the card
+    hbm_gib: float  # memory of the GPU
     reserve_gib: float  # for memory that the compiler does not count: NCCL, CUDA context, fragmentation
-    usable_gib: float  # that training gives to JAX
+    usable_gib: float  # memory that training gives to JAX
     peak_gib: float  # by the compiler's buffer assignment, with cuDNN's workspace
     arguments_gib: float  # state and batch
     temp_gib: float
@@ -91,36 +91,36 @@ class Memory:
     peak_at: str  # op_name of the instruction during which the peak is reached
     timeline: tuple[tuple[float, str], ...]  # (GiB, phase) over the schedule, thinned to a few hundred points
     largest: tuple[Buffer, ...]  # at the peak, largest first
-    workspace_gib: float  # the largest workspace of one of cuDNN's attention calls, counted above
-    workspace_by: str  # "formula", or "cudnn 9.23.2" if cuDNN reported it
-    over_time: tuple[MemoryClass, ...] = ()  # at each point of the timeline the classes sum to its GiB
+    workspace_gib: float  # the largest workspace of a cuDNN attention call; included in the figures above
+    workspace_by: str  # its source: "formula", or "cudnn 9.23.2" if cuDNN computed it
+    over_time: tuple[MemoryClass, ...] = ()  # at each point of the timeline, the classes sum to the point's GiB
 
     @property
     def taken_gib(self) -> float:
-        """Return the allocated memory: the peak, and the gaps of the compiler's heap, which is allocated at once."""
+        """Return the allocated memory: the peak, and the gaps of the compiler's heap, which is one allocation."""
         return self.arguments_gib + self.temp_gib
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs of a token by formula, and of a step by the compiled program."""
+    """FLOPs per token by formula, and per step in the compiled program."""
 
     per_token_causal: float
     per_token_full: float
-    hardware_per_step: float  # FLOPs one device executes in a step: GEMMs and attention found in the program
-    expected_per_step: float  # the same by formula, with the remat policy's recomputation
-    attention_per_step: float = 0.0  # of the first, in fused attention kernels
-    attention_by_rank: tuple[float, ...] = ()  # inside the causal mask, by rank of mesh.seq; () if it is 1
+    hardware_per_step: float  # FLOPs that a device executes in a step: GEMMs and attention in the program
+    expected_per_step: float  # hardware_per_step by formula, with the remat policy's recomputation
+    attention_per_step: float = 0.0  # part of hardware_per_step in fused attention kernels
+    attention_by_rank: tuple[float, ...] = ()  # FLOPs inside the causal mask, by rank of mesh.seq; () if mesh.seq is 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """The time of a step on one device: its roofline, and its expected range by published runs of its kind."""
+    """The time of a step on one device: its roofline, and its expected range by comparable published runs."""
 
     gemm_ms: float
     attention_ms: float
     memory_ms: float  # memory-bound kernels
-    compute_ms: float  # the three together
+    compute_ms: float  # matmuls, attention and memory-bound kernels
     communication_ms: float  # time on the links, overlapped or exposed
     exposed_ms: float  # exposed communication
     host_exposed_ms: float  # exposed copies to and from host memory
@@ -131,48 +131,48 @@ class Time:
     mfu_full: float
     hfu: float
     bound_by: str
-    mfu_fp8_peak: float | None = None  # under precision=fp8: mfu_causal over the FP8 peak; the others are over that of bfloat16
+    mfu_fp8_peak: float | None = None  # under fp8: mfu_causal over the FP8 peak; other MFUs are over the bf16 peak
     expected_step_ms: tuple[float, float] | None = None  # shortest and longest; None: no comparable published run
-    expected_tokens_per_s_per_device: tuple[float, float] | None = None  # least and most
+    expected_tokens_per_s_per_device: tuple[float, float] | None = None  # lowest and highest
 
 
-SHOWN = 6  # matmuls in a sentence
+SHOWN = 6  # names in one line of the report
 
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
     """The matmuls of layers under precision=fp8, for each layer and microbatch.
 
-    Seven weights have 21, forward and backward. Matmuls of routers and of recomputation are added to these.
+    A dense layer has seven weights, and so 21 matmuls, forward and backward. Routers and recomputation add more.
     """
 
     products: float
-    eight: float  # of them, in 8-bit floating point
-    wide: tuple[str, ...]  # the others, most frequent first: operand and place, and count per step
+    eight: float  # matmuls in 8-bit floating point
+    wide: tuple[str, ...]  # matmuls in 16 bits, most frequent first: operation, source line, count per step
 
     @property
     def some_wide(self) -> str:
-        """Return the most frequent of the matmuls in 16 bits, as text."""
+        """Return the most frequent matmuls in 16 bits, as text."""
         more = [f"and {len(self.wide) - SHOWN} more"] if len(self.wide) > SHOWN else []
         return "; ".join([*self.wide[:SHOWN], *more])
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The pipeline over mesh.stage, on each GPU and in a step."""
+    """The pipeline over mesh.stage. Bytes and times are those of each GPU in a step."""
 
     schedule: str
     stages: int
-    groups: int  # of layers on each stage
+    groups: int  # virtual stages of each stage
     microbatches: int
-    layers: tuple[str, ...]  # on each stage: "0-9", or "0-4 10-14"
+    layers: tuple[str, ...]  # layers on each stage: "0-9", or "0-4 10-14"
     bubble: float  # fraction of the step, by formula
     idle: float  # fraction of passes through a stage without a microbatch, in the compiled program
-    in_flight: float  # microbatches that a stage saves activations of, at most
-    saved_gib: float  # these activations
-    permute_gib: float  # sent over stage, between neighbours
-    reduce_gib: float  # sent to all stages: states of the last for the vocabulary, gradients, sums
-    network_gib: float  # of both
+    in_flight: float  # most microbatches whose activations a stage saves at one time
+    saved_gib: float  # activations of the microbatches in flight
+    permute_gib: float  # sent to neighbouring stages
+    reduce_gib: float  # sent to all stages: the last stage's output for the loss, gradients, sums
+    network_gib: float  # part of both that leaves the node
     ms: float
     exposed_ms: float
 
@@ -181,22 +181,22 @@ class Pipeline:
 class Experts:
     """The placement of experts under expert parallelism."""
 
-    experts: int  # of a layer
+    experts: int  # experts of a layer
     per_token: int
-    devices: int  # that a layer's experts are sharded over
-    rows: float  # of a device's grouped matmuls, in one layer and microbatch
-    room: float  # rows of capacity
-    capacity: float  # factor; 0: no token is dropped
-    layer_gib: float  # all-to-all of one layer and microbatch, sent by each GPU, forward and backward
+    devices: int  # devices over which a layer's experts are sharded
+    rows: float  # rows of tokens in a device's grouped matmuls, for one layer and microbatch
+    room: float  # rows of the dispatch buffers (capacity)
+    capacity: float  # capacity factor; 0: no token is dropped
+    layer_gib: float  # sent by each GPU in the all-to-alls of one layer and microbatch, forward and backward
     layer_exposed_ms: float
-    exposed_ms: float  # of a whole step
-    load: float = 1.0  # load of the busiest expert over an even load, an assumption
+    exposed_ms: float  # exposed time of the all-to-alls in a step
+    load: float = 1.0  # assumed load of the busiest expert over an even load
     rounds: int = 1  # rounds of each dispatch at this load
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Instructions of one kind and origin, over a step."""
+    """Instructions of one kind, scope and source line, summed over a step."""
 
     kind: str  # gemm | attention | memory | communication | host
     op_name: str  # the innermost named scope, with forward, backward or recompute in front
@@ -231,12 +231,12 @@ class Plan:
     warnings: tuple[str, ...]
     versions: dict[str, str]
     options: dict[str, str | bool]  # compiler options that training would use
-    kept: str = ""  # the choice of remat.policy=auto
+    kept: str = ""  # saved activations that remat.policy=auto chose
     matmuls: Matmuls | None = None  # under precision=fp8
     pipeline: Pipeline | None = None  # with mesh.stage
     experts: Experts | None = None  # with model.num_experts
-    kind: str = ""  # of the published runs like this one (rates.kind)
-    # Loops of unknown length and branches, at which the host waits for the GPU: op_name -> times in a step.
+    kind: str = ""  # kind of comparable published runs (rates.kind)
+    # Loops of unknown trip count and branches, for which the host waits for the GPU: op_name -> waits per step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
@@ -247,7 +247,7 @@ class Plan:
             table: collectives | kernels | memory (GiB by class at the peak) | timeline (GiB by class over the schedule).
 
         Raises:
-            ValueError: another table.
+            ValueError: the table has another name.
         """
         from jaxtrain.page.sections import data_frame
 
@@ -270,7 +270,7 @@ class Plan:
         return terminal.text(self)
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.plan --html` for a notebook, in a frame."""
+        """Return the page of `python -m jaxtrain.plan --html` in an HTML frame, for a notebook."""
         from jaxtrain.page.html import framed
         from jaxtrain.plan.report import page
 
@@ -285,7 +285,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def from_json(tree: dict[str, Any]) -> Plan:
-    """Return the plan that `to_json` wrote. Raises ValueError on another format."""
+    """Return the plan of `to_json`'s data. Raises ValueError for another format."""
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
     memory = {name: value for name, value in tree["memory"].items() if name != "taken_gib"}
@@ -301,7 +301,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _decoded(kind: Any, data: Any) -> Any:
-    """Return plain data as a value of a type: objects become its dataclasses, and lists its tuples."""
+    """Return plain data converted to type `kind`: dicts become its dataclasses, lists become its tuples."""
     if isinstance(kind, typing.TypeAliasType):
         return _decoded(kind.__value__, data)
     if dataclasses.is_dataclass(kind):

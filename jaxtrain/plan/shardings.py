@@ -1,8 +1,8 @@
 """The sharding of every array of a train step: a row for each parameter, moment, gradient, gathered weight and activation.
 
 Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
-from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not show the global
-layout of the shards. The logical axes of jaxtrain/activations.py do.
+from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not have the global
+layout of these shards, so it comes from the logical axes of jaxtrain/activations.py.
 
     found = jaxtrain.shardings("llama3_8b", "h200:8", mesh={"fsdp": 4, "tensor": 2})
     found.filter(name="mlp", kind="parameter")
@@ -44,7 +44,7 @@ from jaxtrain.train.program import Program, build
 from jaxtrain.zero import make_zero
 
 KINDS = ("parameter", "counter", "moment", "gradient", "gathered", "activation", "batch", "array")
-# Dtypes by the short names that the config uses too.
+# JAX name of a dtype -> short name, as in the config.
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "i32", "uint32": "u32", "uint8": "u8"}
 LAYER_INPUT = "layer_input"
 EMBEDDING, HEAD = "embed.embedding", "head"
@@ -62,12 +62,12 @@ class Row:
 
     Attributes:
         kind: one of KINDS. "gathered": a weight in use, in the compute dtype, replicated over the axes that shard the batch.
-            "activation": of one layer and one microbatch.
+            "activation": an activation of one layer and one microbatch.
         local_shape: shape of a device's shard.
         axes: logical axis of each dimension, if they are known.
         sharding: None: the global layout of the shards is unknown, and so is the global shape.
-        copies: number held at once: one for each layer that saves it for the backward pass.
-        saved: of activations: keep | offload | recompute.
+        copies: number in memory at the same time, such as one for each layer that saves it for the backward pass.
+        saved: keep | offload | recompute, of activations and saved gathered weights; "offload" also of moments.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Row:
 
     @property
     def spec(self) -> P | None:
-        """Return the PartitionSpec."""
+        """Return the PartitionSpec; None if the global layout is unknown."""
         return None if self.sharding is None else self.sharding.spec
 
     @property
     def mesh_axes(self) -> Dims | None:
-        """Return the mesh axes that shard each dimension."""
+        """Return the mesh axes that shard each dimension; None if the global layout is unknown."""
         if self.spec is None:
             return None
         dims = [(over,) if isinstance(over, str) else tuple(over or ()) for over in self.spec]
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Return the global shape."""
+        """Return the global shape; None if it is unknown."""
         if self.sharding is None or self.mesh_axes is None:
             return None
         mesh = self.sharding.mesh.shape
@@ -103,19 +103,19 @@ class Row:
 
     @property
     def total_bytes(self) -> int | None:
-        """Return bytes of the global array, each element once."""
+        """Return the bytes of the global array without replicas; None if its shape is unknown."""
         return None if self.shape is None else self.bytes_per_device * math.prod(self.shape) // math.prod(self.local_shape)
 
     @property
     def replicas(self) -> int | None:
-        """Return the number of devices that hold the same shard."""
+        """Return the number of devices that hold the same shard; None if the global layout is unknown."""
         if self.sharding is None or self.total_bytes is None:
             return None
         return self.sharding.mesh.size * self.bytes_per_device // self.total_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Return bytes of device memory over all copies; 0 if the array is in host memory."""
+        """Return the bytes of all copies on one device; 0 if the array is in host memory."""
         return 0 if self.saved == "offload" else self.bytes_per_device * self.copies
 
     @property
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def layout(self) -> str:
-        """Return logical axis → mesh axes of each dimension, as text."""
+        """Return "logical axis→mesh axes" of each dimension, as text."""
         if self.mesh_axes is None:
             return "each device's own"
         axes = self.axes or ("?",) * len(self.mesh_axes)
@@ -140,19 +140,19 @@ class Row:
         """Return a picture of the devices that hold each shard, along the two dimensions with the most shards.
 
         Raises:
-            ValueError: the row has no global shape, or is a single number.
+            ValueError: the array has no known global shape, or is a scalar.
         """
         return _drawing(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Drawing:
-    """The devices of each shard of an array: an SVG in a notebook, a grid of text elsewhere.
+    """A picture of the devices of each shard of an array: an SVG in a notebook, a grid of text elsewhere.
 
     Attributes:
-        title: array, type, and the two dimensions that are drawn.
-        holders: for each shard, by row and column, the device ids.
-        note: further sharded dimensions; "" if there are none.
+        title: name and type of the array, and the two dimensions that are drawn.
+        holders: ids of the devices that hold each shard, by row and column.
+        note: sharded dimensions that are not drawn; "" if there are none.
     """
 
     title: str
@@ -199,7 +199,7 @@ PLAIN = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local_s
 
 @dataclasses.dataclass(frozen=True)
 class Shardings:
-    """The arrays of a train step. notes: which layers and which experts are where."""
+    """The arrays of a train step. notes: lines about the layers of each stage and the experts of each device."""
 
     entries: tuple[Row, ...]
     title: str
@@ -213,11 +213,11 @@ class Shardings:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> Row:
-        """Return the row of this name, the parameter if several kinds have it. Raises ConfigError without one."""
+        """Return the row of this name; if several kinds have the name, the parameter. Raises ConfigError if there is none."""
         return self.row(name)
 
     def diff(self, other: "Shardings", title: str = "") -> sections.Table:
-        """Return the arrays whose sharding or size on a device differs in `other`."""
+        """Return a table of the arrays whose sharding or size on a device differs in `other`."""
         return changes(self, other, title)
 
     def to_pandas(self) -> Any:
@@ -225,7 +225,7 @@ class Shardings:
         return sections.data_frame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return plain values, one dict a row."""
+        """Return a dict of plain values for each row."""
         return [{**{name: getattr(row, name) for name in PLAIN}, "spec": str(row.spec)} for row in self.entries]
 
     def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> "Shardings":
@@ -262,7 +262,7 @@ class Shardings:
         return dataclasses.replace(self, entries=tuple(filter(matches, self.entries)))
 
     def row(self, name: str, kind: str = "") -> Row:
-        """Return the row of this name; without a kind, the parameter if it has several. Raises ConfigError without one."""
+        """Return the row of this name and kind; without `kind`, the first, a parameter if there is one. Raises ConfigError."""
         for row in self.entries:
             if row.name == name and kind in ("", row.kind):
                 return row
@@ -270,7 +270,7 @@ class Shardings:
         raise ConfigError([Problem("name", name, f"no {kind or 'array'} of this table is called so", nearest(name, known))])
 
     def table(self) -> sections.Table:
-        """Return a line for each array. held: bytes on one device, of all copies that exist at once."""
+        """Return a table with a line for each array. Its column "held": bytes of all copies on one device."""
         headings = ("name", "kind", "array", "logical axis→mesh axes", "on a device", "held", "replicas")
         cells = []
         for row in self.entries:
@@ -282,7 +282,7 @@ class Shardings:
         return sections.text_table(self.title, headings, cells, total)
 
     def sums(self) -> sections.Table:
-        """Return the sums by kind: over all devices with each element once, and on one device."""
+        """Return a table of bytes by kind: of the global arrays without replicas, and on one device."""
         groups: dict[str, list[Row]] = {}
         for row in self.entries:
             groups.setdefault(_kind(row), []).append(row)
@@ -309,7 +309,7 @@ class Shardings:
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        """Return the tree for a notebook, with kinds and modules that fold."""
+        """Return the tree as HTML for a notebook. Kinds and modules fold."""
         parts = [f"<b>{escape(self.title)}</b>"]
         for kind, rows in self._by_kind().items():
             total = _size(sum(row.held_bytes for row in rows))
@@ -324,7 +324,7 @@ class Shardings:
 
 
 def _held(row: Row) -> str:
-    """Return copies and bytes on a device, as text."""
+    """Return the copies and the bytes of one copy on a device, as text."""
     copies = f"{row.copies} x " if row.copies > 1 else ""
     return copies + _size(row.bytes_per_device) + {"offload": " on the host", "recompute": " recomputed"}.get(row.saved, "")
 
@@ -361,7 +361,7 @@ def _size(count: int) -> str:
 
 
 def changes(before: Shardings, after: Shardings, title: str = "") -> sections.Table:
-    """Return the arrays whose sharding or size on a device differs."""
+    """Return a table of the arrays whose sharding or size on a device differs."""
     title = title or f"{before.title}  ⇒  {after.title}"
     old, new = ({(row.name, row.kind): row for row in found} for found in (before, after))
     cells = []
@@ -377,7 +377,7 @@ def changes(before: Shardings, after: Shardings, title: str = "") -> sections.Ta
 
 
 def parse_filter(text: str) -> dict[str, Any]:
-    """Return the arguments of `Shardings.filter` from "mlp" or "kind=activation,axis=fsdp". Raises ConfigError for others."""
+    """Parse "mlp" or "kind=activation,axis=fsdp" to arguments of `Shardings.filter`. Raises ConfigError for other text."""
     out: dict[str, Any] = {}
     for item in filter(None, (word.strip() for word in text.split(","))):
         key, given, value = item.partition("=")
@@ -395,10 +395,10 @@ def print_shardings(run: RunConfig, topology: Topology | Sequence[Any], filter: 
     """Print the arrays of a run, and their sums by kind.
 
     Args:
-        filter: as `parse_filter` reads it; "" for all rows.
+        filter: text for `parse_filter`; "" for all rows.
 
     Raises:
-        ValueError: no row is left. Also the errors of `describe`.
+        ValueError: no array matches the filter. Also raises the errors of `describe`.
     """
     found = describe(run, topology).filter(**parse_filter(filter))
     if not found.entries:
@@ -486,12 +486,12 @@ def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
 
 
 def _row(name: str, kind: str, local: tuple[int, ...], dtype: Any, *more: Any) -> Row:
-    """Return the row of an array. more: the fields of Row from `axes` on."""
+    """Return the row of an array. local: shape of a device's shard. more: the fields of Row from `axes` on."""
     return Row(name, kind, local, SHORT.get(str(dtype), str(dtype)), math.prod(local) * jnp.dtype(dtype).itemsize, *more)
 
 
 def _global_row(name: str, kind: str, a: Any, axes: Axes | None, dtype: Any = None, saved: str = "") -> Row:
-    """Return the row of an argument or a result of the step. a: abstract, with a global shape and a sharding."""
+    """Return the row of an argument or a result of the step. a: jax.ShapeDtypeStruct of global shape, with a sharding."""
     return _row(name, kind, a.sharding.shard_shape(a.shape), dtype or a.dtype, axes, a.sharding, 1, saved)
 
 
@@ -515,7 +515,7 @@ def _state_rows(program: Program) -> Iterator[Row]:
     for name, a in params.items():
         yield _global_row(name, "parameter", a, axes[name])
     for name, a in _leaves(program.state.optimizer).items():
-        whole = name.removesuffix(".codes").removesuffix(".scales")  # of 8-bit blocks
+        whole = name.removesuffix(".codes").removesuffix(".scales")  # arrays of 8-bit moments
         of = next((p for p in params if whole.endswith("." + p) and a.ndim == params[p].ndim), None)
         saved = "offload" if program.offload and a.shape else ""
         yield _global_row(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
@@ -525,7 +525,7 @@ def _state_rows(program: Program) -> Iterator[Row]:
 
 
 def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
-    """Yield the rows of weights in use, by the rules with which the step gathers them (jaxtrain/zero.py)."""
+    """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/zero.py)."""
     p, numerics = program.placement, numerics_of(program.run)
     zero = make_zero(program.run, p, numerics)
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
@@ -533,13 +533,13 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
     found = []
     for name, a in params.items():
         if name == EMBEDDING and HEAD in params and not zero.reduce_once:
-            continue  # the look-up sends the rows of a sharded table to the tokens
+            continue  # the lookup sends rows of the sharded embedding and gathers nothing
         of_layer = all_axes[name][0] == "layers" and not zero.gather_once
         axes, shape = (all_axes[name][1:], a.shape[1:]) if of_layer else (all_axes[name], a.shape)
         sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
         dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
         found.append((name, sharding.shard_shape(shape), dtype, axes, sharding))
-    # Saved weights have no names of their own: those of one shape share them.
+    # Saved gathered weights have no names, so their copies are divided among the weights of that shape.
     alike = collections.Counter(local for name, local, *_ in found if name.startswith(f"{STACK}."))
     for name, local, dtype, axes, sharding in found:
         kept = sum(count for (saved_name, shape, *_), count in saved.items() if (saved_name, shape) == (WEIGHT, local))
@@ -568,16 +568,16 @@ def _named_activations(program: Program) -> Named:
 
 
 def _saved_activations(program: Program, named: Named) -> Saved:
-    """Return the activations that the forward pass saves for the backward pass, and the number of copies held at once."""
+    """Return (name, local shape, dtype, keep | offload) of each saved activation -> its copies in memory at the same time."""
     counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
-    # A layer's input has the shape of the residual stream. Other saved arrays can have the name of layers' inputs too.
+    # A layer's input has the shape of the residual stream. Other saved arrays can have the name "layer input" too.
     stream = next((shape for name, shape in named if name == "residual"), None)
-    # A loop over layers saves a layer's input once, a pipeline once in each of its phases, into the same buffers.
+    # A loop over layers saves a layer's input once. A pipeline saves it in each of its phases, in the same buffers.
     entry = next((k for k in counts if k.stacked and k.name == "layer input" and stream in (None, k.dims[1:])), None)
     found: collections.Counter[tuple[str, tuple[int, ...], str, str]] = collections.Counter()
     for k, count in counts.items():
         if k.stacked and entry is not None and k.dims[0] != entry.dims[0]:
-            continue  # of a loop within a layer
+            continue  # saved by a loop within a layer
         if k.stacked:
             count = k.dims[0] * count // (counts[entry] if entry is not None else 1)
         local = k.dims[1:] if k.stacked else k.dims
@@ -592,10 +592,10 @@ def _saved_activations(program: Program, named: Named) -> Saved:
 
 
 def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
-    """Return the rows of activations, in the order of the model, with those without a name last.
+    """Return the rows of activations in the order of the model. Activations without a name are last.
 
-    The global layout is unknown for rows of a device's experts, arrays without a name, and arrays inside Ulysses attention,
-    where the ranks of a group exchange tokens for heads.
+    The global layout is unknown for the tokens of a device's experts, for arrays without a name, and for arrays inside Ulysses
+    attention, where the ranks of a group exchange tokens for heads.
     """
 
     def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:
@@ -604,12 +604,12 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
         how = (axes, program.placement.sharding(axes, name)) if known else (None, None)
         return _row(name, "activation", local, dtype, *how, copies, place)
 
-    # A saved array can have another dtype than at its name: later operations can convert it first.
+    # A saved array can have another dtype than the named array, since later operations can convert it before it is saved.
     rows = [row(name, local, _dtype(hlo), n, place) for (name, local, hlo, place), n in saved.items() if name != WEIGHT]
     names = {(name, local) for name, local, *_ in saved}
     rows += [row(*key, dtype, 1, "recompute") for key, dtype in named.items() if key not in names]
     order = [*AXES]
-    # If some layers offload an array and the last one keeps it, its row comes second.
+    # If some layers offload an array and the last layer keeps it on the device, the row of the kept array is second.
     return sorted(rows, key=lambda r: (order.index(r.name) if r.name in order else len(order), r.saved != "offload"))
 
 

@@ -1,6 +1,6 @@
-"""The machines of plans: a chip, the GPUs of a node, joined by NVLink, and the nodes, joined by a network.
+"""The machines of plans: a chip, the GPUs of a node, connected by NVLink, and nodes, connected by a network.
 
-XLA's GPU compiler needs a description of the GPU and the shape of the machine, but no driver and no GPU. specs/ has a
+XLA's GPU compiler needs a description of the GPU and the numbers of GPUs and nodes, but no driver and no GPU. specs/ has a
 description of each chip, with the memory that CUDA reports.
 """
 
@@ -21,7 +21,7 @@ from jaxtrain import hardware
 from jaxtrain.sharding import node_of
 from jaxtrain.startup import quiet
 
-# Chip -> (most GPUs of a node, the link between them).
+# Chip -> (most GPUs of a node, the reason in error messages).
 CHIPS: Mapping[str, tuple[int, str]] = {
     "a100": (16, "two HGX A100 boards hold"),
     "a100_40": (16, "two HGX A100 boards hold"),
@@ -33,7 +33,7 @@ CHIPS: Mapping[str, tuple[int, str]] = {
     "h200": (8, "an HGX H200 board holds"),
     "h200_nvl": (4, "an NVLink bridge joins"),
 }
-MOST_GPUS = 2**17  # in total, so that a typing error does not ask the compiler for millions
+MOST_GPUS = 2**17  # in total, so that after a typing error the compiler does not build millions of devices
 FORM = "CHIP:GPUS or CHIP:GPUSxNODES, such as h200:8 or h200:8x16"
 
 
@@ -43,14 +43,14 @@ class TopologyError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`nodes` nodes of `gpus` GPUs each, one process a node."""
+    """A machine of `nodes` nodes with `gpus` GPUs each. Each node has one process."""
 
     chip: str
     gpus: int  # of a node
     nodes: int
-    device_kind: str  # as JAX names the device
-    memory_bytes: int  # of one card, as CUDA reports it
-    description: str = dataclasses.field(repr=False)  # for the compiler; "": the GPUs of this machine have their own
+    device_kind: str  # name of the GPU in JAX
+    memory_bytes: int  # of one GPU, as CUDA reports it
+    description: str = dataclasses.field(repr=False)  # target description for the compiler; "" for the GPUs of this machine
 
     @property
     def total(self) -> int:
@@ -59,7 +59,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the name that `parse` accepts, such as "h200:8x16"."""
         return f"{self.chip}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
 
     @property
@@ -67,12 +67,12 @@ class Topology:
         return self.memory_bytes / 2**30
 
     def usable_gib(self, configured: float = 0.0) -> float:
-        """Return the GiB that a program may use: the fraction `configured` (train.memory_fraction), or all but the reserve."""
+        """Return the GiB per GPU that a program may use. configured: train.memory_fraction; 0: all but the reserve."""
         return self.memory_gib * hardware.memory_fraction(self.memory_gib, configured)
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """Return the data sheet's rates. Raises TopologyError for a GPU that jaxtrain/hardware.py does not have."""
+        """Return the GPU's data sheet. Raises TopologyError for a GPU that is not in jaxtrain/hardware.py."""
         found = hardware.lookup(self.device_kind)
         if found is None:
             raise TopologyError(
@@ -83,7 +83,7 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError, with a name that works."""
+    """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError for other names."""
     form = re.fullmatch(r"\s*([\w.-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
     if not form:
         raise TopologyError(f"topology {text!r}: not of the form {FORM}.")
@@ -116,7 +116,7 @@ def _read(chip: str) -> dict[str, Any]:
 
 
 def here() -> Topology:
-    """Return the machine of this process. Raises TopologyError without GPUs, or with GPUs that differ."""
+    """Return the machine of this process. Raises TopologyError if it has no GPUs, or if GPUs or nodes differ."""
     found = jax.devices()
     if found[0].platform != "gpu":
         raise TopologyError(
@@ -141,15 +141,15 @@ LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
 
 
 def _toolkits() -> list[Path]:
-    """Return the folders in which XLA searches ptxas and libdevice: wheels, then CUDA's usual ones."""
+    """Return the folders in which XLA searches for ptxas and libdevice: those of wheels, then CUDA's usual folders."""
     wheels = [Path(p) / "nvidia" / name for p in sys.path for name in ("cuda_nvcc", "cu13")]
     return [*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")]
 
 
 def devices(topology: Topology) -> list[Any]:
-    """Return the devices to compile for, in the order of their ids, node by node; `process_index` is the node.
+    """Return the devices to compile for, ordered by id, node by node. `process_index` is the number of the node.
 
-    Described devices can compile programs, not run them. Raises RuntimeError without XLA's GPU compiler.
+    Programs can be compiled for described devices, but cannot run on them. Raises RuntimeError without XLA's GPU compiler.
     """
     if not topology.description:
         return jax.devices()

@@ -1,4 +1,4 @@
-"""The command: checks this node, and with several processes the other nodes of the run."""
+"""The command line of preflight: checks this node and, with several processes, the other nodes of the run."""
 
 import contextlib
 import json
@@ -33,13 +33,13 @@ from jaxtrain.preflight.table import Context
 from jaxtrain.validate.places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
-LATE_S = 10.0  # beyond the limit: every step has its own limit, and this one is for missed cases
-SAVE_S = 5.0  # for a file or a recording
+LATE_S = 10.0  # after --limit, this process is ended; usually the own limit of each step ends it before
+SAVE_S = 5.0  # time limit for writing a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def rule_of_json(text: str) -> str:
-    """Return why --json cannot be written, or ""."""
+    """Return the reason why the file of --json cannot be written, or ""."""
     try:
         return "" if text == "-" else call_with_timeout(ANSWER_S, text, lambda: check_output_file(text))
     except Unanswered as error:
@@ -98,14 +98,14 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     """Run the command and return its exit code.
 
     Args:
-        own_process: this process does nothing else, and may end from any thread.
+        own_process: whether this process does nothing else, so that any thread may end it.
     """
     began = time.monotonic()
     return run_command(COMMAND, argv, lambda parsed: run(parsed, began, own_process), check=check_options)
 
 
 def run(parsed: Parsed, began: float, own_process: bool) -> int:
-    """Check the node and print the report. Returns the exit code."""
+    """Check the node, print the report, and return the exit code."""
     options, nodes = parsed.options, []
     cluster, _ = distributed.detect(options, os.environ)
     total_s = float(options["limit"]) + (float(options["meet"]) if cluster else 0.0) + LATE_S
@@ -124,12 +124,12 @@ def run(parsed: Parsed, began: float, own_process: bool) -> int:
             for node in nodes:
                 node.close()
     if cluster is not None and own_process:
-        distributed.leave(code)  # Python's own exit waits for the others
+        distributed.leave(code)  # Python's own exit would wait for the other processes
     return code
 
 
 def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began: float, own_process: bool) -> int:
-    """Check a node with the processes of its run, and report. Returns the exit code."""
+    """Check a node together with the processes of its run, report, and return the exit code."""
     options, node = parsed.options, context.node
 
     def finish(reports: list[NodeReport]) -> int:
@@ -143,7 +143,7 @@ def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began:
             else:
                 report.show(reports)
                 saved = not file or save("--json", file, lambda path: write_atomic(path, text + "\n"))
-        elif report.is_incomplete(reports):  # process 0 may be the lost one
+        elif report.is_incomplete(reports):  # process 0, which usually reports, may be lost
             report.show(reports)
         return report.exit_code(reports) or int(not saved)
 
@@ -171,10 +171,10 @@ def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began:
 
 @contextlib.contextmanager
 def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
-    """End this process with 3 if the block has not ended after `limit_s`, and print the function that it is in.
+    """End this process with exit code 3 if the block takes longer than `limit_s`. Print the function that was running.
 
     Args:
-        nodes: those that the block uses; their commands are killed.
+        nodes: the nodes that the block uses. Their commands are killed.
     """
     waiting = threading.get_ident()
 
@@ -197,7 +197,7 @@ def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
 
 
 def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
-    """Write to the path that an option names. Returns whether that worked; a failure hides no verdict."""
+    """Write to the path of an option, and return whether it succeeded. A failure does not change the verdict."""
     try:
         call_with_timeout(SAVE_S, value, lambda: write(Path(value).expanduser()))
     except (OSError, Unanswered) as error:
@@ -207,14 +207,14 @@ def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
 
 
 def make_node(parsed: Parsed) -> Node:
-    """Return the node to check. Raises RecordingError."""
+    """Return the node to check: this node, or the recording of --recorded. Raises RecordingError."""
     if recorded := parsed.options["recorded"]:
         return RecordedNode(Path(recorded).expanduser())
     return LocalNode(run_paths(parsed), min(COMMAND_S, float(parsed.options["limit"]) / 2))
 
 
 def run_paths(parsed: Parsed) -> dict[str, str]:
-    """Return name -> folder or bucket of the run's state, "" for none."""
+    """Return name ("data", "checkpoints", "cache") -> folder or bucket of the run; "" if there is none."""
     run = parsed.config.run
     folder = Path(parsed.options["workdir"] or Path("runs") / parsed.config.launch.name)
     checkpoints = run.checkpoint.dir or str(folder / "checkpoints")
@@ -225,7 +225,7 @@ def run_paths(parsed: Parsed) -> dict[str, str]:
 
 
 def check_options(parsed: Parsed) -> list[Problem]:
-    """Return the problems that command_line does not find."""
+    """Return the problems of the options that command_line does not find."""
     options = parsed.options
     _, problems = distributed.detect(options, os.environ)
     problems += unknown_checks(*allowed(parsed))
@@ -237,14 +237,14 @@ def check_options(parsed: Parsed) -> list[Problem]:
 
 
 def allowed(parsed: Parsed) -> tuple[str, list[str]]:
-    """Return the option or variable that names checks whose fault is only a note, and the names."""
+    """Return (option or variable that lists checks whose faults become notes, names of these checks)."""
     given = parsed.options["allow"]
     names = (given or os.environ.get(ALLOW, "")).split(",")
     return "--allow" if given else ALLOW, [name.strip() for name in names if name.strip()]
 
 
 def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
-    """Return a problem for each name that no check has."""
+    """Return a problem for each name that is not the name of a check."""
     spelled = {name.lower(): name for name in inspection.CHECKS}
     rule = "no check with a fault that can be allowed has this name"
     unknown = [(name, spelled.get(name.lower())) for name in names if name not in inspection.CHECKS]
@@ -254,7 +254,7 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
 
 
 def refused_folder(folder: Path) -> list[Problem]:
-    """Return why no recording can be saved in a folder; its file system may hang."""
+    """Return the problems of saving a recording in a folder. A file system that hangs is a problem too."""
 
     def look() -> list[Problem]:
         if others := not_of_a_recording(folder):

@@ -9,29 +9,29 @@ SWITCH, BRIDGE = "switch", "bridge"
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """The expected properties of a node with these GPUs. None: it differs from node to node, or no source was found."""
+    """The expected properties of a node with these GPUs. None: the property differs among nodes, or has no known source."""
 
     name: str
-    gpus: int | None  # on a board
-    joined: str  # SWITCH: every two GPUs over all links; BRIDGE: the GPUs of one bridge
+    gpus: int | None  # GPUs of a board
+    joined: str  # SWITCH: all links connect every pair of GPUs; BRIDGE: links connect the GPUs of one bridge
     links: int  # NVLinks of a GPU
-    bridged: tuple[int, ...]  # how many GPUs a bridge may join
+    bridged: tuple[int, ...]  # numbers of GPUs that a bridge may connect
     power_w: float  # default power limit
-    sm_mhz: int | None  # highest clock
-    all_reduce: float | None  # bus bandwidth in GB/s by nccl-tests over the board, with NVLS
+    sm_mhz: int | None  # highest SM clock
+    all_reduce: float | None  # bus bandwidth in GB/s of nccl-tests over all GPUs of the board, with NVLS
     without_nvls: float | None
     source: str
 
 
 NCCL_TESTS = "NVIDIA/nccl-tests issues 212 and 272: 475 to 480 with NVLS on 8 GPUs, about 370 for what does not use it"
 HOPPER = f"data sheet; nvidia-smi as published: NV18, 18 links of 26.562 GB/s, 700 W, 1980 MHz; {NCCL_TESTS}"
-# Bridges of two and of four have 900 GB/s a GPU: 18 links to one partner, or 6 to each of three.
+# Bridges of two and of four GPUs have 900 GB/s per GPU: 18 links to one GPU, or 6 links to each of three GPUs.
 H200_NVL = "data sheet: 2- or 4-way bridge, 900 GB/s a GPU, up to 600 W; nvidia-smi as published: 1785 MHz"
 HGX_A100 = "data sheet: 12 links, 600 GB/s, 400 W, 1410 MHz"
 PAIR = "data sheet: a bridge joins two, 600 GB/s; its highest limit"
 HGX_B200 = "HGX B200 specifications: 18 links, 1.8 TB/s a GPU, 1000 W"
 
-# By the GPU's name in hardware.py.
+# GPU's name in hardware.py -> its board.
 # fmt: off
 BOARDS: dict[str, Board] = {
     "H200 SXM":       Board("HGX H200",  8,    SWITCH, 18, (),     700, 1980, 480,  370,  HOPPER),
@@ -49,6 +49,6 @@ BOARDS: dict[str, Board] = {
 
 
 def board_of(names: list[str]) -> Board | None:
-    """Return the board of a node with these GPUs; None if they differ or are not in the table."""
+    """Return the board of a node with these GPUs; None if their models differ or are not in BOARDS."""
     found = {gpu.name if (gpu := hardware.lookup(name)) else "" for name in names}
     return BOARDS.get(found.pop()) if len(found) == 1 else None

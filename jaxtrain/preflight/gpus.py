@@ -1,4 +1,4 @@
-"""Checks of the GPUs: present, equal, free, without memory errors or Xids, and at full clocks and power."""
+"""Checks of the GPUs: present, of one model, free, without memory errors or Xids, and at full clocks and power."""
 
 import re
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from jaxtrain.preflight.table import (
     unknown,
 )
 
-DRIVER, CHECKS = Table(), Table()  # DRIVER: also run without a GPU that answers
+DRIVER, CHECKS = Table(), Table()  # checks of DRIVER also run if no GPU answers
 
-MEMORY_IN_USE_MIB = 2048.0  # by other processes; the driver itself reserves less
-XID_HOURS = 24.0  # older Xids are not reported as faults
-POWER_SHARE = 0.99  # of a power limit: drivers round
-CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model without a board: vendors differ by some percent
+MEMORY_IN_USE_MIB = 2048.0  # used by other processes; the driver's own reservation is smaller
+XID_HOURS = 24.0  # an older Xid is a note, not a fault
+POWER_SHARE = 0.99  # of a power limit, since drivers round
+CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model that is not in BOARDS: vendors' clocks differ by some percent
 NO_MODULE = "couldn't communicate with the NVIDIA driver"
 
-# Xids of hardware errors (NVIDIA's Xid catalogue); programs cause the others.
+# Xids of hardware errors (NVIDIA's Xid catalogue). Programs cause all other Xids.
 HARDWARE_XIDS = {
     48: "double-bit ECC error",
     64: "row remapping failed",
@@ -46,8 +46,8 @@ HARDWARE_XIDS = {
     149: "NVLink NETIR error",
     154: "recovery action changed",
 }
-ACTION_CHANGED = 154  # ends with the new action: 0x0 (None) after a recovery
-# clocks_event_reasons, by nvml.h. Idle, application clocks and the power cap under load are normal.
+ACTION_CHANGED = 154  # its line in the log ends with the new action: 0x0 (None) after a recovery
+# Bits of clocks_event_reasons (nvml.h). The reasons "idle", "application clocks" and, under load, "power cap" are normal.
 SLOWDOWNS = {0x08: "hw_slowdown", 0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake"}
 POWER_CAP = 0x04
 
@@ -85,7 +85,7 @@ def driver_answers(c: Context) -> Verdict:
 
 
 def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the name of the system that assigned GPUs to this job or container, and their number; 0 if it is unknown."""
+    """Return (system that assigned GPUs to this job or container, number of these GPUs); ("", 0) if there is none."""
     if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return "Slurm", int(slurm)
     parts = [part.strip() for part in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
@@ -102,7 +102,7 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     "away.",
 )
 def gpu_count(c: Context) -> Verdict:
-    """Compare with the number that the scheduler or the container gave, or else with the board's."""
+    """Compare the number of GPUs with the number that scheduler or container assigned, else with the board's number."""
     gpus, board = c.gpus, c.board
     if gpus.reset:
         return fault(
@@ -126,7 +126,7 @@ def gpu_count(c: Context) -> Verdict:
     seen = f"{gpus.on_node} of {board.gpus}"
     if gpus.on_node >= board.gpus:
         return ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
-    # Schedulers and clouds assign half, a quarter or one GPU of a board, and pods any number. Seven of eight is a broken node.
+    # Schedulers and clouds assign a half, a quarter or one GPU of a board; pods have any number. Seven of eight are a fault.
     part = gpus.others or not board.gpus % gpus.on_node or c.node.environ.get("KUBERNETES_SERVICE_HOST")
     return note(seen, fix=intended) if part else fault(seen)
 
@@ -213,7 +213,7 @@ CHECKS.add(
 
 
 def pci(address: str) -> tuple[int, ...]:
-    """Return (domain, bus, device): nvidia-smi writes 00000000:9A:00.0, and the kernel 0000:9a:00."""
+    """Parse a PCI address to (domain, bus, device). nvidia-smi has 00000000:9A:00.0, the kernel has 0000:9a:00."""
     return tuple(int(part, 16) for part in re.findall(r"[0-9A-Fa-f]+", address.partition(".")[0]))
 
 
@@ -242,7 +242,7 @@ def xid(c: Context) -> Verdict:
         elif uptime is not None and line[1] and uptime - float(line[1]) >= 3600 * XID_HOURS:
             when = "older"
         else:
-            # The line stays in the log after a reset. If the driver recommends no action, the GPU has recovered.
+            # The Xid stays in the log after a reset. If the driver recommends no action, the GPU has recovered.
             when = "before a reset" if mine.get(address) in recovered and address not in lost else "now"
         found[when].append(f"{number} ({HARDWARE_XIDS[number]}) on {line[2]}")
     texts = {when: listed(list(dict.fromkeys(each))) for when, each in found.items() if each}
@@ -269,7 +269,7 @@ def power_limit(c: Context, row: Row) -> Verdict | None:
     built_so = "Nothing, if it is built so."
     if held < POWER_SHARE * default:
         seen = f"set to {limit:.0f} W, and held at {held:.0f}"
-        return fault(seen) if c.board else note(seen, fix=built_so)  # laptops change it all the time
+        return fault(seen) if c.board else note(seen, fix=built_so)  # laptops change this limit all the time
     if c.board and default < POWER_SHARE * c.board.power_w:
         return note(f"{default:.0f} W by default, where an {c.board.name} has {c.board.power_w:.0f}", fix=built_so)
     return ok(f"{limit:.0f} W")

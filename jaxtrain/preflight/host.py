@@ -10,13 +10,13 @@ from jaxtrain.stores import is_bucket
 CHECKS = Table()
 
 SHM_GIB = 1.0
-OPEN_FILES = (1024, 65536)  # fault below the first, note below the second
-CPUS_PER_GPU = 4  # JAX's dispatch, NCCL's proxies, input pipeline, checkpoint writer
-HOST_MEMORY_SHARE = 0.5  # of the GPUs' memory: a checkpoint is copied to the host first
-FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # checkpoints: without a config
+OPEN_FILES = (1024, 65536)  # a limit below the first is a fault, below the second a note
+CPUS_PER_GPU = 4  # for JAX's dispatch, NCCL's proxies, input pipeline and checkpoint writer
+HOST_MEMORY_SHARE = 0.5  # of the GPUs' memory, since a checkpoint is copied to the host before it is written
+FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # "checkpoints" is used only without a config
 BYTES_PER_PARAMETER = 12  # float32 master and Adam's two moments
-CAP_IPC_LOCK = 1 << 14  # linux/capability.h: no limit on locked memory applies
-# Drivers whose default, powersave, follows the load (the kernel's guides to intel_pstate and amd-pstate).
+CAP_IPC_LOCK = 1 << 14  # capability bit (linux/capability.h) of a process without a limit on locked memory
+# Drivers whose governor powersave adapts clocks to the load (the kernel's guides to intel_pstate and amd-pstate).
 FOLLOWS_LOAD = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 IN_MEMORY = ("tmpfs", "ramfs")
 NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "smb3", "cifs", "wekafs", "9p", "virtiofs")
@@ -33,7 +33,7 @@ def numa_balancing(c: Context) -> Verdict:
     value = (c.node.read("/proc/sys/kernel/numa_balancing") or "").strip()
     if value in ("", "0"):
         return ok("off" if value else "this kernel has none")
-    # With one NUMA node the kernel moves no pages; and a machine without GPUs does not train.
+    # With one NUMA node the kernel moves no pages. On a machine without GPUs it does not matter.
     several = "-" in (c.node.read("/sys/devices/system/node/online") or "")
     return fault(f"on ({value})") if several and c.gpus.count else note(f"on ({value})")
 
@@ -91,7 +91,7 @@ def locked_memory(c: Context) -> Verdict:
         return ok(f"{seen}, and no limit applies to this process (CAP_IPC_LOCK)")
     if limit >= 2**30 * c.gpu_gib:
         return ok(f"{seen}, as much as the GPUs have")
-    # Memory that CUDA pins does not count towards the limit; the network's memory does.
+    # The limit counts memory that the network pins, but not memory that CUDA pins.
     if not c.several_nodes:
         return note(f"{seen}; a run of one node does not need it")
     infiniband = c.node.listing("/sys/class/infiniband")
@@ -158,7 +158,8 @@ def clock(c: Context) -> Verdict:
     synchronised = c.node.facts.get("clock_synchronised")
     if synchronised is None:
         return unknown("not reported by this kernel")
-    # chronyd without rtcsync sets the clock without the kernel's flag. Several nodes also compare their clocks.
+    # Without rtcsync, chronyd sets the clock and leaves the kernel's flag unset, so this is a note. Another check compares the
+    # clocks of nodes.
     return ok("it follows one") if synchronised else note("the kernel has none")
 
 
@@ -176,7 +177,7 @@ def free_space(name: str, c: Context) -> Verdict | None:
     if name not in c.paths:
         return None
     path, disk, needed = c.paths[name], c.node.disks.get(name), FREE_GIB[name]
-    if name == "checkpoints" and c.has_config:  # two: the last complete one, and the one being written
+    if name == "checkpoints" and c.has_config:  # space for two: the newest complete checkpoint, and the one being written
         needed = max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
     expected = f"{needed:,.0f} GiB free"
     if not path:

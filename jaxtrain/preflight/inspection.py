@@ -1,4 +1,4 @@
-"""All checks of one node, in the order of the report, and the comparison of a run's nodes and processes."""
+"""Run all checks of one node, in the order of the report, and compare the nodes and processes of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from jaxtrain.preflight import gpus, host, links, nvidia_smi, rates, software
 from jaxtrain.preflight.table import OK, Check, Context, Finding, Table, fault, listed
 
 COMMANDS = (*nvidia_smi.COMMANDS, "dmesg")
-CLOCKS_APART_S = 2.0  # of two nodes
+CLOCKS_APART_S = 2.0  # largest difference of the clocks of two nodes
 
 PROCESSES = Check(
     "processes",
@@ -33,7 +33,7 @@ CLOCKS = Check(
     "sudo timedatectl set-ntp true, or start chronyd; in a VM, its host's clock.",
 )
 OF_NODES = (*gpus.DRIVER, *gpus.CHECKS, *links.CHECKS, *software.VERSIONS, *host.CHECKS, *software.VARIABLES, *rates.CHECKS)
-CHECKS = {check.name: check for check in (*OF_NODES, *COMPARISONS.values(), CLOCKS)}  # all whose fault can be allowed
+CHECKS = {check.name: check for check in (*OF_NODES, *COMPARISONS.values(), CLOCKS)}  # those of --allow
 
 
 def inspect(context: Context) -> list[Finding]:
@@ -46,10 +46,10 @@ def inspect(context: Context) -> list[Finding]:
 
 
 def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
-    """Return the properties that must be equal on all nodes.
+    """Return the properties of this node that must be equal on all nodes.
 
     Args:
-        connected_unix: the node's time when all processes had connected.
+        connected_unix: this node's time when all processes were connected, in Unix seconds.
     """
     of_node = context.gpus
     return {
@@ -62,7 +62,7 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
 
 
 def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return a fault for each node that differs from most of the others, or one finding that none does."""
+    """Return a fault for each node that differs from the most frequent value, or one finding if all nodes are equal."""
     found = []
     for what, check in COMPARISONS.items():
         values = [description[what] for description in descriptions]
@@ -85,7 +85,7 @@ def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) ->
 
 
 def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
-    """Return a fault for each host whose processes see different GPUs; `processes`: (host, CUDA_VISIBLE_DEVICES) of each."""
+    """Return a fault for each host whose processes have different CUDA_VISIBLE_DEVICES. processes: (host, value) of each."""
     values = {host: sorted({value for other, value in processes if other == host}) for host, _ in processes}
     return [
         CHECKS[software.VISIBLE].finding(fault(f"{len(seen)} values on {host}: {listed([repr(v) for v in seen])}"), host)

@@ -1,4 +1,4 @@
-"""Checks of the links: NVLink and NVSwitch between the GPUs, and their NICs."""
+"""Checks of the links: NVLink and NVSwitch between GPUs, and the network cards (NICs) near the GPUs."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from jaxtrain.preflight.table import Context, Table, Verdict, each_gpu, fault, g
 
 CHECKS = Table()
 
-# nvidia-smi's abbreviations, by its own legend.
+# nvidia-smi's abbreviation of a connection -> its meaning, by nvidia-smi's own legend.
 CONNECTIONS = {
     "SYS": "across the CPUs' interconnect",
     "NODE": "across PCIe host bridges of one CPU",
@@ -19,7 +19,7 @@ CONNECTIONS = {
     "PXB": "across several PCIe switches",
     "PIX": "across one PCIe switch",
 }
-FABRIC_OK = ("Completed", "Success")  # fabric.state and fabric.status
+FABRIC_OK = ("Completed", "Success")  # good values of (fabric.state, fabric.status)
 ONE_GPU = "Nothing: this run has one GPU and uses none of its links."
 
 
@@ -30,8 +30,8 @@ def has_switches(c: Context) -> bool:
 def without_switches(c: Context) -> bool:
     """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
 
-    There each GPU has a third of its links to each of the others (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on HGX
-    A100 4-GPU).
+    On such a board each GPU has a third of its links to each other GPU (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on
+    HGX A100 4-GPU).
     """
     pairs = set(c.topology.pairs.values())
     return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
@@ -68,7 +68,7 @@ def topology(c: Context) -> Verdict | None:
 
 
 def bridges(c: Context, board: Board, counts: str) -> Verdict:
-    """Judge a board whose GPUs are joined by bridges of equal size."""
+    """Return the verdict on a board whose GPUs are connected by bridges of equal size. counts: pairs of each connection."""
     pairs = c.topology.pairs
     partners = {
         gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.near_nics
@@ -78,7 +78,7 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
         return note(f"{counts}: no NVLink bridges", fix="Nothing, if none were bought; a bridge makes collectives faster.")
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
-    # If the run has a part of the node, a bridge may join its GPUs to others.
+    # If the run has only some GPUs of the node, a bridge may connect them to GPUs of another run.
     part = c.gpus.others or find_assigner(c.node.environ)[1] or c.gpus.on_node < full
     if part and all(connection in sizes for connections in partners.values() for connection in connections):
         return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
@@ -147,7 +147,7 @@ def nvlink_errors(c: Context) -> Verdict:
         return unknown(f"nvidia-smi nvlink -e: {'no counters' if answer.succeeded else answer.error}")
     if recovered := [text for text, kind, some in lines if kind == "Recovery" and some]:
         return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
-    # Resending corrects these; a few over weeks are normal.
+    # Resending corrects these errors. A few in some weeks are normal.
     resent = [text for text, kind, some in lines if kind in ("Replay", "CRC") and some]
     return note(listed(resent)) if resent else ok("none")
 
@@ -165,7 +165,7 @@ def fabric(c: Context) -> Verdict | None:
 
 @each_gpu("fabric.state")
 def registered(c: Context, row: Row) -> Verdict | None:
-    """Judge a GPU's registration; it exists only with NVSwitches."""
+    """Return the verdict on a GPU's registration with the NVSwitches."""
     state, status = row.get("fabric.state"), row.get("fabric.status")
     if not state or (state, status) == FABRIC_OK:
         return ok(", ".join(FABRIC_OK)) if state else None
@@ -190,14 +190,14 @@ def nics(c: Context) -> Verdict | None:
     far = [gpu for gpu, cards in near.items() if not cards]
     if not far:
         return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
-    # With about one card for each GPU, one is missing. With fewer, the machine is built (or virtualized) so.
+    # If there is about one card for each GPU, a card is missing. With fewer cards, the machine is built (or virtualized) so.
     missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
     text = f"none near {listed(far, 8)}"
     return fault(text) if c.several_nodes and missing else note(text)
 
 
 def port(c: Context, card: str, what: str) -> str:
-    """Return the state (`4: ACTIVE`) or rate (`400 Gb/sec (4X NDR)`) of a card's first port, or ""."""
+    """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a card's first port; "" if it is unknown."""
     return (c.node.read(f"/sys/class/infiniband/{card}/ports/1/{what}") or "").strip()
 
 
@@ -214,7 +214,7 @@ def active_nics(c: Context) -> list[str]:
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
 def infiniband(c: Context) -> Verdict | None:
-    """A port that is down matters if the run uses several nodes and the port's GPU has no other."""
+    """Return a fault for a port that is down if the run uses several nodes and a GPU near the port has no other port."""
     near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
     if not states:

@@ -1,7 +1,7 @@
-"""Measures the rates of this node's GPUs and disks within a time budget; rates.py judges them.
+"""Measures the rates of this node's GPUs and disks within a time budget; rates.py checks them.
 
-The GPUs are measured in a child process (bench/child.py), which saves each result at once. If it hangs or crashes, it costs the
-budget and no more, and the GPUs' memory is free afterwards. This process never starts JAX's devices. It measures the disks
+The GPUs are measured in a child process (bench/child.py), which saves each result at once. If the child hangs or crashes, only
+its time budget is lost, and the GPUs' memory is free afterwards. This process never starts JAX's devices. It measures the disks
 while the child runs.
 """
 
@@ -28,22 +28,22 @@ from jaxtrain.preflight.rates import BUS_RATES, GPU_LISTS, INTER_NODE_RATES, RAT
 
 CASE = "jaxtrain.preflight.measure:measure_in_child"
 LAST_START = 0.8  # of the budget, after which no measurement begins
-MEMORY_GIB = 8.0  # of each GPU; the programs use about 4
-MEMORY_SHARE = 0.5  # of a small GPU
-DISK_S = 6.0  # for one disk, at most; and a third of the budget for all
-HANG_S = 15.0  # in one collective, after which it hangs; NCCL's own start takes some seconds over many nodes
-PEERS_S = 5.0  # before the deadline, in which a process may fail because the first of the others was killed
-# For a killed child to end, before this node reports without it. With the last message it has to fit in the 6 s that
-# multi_node.RESERVE_S keeps: with a hung driver, a longer wait would make this node lost to the others.
+MEMORY_GIB = 8.0  # of each GPU's memory for JAX; the programs use about 4
+MEMORY_SHARE = 0.5  # largest fraction of a small GPU's memory for JAX
+DISK_S = 6.0  # most seconds for one disk; all disks together have a third of the budget
+HANG_S = 15.0  # a collective that takes longer hangs; NCCL's own start takes some seconds over many nodes
+PEERS_S = 5.0  # before the deadline; in this time a process may fail because another process was killed already
+# Wait for a killed child to end, before this node reports without it. With the last message it has to fit in the 6 s of
+# multi_node.RESERVE_S. With a hanging driver, the other nodes would count this node as lost after a longer wait.
 KILLED_S = 3.0
-PROBE_S = 20.0  # for the driver to initialize its GPUs
-SAMPLE_S = 0.5  # the driver's figures are means over up to a second
-# Variables that contradict the memory of the child; the check of memory variables reports them.
+PROBE_S = 20.0  # most seconds for the driver to initialize its GPUs
+SAMPLE_S = 0.5  # between two samples; the driver's figures are means over up to a second
+# Variables that contradict the child's memory fraction. Another check reports them.
 MEMORY_VARIABLES = (
     *("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"),
     "TF_FORCE_UNIFIED_MEMORY",
 )
-# Errors without a fault of the hardware: other processes use the memory, or JAX has no such operation.
+# Errors that are no fault of the hardware: other processes use the memory, or JAX has no such operation.
 NO_FAULT = re.compile(r"RESOURCE_EXHAUSTED|UNIMPLEMENTED|out of memory", re.IGNORECASE)
 
 
@@ -58,15 +58,15 @@ def measure(
     """Return the rates of this node's GPUs and disks, measured within `budget_s` seconds.
 
     Args:
-        paths: name -> folder to write to and read from; it need not exist. Each disk is measured once.
-        cluster: the children of several processes; all these processes call this at the same time. No caller uses its port.
-        on_cpu: run the GPUs' programs on CPU devices in tiny sizes, whose figures have no meaning; for tests.
-        disk_bytes: written to and read from each disk.
+        paths: name -> folder to write to and read from, which need not exist. Each disk is measured once.
+        cluster: cluster of the children of several processes, with an unused port. All processes call this at the same time.
+        on_cpu: for tests, run the programs of GPUs on CPU devices in tiny sizes. The figures have no meaning.
+        disk_bytes: bytes that are written to and read from each disk.
 
     Returns:
         the rates of `rates.RATES`; gpus: the GPUs' indices; under_load: the driver's samples during the matmuls; disk: name ->
-        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> the reason why it is unknown; failed: measurement -> error. A
-        rate that was not measured is an empty list, None, or absent from `disk`.
+        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> reason why it is unknown; failed: measurement -> error. A rate
+        that was not measured is an empty list, None, or absent from `disk`.
     """
     deadline = time.monotonic() + budget_s
     found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys((*BUS_RATES, *INTER_NODE_RATES))
@@ -91,7 +91,7 @@ def measure(
 
 
 def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the answer of the child to `found`, with a reason for each missing rate if it did not end by itself."""
+    """Add the child's answer to `found`. If the child failed or was killed, add the reason for each missing rate."""
     measured = answer.get("measured", {})
     found |= measured
     for name in ("left_out", "failed"):
@@ -111,9 +111,9 @@ def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float,
 
 
 def hangs(answer: Mapping[str, Any]) -> bool:
-    """Return whether a collective hangs on GPUs that compute.
+    """Return whether a collective hangs on GPUs whose matmuls were measured.
 
-    Before a collective, the start of JAX or a file system may be slow.
+    A timeout before the first collective is no hang, since the start of JAX or a file system may be slow.
     """
     in_collective = answer.get("key") in (*BUS_RATES, *INTER_NODE_RATES) and "gemm_tflops" in answer["measured"]
     return in_collective and time.time() - answer["began_unix"] >= HANG_S
@@ -122,7 +122,12 @@ def hangs(answer: Mapping[str, Any]) -> bool:
 def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: dict[str, Any]) -> None:
     """Add the rates of each path's disk to `found`, or the reason why they are unknown.
 
-    Paths on one disk share a measurement."""
+    Each disk is measured once.
+
+    Args:
+        seconds: time limit of a disk.
+        size: bytes to write and read.
+    """
     by_device: dict[int, dict[str, float | None] | Exception] = {}
     for name, path in paths.items():
         subject = f"{path} (its file system hangs, or is very slow)"
@@ -146,9 +151,9 @@ def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: d
 
 
 def child_environment(devices: hardware.Devices, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's variables, with a small part of each GPU's memory."""
+    """Return the environment of the child: this process's variables, with a small fraction of each GPU's memory for JAX."""
     out = {name: value for name, value in environ.items() if name not in MEMORY_VARIABLES}
-    out["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA then has nvidia-smi's indices
+    out["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that CUDA uses nvidia-smi's indices
     if devices.kind == "gpu" and devices.memory_gib:
         out["XLA_CLIENT_MEM_FRACTION"] = str(round(min(MEMORY_SHARE, MEMORY_GIB / devices.memory_gib), 4))
     return out
@@ -158,10 +163,10 @@ def child_environment(devices: hardware.Devices, environ: Mapping[str, str]) -> 
 
 
 def measure_in_child(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Start JAX and measure all GPUs: the case of the child.
+    """Start JAX and measure all GPUs. This is the case of the child (bench/child.py).
 
     Args:
-        request: limit_s: seconds, after which no measurement begins; cluster: the fields of a Cluster, or None.
+        request: limit_s: seconds after which no measurement begins; cluster: the fields of a Cluster, or None.
     """
     results = Results(request, request["limit_s"])
     cluster = Cluster(**request["cluster"]) if request["cluster"] else None
@@ -170,14 +175,14 @@ def measure_in_child(request: Mapping[str, Any]) -> dict[str, Any]:
     startup.start_jax(here, cluster)
     import jax
 
-    if here.kind == "gpu" and jax.devices()[0].platform != "gpu":  # JAX uses the CPU if its plugin does not start
+    if here.kind == "gpu" and jax.devices()[0].platform != "gpu":  # without a working plugin, JAX falls back to the CPU
         raise SystemExit(f"JAX does not start on the GPUs ({here.name}): it found {jax.devices()[0].platform} devices")
     measure_gpus(jax.devices(), jax.local_devices(), results)
     return results.answer | {"verdict": child.OK}
 
 
 class Results:
-    """The answer so far, which is saved before each measurement, for the parent of a child that hangs, crashes or is killed."""
+    """The child's answer so far. It is saved before each measurement, so the parent has it even if the child does not end."""
 
     def __init__(self, request: Mapping[str, Any], limit_s: float):
         self._request, self._deadline = request, time.monotonic() + limit_s
@@ -188,10 +193,10 @@ class Results:
         child.save_partial(self._request, self.answer)
 
     def add(self, key: str, what: str, measure_it: Callable[[], Any], *, together: bool = False) -> None:
-        """Measure `key`; an error becomes its reason.
+        """Measure the rate `key`. If the measurement raises, the error is the reason why the rate is unknown.
 
         Args:
-            together: measured with other processes. They would wait for a process that left it out for lack of time.
+            together: whether other processes take part. Such a measurement is never left out, since they would wait for it.
         """
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"
@@ -199,7 +204,7 @@ class Results:
         self.begin(what, key)
         try:
             self.answer["measured"][key] = measure_it()
-        except Exception as error:  # compiler, driver, memory: the other measurements are still useful
+        except Exception as error:  # of compiler, driver or memory; the other measurements are still useful
             traceback.print_exc()
             text = self.answer["left_out"][key] = child.error_line(error)
             if not NO_FAULT.search(str(error)):
@@ -211,18 +216,19 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
     """Sample GPUs in a thread while the block runs.
 
     Args:
-        out: receives, for each GPU with samples, gpu (its index), means of clock and power, and the share of each reason.
+        out: receives a dict for each GPU with samples: index, means of clock and power, fraction of samples with each reason.
+        period_s: seconds between samples.
     """
     samples: dict[Card, list[Sample]] = {card: [] for card in cards}
     over = threading.Event()
 
     def sample() -> None:
-        while not over.wait(period_s):  # not at once: clocks rise first
+        while not over.wait(period_s):  # the first sample is late, since clocks rise first
             for card, found in samples.items():
                 try:
                     one = card.sample(time.monotonic())
                 except Lost:
-                    return  # the matmul fails too, with an error
+                    return  # the matmul raises an error too
                 found += [one] if one and not over.is_set() else []
 
     thread = threading.Thread(target=sample, name="GPUs under load", daemon=True)
@@ -241,7 +247,7 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
 
 
 def cards_of(devices: Sequence[Any]) -> list[Card]:
-    """Return the NVML cards of JAX's devices, in their order; none for CPUs. CUDA_DEVICE_ORDER must be PCI_BUS_ID."""
+    """Return the NVML card of each of JAX's devices; [] for CPUs. CUDA_DEVICE_ORDER must be PCI_BUS_ID."""
     if devices[0].platform != "gpu":
         return []
     pynvml.nvmlInit()
@@ -250,15 +256,15 @@ def cards_of(devices: Sequence[Any]) -> list[Card]:
 
 
 def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results) -> None:
-    """Measure everything, the most significant first: `local` devices by themselves, and all `devices` of the run together."""
+    """Measure all rates, most significant first: of each `local` device, of the node, and of all `devices` of the run."""
     from jaxtrain.bench import microbenchmarks as micro
     from jaxtrain.sharding import node_of
 
     measured, left_out = results.answer["measured"], results.answer["left_out"]
     sizes = micro.TINY
     if local[0].platform == "gpu":
-        # Square matmuls, for 0.3 s at most: a slow GPU must not take a minute. 1 GiB: nccl-tests reach the full bandwidth with
-        # more than 256 MiB (NVIDIA/nccl-tests, issue 212).
+        # Square matmuls for at most 0.3 s, so that a slow GPU does not take a minute. Collectives of 1 GiB, since nccl-tests
+        # reach the full bandwidth with more than 256 MiB (NVIDIA/nccl-tests, issue 212).
         square = (((8192, 8192, 8192), 1.0),)
         sizes = micro.Sizes(square, 220.0, 0.3, memory_rounds=100, collective_mib=1024, repeats=5)
     try:
@@ -272,7 +278,7 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
         return [r.rate / 1e12 for r in micro.gemm(sizes.gemms[0][0], local, sizes, watch=watch)]
 
     def bus(kind: str, members: Sequence[Any]) -> float:
-        # The matmuls have warmed the GPUs up. All processes must make the same number of calls, so no call depends on time.
+        # All processes must make the same number of calls, so no warm-up by time. The matmuls have warmed the GPUs up.
         fixed = micro.Sizes(warm_s=0.0, repeats=sizes.repeats)
         elements = sizes.collective_mib * 2**20 // 2
         return micro.collective(kind, members, elements, sizes.collective_rounds, fixed).rate / 1e9

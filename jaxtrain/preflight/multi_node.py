@@ -1,8 +1,8 @@
-"""Preflight of a run: assigns a process to each node, measures on all of them together, and shares the findings.
+"""Preflight of a run: assigns a process to each node, measures all nodes together, and shares the findings.
 
-Every process of the run takes part. On each host the first process inspects the node. All measure, because collectives over all
-GPUs need all of them. At the end each has the findings of all, so that all come to the same verdict. If a process is lost, each
-of the others reports its own node.
+Every process of the run takes part. On each host the first process inspects the node. All processes measure, because
+collectives over all GPUs need all of them. At the end every process has all findings, so that all have the same verdict. If a
+process is lost, each remaining process reports only its own node.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from jaxtrain.preflight.table import FAULT, MISSING, Context, Finding, Verdict
 from jaxtrain.startup import quiet
 from jaxtrain.stores import is_bucket
 
-RESERVE_S = 6.0  # of the limit, for the last messages and the end of the processes
-LEAST_S = 10.0  # to measure: JAX alone takes some seconds to start on eight GPUs
-GATHER_S = 5.0  # for a message, if the limit is over
-ALONE_S = 28.0  # to inspect this node without the others: JAX ends this process 30 s after they did not connect
-LOST_S = 2.0  # to inspect this node after process 0 was lost: JAX ends this process 6 s later
-CLOSE_S, FAILED_CLOSE_S = 5.0, 2.5  # to leave JAX's service, if the limit is over, and after a failure
+RESERVE_S = 6.0  # of the limit, reserved for the last messages and the end of the processes
+LEAST_S = 10.0  # least time to measure: the start of JAX takes some seconds on eight GPUs
+GATHER_S = 5.0  # for a message after the limit
+ALONE_S = 28.0  # to inspect this node if other processes did not connect: 30 s later JAX ends this process
+LOST_S = 2.0  # to inspect this node if process 0 is lost: 6 s later JAX ends this process
+CLOSE_S, FAILED_CLOSE_S = 5.0, 2.5  # to leave JAX's service after the limit, and after a failure
 
 
 class Preflight:
     """One process's part in the preflight of a run.
 
     Args:
-        context: the process's node. A recorded node may belong to another run: the cluster of `context` is that run's.
+        context: the process's node. The cluster of `context` may be that of another run, if the node is a recording.
         cluster: the processes of this run.
         limit_s: seconds for everything after the processes have connected.
         connect_s: seconds for the other processes to connect.
         skip_reason: the reason to skip measurements; "" to measure.
-        on_lost: called in another thread with the report of this node, if a process is lost. It should end this process:
-            without process 0, JAX ends it after 6 s.
+        on_lost: called in another thread with the report of this node if a process is lost. It should end this process, since
+            JAX does so 6 s after process 0 is lost.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Preflight:
         self._on_lost = on_lost
         self._deadline = time.monotonic() + limit_s
         self._peers = Peers(0, 1)
-        self._inspects = True  # this process is the first of its host
-        self._findings: list[Finding] = []  # so far, of this node
+        self._inspects = True  # whether this process is the first of its host
+        self._findings: list[Finding] = []  # findings on this node so far
         self._decision = threading.Lock()  # held by the thread that reports
 
     @property
@@ -69,7 +69,7 @@ class Preflight:
         return self._deadline - time.monotonic()
 
     def run(self) -> list[NodeReport]:
-        """Return the findings on every node of the run, the same in every process; `close` should follow."""
+        """Return the findings on every node of the run, equal in all processes. Call `close` afterwards."""
         try:
             if self._cluster is not None:
                 with quiet():
@@ -87,7 +87,7 @@ class Preflight:
         return reports
 
     def close(self, failed: str = "") -> None:
-        """Leave the service, with the other processes if they are in time; or report to them that this process has `failed`."""
+        """Leave JAX's service together with the other processes. failed: a reason, which is sent to the other processes."""
         with contextlib.suppress(Unanswered):
             limit_s = FAILED_CLOSE_S if failed else max(self.left_s, CLOSE_S)
             call_with_timeout(limit_s, "the service", lambda: self._peers.close(failed))
@@ -97,7 +97,7 @@ class Preflight:
             self._on_lost(self._report_alone(message, connected=True))
 
     def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
-        """Return the report of this node without those of the others."""
+        """Return the report of this node alone. message: the process that is lost. connected: whether all had connected."""
         found = self._findings
         if not found and self._inspects:
             with contextlib.suppress(Unanswered):
@@ -111,7 +111,7 @@ class Preflight:
         return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
 
     def _gather(self, name: str, value: Any) -> list[Any]:
-        """Return every process's value, by process index."""
+        """Return the value of every process, by process index."""
         texts = self._peers.gather(f"preflight/{name}", json.dumps(value), max(self.left_s, GATHER_S))
         return [json.loads(text) for text in texts]
 
@@ -119,7 +119,7 @@ class Preflight:
         me, node = self._peers.process_index, self.context.node
         visible = node.environ.get(software.VISIBLE, "unset")
         processes = [(host, value) for host, value in self._gather("hello", [node.facts.get("hostname", "?"), visible])]
-        connected = node.clock()  # now, before each node takes its own time to answer
+        connected = node.clock()  # read the clock at once, since all nodes have just received the last message
         hosts = [host for host, _ in processes]
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         self._inspects = me in firsts
@@ -141,13 +141,13 @@ class Preflight:
         first = reports[0].findings
         if len(firsts) > 1:
             first += inspection.compare([hosts[i] for i in firsts], [each["description"] for each in of_nodes])
-        # A node may have found renumbered GPUs by itself.
+        # The check of a node may have reported renumbered GPUs already.
         if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
             first += inspection.compare_processes(processes)
         return reports
 
     def _measure(self) -> dict[str, Any]:
-        """Return the rates of this process's GPUs and, if it inspects its node, of the disks."""
+        """Return the rates of this process's GPUs and, if it inspects its node, of the node's disks."""
         reason = self.skip_reason
         if not reason and self._inspects and self.context.node.run(nvidia_smi.GPUS).code == TIMED_OUT:
             reason = "nvidia-smi does not answer: no work is given to these GPUs"
@@ -158,7 +158,7 @@ class Preflight:
             free.bind(("", 0))
             port = free.getsockname()[1]
         ready = self._gather("ready", {"reason": reason, "budget_s": self.left_s - RESERVE_S, "port": port})
-        # All or none: in a collective, those that measure would wait for one that does not.
+        # If one process cannot measure, none measures, since a collective would wait for it.
         reasons = [each["reason"] for each in ready if each["reason"]]
         if recorded := self.context.node.measured:
             return dict(recorded)
@@ -166,17 +166,17 @@ class Preflight:
             disks = {} if isinstance(self.context.node, RecordedNode) else {f"disk.{name}": reasons[0] for name in paths}
             return {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0]) | disks | left_out}
         children = None
-        if self._cluster is not None:  # the measuring children connect at a port of their own
+        if self._cluster is not None:  # the children that measure use another port than this process
             host = self._cluster.coordinator.rpartition(":")[0]
             children = dataclasses.replace(self._cluster, coordinator=f"{host}:{ready[0]['port']}")
-        # They end together: the end of one would end the others.
+        # All children have the same budget, since the end of one child would end the others.
         found = measure(paths, min(each["budget_s"] for each in ready), children)
         found["left_out"] |= left_out
         return found
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the paths whose disks are measured, and the reasons for those that are not."""
+    """Return (name -> path whose disk is measured, name of the disk -> reason why it is not measured)."""
     disks = context.node.disks
     wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
     left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
@@ -188,7 +188,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the rates of a node from those of its processes, which have separate GPUs."""
+    """Return the rates of a node, merged from its processes, which have different GPUs."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for name in rates.GPU_LISTS:

@@ -1,8 +1,8 @@
 """A node as the checks read it: output of commands, files, variables, disks, packages, limits.
 
-`LocalNode` reads the node of this process and can save a recording of it. `RecordedNode` reads such a folder, so that the
-checks run anywhere. A recording has commands/ (one file a command: the command, its exit code, its output), files/ (copies, by
-path) and the JSON files of PARTS. Its base.txt may name another recording that has everything the folder itself lacks.
+`LocalNode` reads the node of this process and can save a recording of it. `RecordedNode` reads a recording, so that the checks
+run anywhere. A recording is a folder with commands/ (a file per command: the command, its exit code, its output), files/
+(copies, by path) and the JSON files of PARTS. Its base.txt may name another recording, which is read for all missing parts.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from typing import Any
 from jaxtrain import environment, hardware
 from jaxtrain.stores import is_bucket
 
-# nvidia-smi initializes eight GPUs without persistence one after the other, which takes longer than any other command here.
+# Without persistence mode, nvidia-smi initializes eight GPUs one after the other. Every other command takes less time.
 COMMAND_S = 25.0
 ANSWER_S = 3.0  # for calls that return at once on a healthy system
-MAX_CHARACTERS = 4 << 20  # of a command's output or a file: the kernel log can be long
-TIMED_OUT, ABSENT, NOT_EXECUTABLE = -1, 127, 126  # exit codes of commands that did not run to their end
+MAX_CHARACTERS = 4 << 20  # read of a command's output or a file, since the kernel log can be long
+TIMED_OUT, ABSENT, NOT_EXECUTABLE = -1, 127, 126  # exit codes of commands that did not finish
 STDERR = "--- stderr"
 PARTS = ("facts", "environ", "disks", "packages", "listings", "measured")
 MAX_BASES = 9
-# Variables that are read besides those that change a run: scheduler, launcher, libraries, proxies.
+# Variables that are read in addition to those that change a run: scheduler, launcher, libraries, proxies.
 VARIABLES = re.compile(
     r"SLURM_\w+|JAXTRAIN_\w+|OMPI_COMM_WORLD_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_LIBRARY_PATH"
     r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|JAX_PLATFORMS"
@@ -56,10 +56,10 @@ class RecordingError(ValueError):
 
 
 def call_with_timeout[T](seconds: float, subject: str, function: Callable[[], T]) -> T:
-    """Return or raise the result of `function`. It runs in a thread that is abandoned if it hangs, as on a lost NFS server.
+    """Return or raise the result of `function`. It runs in a thread, which is abandoned if it hangs, as on a lost NFS server.
 
     Raises:
-        Unanswered: naming `subject`, after `seconds`.
+        Unanswered: no result after `seconds`. The message names `subject`.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -94,7 +94,7 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """Return one line on why the command failed."""
+        """Return the reason why the command failed, in one line."""
         if self.code == TIMED_OUT:
             return "it did not answer in time"
         if self.code == ABSENT:
@@ -105,19 +105,19 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """The file system of a path. `silent`: it did not answer in time, and the other fields are empty."""
+    """The file system of a path. silent: it did not answer in time, and all fields but `path` are empty."""
 
     path: str
     total_gib: float
     free_gib: float
     device: str  # st_dev
-    kind: str  # of file system: ext4, nfs4, tmpfs
+    kind: str  # type of the file system: ext4, nfs4, tmpfs
     mount: str
     silent: bool = False
 
 
 def file_name(command: str) -> str:
-    """Return the file of a recording that has a command's answer: its words, shortened if they are long."""
+    """Return the name of a command's file in a recording: the words of the command, shortened if they are long."""
     words = re.sub(r"[^\w.=-]+", "_", command).strip("_")
     return (words if len(words) <= 80 else words.partition("=")[0] + "=" + words.partition("=")[2][:40]) + ".txt"
 
@@ -129,7 +129,7 @@ def not_of_a_recording(folder: Path) -> list[str]:
 
 
 class RecordedNode:
-    """A node from a folder of recorded answers. Raises RecordingError if the folder is no recording."""
+    """A node from a recording. Raises RecordingError if the folder is not a recording."""
 
     def __init__(self, folder: Path):
         self._folders = [folder]
@@ -149,7 +149,7 @@ class RecordedNode:
         self._listings: dict[str, list[str]] = self._json("listings")
 
     def start(self, commands: Iterable[str]) -> None:
-        """Do nothing: the answers exist already."""
+        """Do nothing, since the answers are recorded."""
 
     def run(self, command: str) -> Answer:
         path = self._find(f"commands/{file_name(command)}")
@@ -172,7 +172,7 @@ class RecordedNode:
         return self.facts.get("time_unix")
 
     def close(self) -> None:
-        """Do nothing: no command runs."""
+        """Do nothing, since no command runs."""
 
     def _find(self, name: str) -> Path | None:
         return next((path for folder in self._folders if (path := folder / name).exists()), None)
@@ -186,22 +186,22 @@ class RecordedNode:
 
 
 class LocalNode:
-    """The node of this process. Its methods never raise: a check reports an answer that is None, empty or has an error.
+    """The node of this process. Its methods never raise. A check reports an answer that is None, empty or an error.
 
     Args:
         paths: name -> folder or bucket that the run reads or writes; the folder need not exist yet.
-        command_s: seconds for a command. One that hangs is killed and not waited for.
+        command_s: time limit of a command in seconds. A command that hangs is killed, without a wait for its end.
     """
 
     def __init__(self, paths: Mapping[str, str], command_s: float = COMMAND_S):
-        self.measured: dict[str, Any] = {}  # this process measures it
+        self.measured: dict[str, Any] = {}  # empty, since this process measures the node
         self._paths, self.command_s = paths, command_s
         self._commands: dict[str, _Command] = {}
         self._files: dict[str, str] = {}
         self._listings: dict[str, list[str]] = {}
 
     def start(self, commands: Iterable[str]) -> None:
-        """Start all these commands at once; `run` waits for one of them."""
+        """Start all these commands at the same time. `run` waits for one command."""
         for command in commands:
             if command not in self._commands:
                 self._commands[command] = _Command(command, self.command_s)
@@ -235,7 +235,8 @@ class LocalNode:
     def environ(self) -> Mapping[str, str]:
         """Return the variables that change a run or locate its processes.
 
-        They have no secrets: a recording may be sent to others."""
+        They have no secrets, since a recording may be sent to other people.
+        """
         chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
         chosen |= environment.select_variables(os.environ)
         return {name: PROXY_PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
@@ -253,7 +254,7 @@ class LocalNode:
                 found[name] = call_with_timeout(ANSWER_S, text, functools.partial(_disk, path, mountinfo))
             except Unanswered:
                 found[name] = Disk(str(path), 0.0, 0.0, "", "", "", silent=True)
-            except OSError:  # the check reports a path without a disk
+            except OSError:  # a check reports the missing disk
                 continue
         return found
 
@@ -263,13 +264,13 @@ class LocalNode:
         found = {}
         for each in importlib.metadata.distributions():
             name = (each.metadata["Name"] or "").lower().replace("_", "-")
-            if PACKAGES.fullmatch(name) and name not in found:  # the first on the path is imported
+            if PACKAGES.fullmatch(name) and name not in found:  # Python imports the first one on its path
                 found[name] = {"version": each.version, "requires": each.requires or []}
         return dict(sorted(found.items()))
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """Return host name, time, CPUs, memory and limits; None for no limit, or if the kernel gives no answer."""
+        """Return host name, time, CPUs, memory and limits. None: no limit, or not reported by the kernel."""
 
         def limit(which: int) -> int | None:
             soft = resource.getrlimit(which)[0]
@@ -286,7 +287,7 @@ class LocalNode:
         }
 
     def save(self, folder: Path, measured: Mapping[str, Any]) -> None:
-        """Write everything that was read, and the rates in `measured`, as a recording."""
+        """Write everything that was read, and the rates in `measured`, as a recording to a folder."""
         texts = {f"files{path}": text for path, text in self._files.items()}
         for command, started in self._commands.items():
             answer = started.answer()
@@ -304,7 +305,7 @@ class LocalNode:
     def close(self) -> None:
         """Kill the commands that still run, without waiting for them.
 
-        One in a hanging driver (state D) ends when the driver returns.
+        A command inside a hanging driver (state D) ends when the driver returns.
         """
         for command in self._commands.values():
             command.kill()
@@ -314,7 +315,7 @@ Node = LocalNode | RecordedNode
 
 
 class _Command:
-    """A running command. It writes to files, because a child that it leaves behind would keep a pipe open."""
+    """A running command. Its output goes to files, because a pipe stays open as long as a process of the command runs."""
 
     def __init__(self, command: str, limit_s: float):
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115, open as long as this object
@@ -339,7 +340,7 @@ class _Command:
         return self._answer or Answer(ABSENT)
 
     def kill(self) -> None:
-        # After its end another process may have its id. A process of another user cannot be killed.
+        # After the command's end, another process may have its id. A process of another user cannot be killed.
         if self._process and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -362,7 +363,7 @@ def _disk(path: Path, mountinfo: str) -> Disk:
     for line in mountinfo.splitlines():
         before, _, after = (part.split() for part in line.partition(" - "))
         point = before[4].replace("\\040", " ") if len(before) > 4 and after else ""
-        if point and existing.is_relative_to(point) and len(point) >= len(mount):  # of equal ones, the last is on top
+        if point and existing.is_relative_to(point) and len(point) >= len(mount):  # the last mount at a point counts
             mount, kind = point, after[0]
     scale = size.f_frsize / 2**30
     device = str(os.stat(existing).st_dev)
@@ -373,7 +374,7 @@ def clock_synchronised() -> bool | None:
     """Return whether the kernel's clock follows a time server, by adjtimex(2); None if the system has no such call."""
     unsynchronised = 5  # TIME_ERROR
     try:
-        # struct timex has 208 bytes. All zero reads the state and changes nothing.
+        # struct timex has 208 bytes. If all are zero, adjtimex reads the state and changes nothing.
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         return None

@@ -1,7 +1,7 @@
-"""The output of nvidia-smi as values: its commands, and how their output is parsed.
+"""Parse the output of nvidia-smi: its commands, and the values in their output.
 
 A field that a driver does not support fails the whole query, so fields that were added or removed have separate queries.
-Values have nvidia-smi's units: MiB, W, MHz. A value that it does not report ([N/A], [Not Supported]) is None.
+Values have nvidia-smi's units: MiB, W, MHz. A value that nvidia-smi does not report ([N/A], [Not Supported]) is None.
 """
 
 import csv
@@ -27,13 +27,13 @@ def query(kind: str, *fields: str) -> str:
 GPUS = query("gpu", *FIELDS)
 REASONS = query("gpu", "index", "clocks_event_reasons.active")
 FABRIC = query("gpu", "index", "fabric.state", "fabric.status")
-RECOVERY = query("gpu", "index", "gpu_recovery_action")  # from driver 570
+RECOVERY = query("gpu", "index", "gpu_recovery_action")  # since driver 570
 REMAPS = query(
     "remapped-rows", "gpu_uuid", *(f"remapped_rows.{n}" for n in ("correctable", "uncorrectable", "pending", "failure"))
 )
-OPTIONAL = (  # more fields of the GPUs
+OPTIONAL = (  # further fields of the GPUs, which some drivers do not have
     REASONS,
-    query("gpu", "index", "clocks_throttle_reasons.active"),  # the name of those reasons before driver 535
+    query("gpu", "index", "clocks_throttle_reasons.active"),  # name of the clock reasons before driver 535
     query("gpu", "index", "clocks.applications.graphics", "clocks.default_applications.graphics"),
     FABRIC,
     REMAPS,
@@ -55,7 +55,7 @@ def fields_of(query: str) -> list[str]:
 
 
 def rows(node: Node, query: str) -> list[Row]:
-    """Return a query's table; empty if it failed. The keys are the query's fields: nvidia-smi's heading may differ."""
+    """Return the rows of a query; [] if it failed. Keys are the query's fields, since nvidia-smi's headings may differ."""
     answer, fields = node.run(query), fields_of(query)
     if not answer.succeeded:
         return []
@@ -66,7 +66,7 @@ def rows(node: Node, query: str) -> list[Row]:
 
 
 def _value(cell: str) -> str | None:
-    """Return the value of a cell; None for [N/A], [Requested functionality has been deprecated] and the like."""
+    """Return the value of a cell; None for texts such as [N/A] or [Requested functionality has been deprecated]."""
     return None if cell.startswith("[") or cell.lower() in NO_VALUE else cell
 
 
@@ -89,13 +89,13 @@ def name(row: Row) -> str:
 class Gpus:
     """The GPUs of a node."""
 
-    rows: list[Row]  # of GPUS and OPTIONAL, one for each GPU that the run may use
-    broken: str = ""  # why there are no GPUs, or not all, if that is a fault
-    absent: str = ""  # why a node without GPUs has none
+    rows: list[Row]  # fields of GPUS and OPTIONAL, a row for each GPU that the run may use
+    broken: str = ""  # reason why GPUs are missing, if that is a fault
+    absent: str = ""  # reason why a node has no GPUs, if that is no fault
     lost: tuple[str, ...] = ()  # PCI addresses of GPUs that the driver cannot reach
-    reset: tuple[str, ...] = ()  # indices of GPUs that require a reset, if nothing else is broken
-    others: tuple[Row, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES leaves out: another run may use them
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> why its query failed
+    reset: tuple[str, ...] = ()  # indices of GPUs that require a reset, if there is no other fault
+    others: tuple[Row, ...] = ()  # GPUs that CUDA_VISIBLE_DEVICES leaves out, which another run may use
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> reason why its query failed
 
     @property
     def count(self) -> int:
@@ -111,7 +111,7 @@ class Gpus:
 
     @property
     def text(self) -> str:
-        """Return `8 x NVIDIA H200`, or "" for none."""
+        """Return number and model of the GPUs, such as `8 x NVIDIA H200`; "" without GPUs."""
         return f"{self.count} x {', '.join(sorted(set(self.names)))}" if self.rows else ""
 
     @property
@@ -121,7 +121,7 @@ class Gpus:
 
 
 def read_gpus(node: Node) -> Gpus:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, or all if it selects none, so that the report can list them."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects; all GPUs if it selects none, so that the report can list them."""
     node.start((GPUS, *OPTIONAL))
     answer = node.run(GPUS)
     output = answer.out + answer.err
@@ -146,7 +146,7 @@ def read_gpus(node: Node) -> Gpus:
 
 
 def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
-    """Add the fields of OPTIONAL to the rows of the GPUs. Returns field -> the reason why its query failed."""
+    """Add the fields of OPTIONAL to the rows of the GPUs. Return field -> reason why its query failed."""
     refused = {}
     for query in OPTIONAL:
         key, *fields = fields_of(query)
@@ -159,7 +159,7 @@ def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
 
 
 def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
-    """Return the rows that CUDA_VISIBLE_DEVICES names. As in CUDA, the list ends at the first entry that is no device."""
+    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, the first unknown entry ends the list."""
     if wanted is None:
         return list(found)
     chosen = []
@@ -177,15 +177,15 @@ def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`nvidia-smi topo -m`; all is empty if there is no matrix."""
+    """The matrix of `nvidia-smi topo -m`. All fields are empty if there is no matrix."""
 
-    pairs: dict[tuple[str, str], str]  # ("GPU0", "GPU1") -> NV18, each pair once
-    near_nics: dict[str, list[str]]  # GPU -> the kernel's names of the NICs that it reaches without the CPU (PIX or PXB)
+    pairs: dict[tuple[str, str], str]  # ("GPU0", "GPU1") -> connection such as NV18; each pair is there once
+    near_nics: dict[str, list[str]]  # GPU -> kernel's names of the NICs that it reaches without the CPU (PIX or PXB)
     has_nics: bool
 
 
 def parse_topology(text: str, indices: Sequence[int]) -> Topology:
-    """Return the topology of these GPUs."""
+    """Return the topology of these GPUs. text: output of `nvidia-smi topo -m`."""
     columns: list[str] = []
     cells_of: dict[str, dict[str, str]] = {}
     nics = {}
@@ -205,7 +205,7 @@ def parse_topology(text: str, indices: Sequence[int]) -> Topology:
 
 
 def parse_links(text: str) -> dict[int, list[tuple[int, str]]]:
-    """Parse `nvidia-smi nvlink -s` or `-e`: GPU -> (link, text) of its lines."""
+    """Parse the output of `nvidia-smi nvlink -s` or `-e`. Return GPU -> (link, text) of each line."""
     found: dict[int, list[tuple[int, str]]] = {}
     for line in text.splitlines():
         if head := re.match(r"\s*GPU (\d+):", line):

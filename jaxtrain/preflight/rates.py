@@ -18,23 +18,23 @@ from jaxtrain.preflight.table import Context, Probe, Table, Verdict, fault, list
 
 CHECKS = Table()
 
-GPU_RATES = ("gemm_tflops", "hbm_gb_s", "h2d_gb_s")  # lists with one figure for each GPU
+GPU_RATES = ("gemm_tflops", "hbm_gb_s", "h2d_gb_s")  # lists with a figure for each GPU
 GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
 BUS_RATES = ("all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # over the GPUs of the node
 INTER_NODE_RATES = tuple(f"inter_node_{name}" for name in BUS_RATES)  # over the GPUs of all nodes
 RATES = (*GPU_RATES, *BUS_RATES, *INTER_NODE_RATES)
-SLOWER = 0.10  # below the median of the other GPUs
-PEAK_SHARE = 0.5  # of the data sheet's rate, which large matmuls and copies reach on every healthy GPU
+SLOWER = 0.10  # largest tolerated difference below the median of the other GPUs
+PEAK_SHARE = 0.5  # of the data sheet's rate; large matmuls and copies reach this on every healthy GPU
 BUS_SHARE = 0.8  # of the board's bus bandwidth
 NETWORK_SHARE = 0.5  # of the NICs' total rate
-THROTTLED_SHARE = 0.5  # of the samples under load
-LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the limit: at full power a matmul may run at such a clock
+THROTTLED_SHARE = 0.5  # of the samples under load; a fault from this share on
+LOW_CLOCK, LOW_POWER = 0.75, 0.8  # of the highest clock and of the power limit; a low clock is normal at full power
 DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
 NOT_MEASURED = "it was not measured"
 
 
 def reason(c: Context, *keys: str) -> Verdict:
-    """Return why the first of these rates was not measured."""
+    """Return a verdict with the reason why a rate is unknown: that of the first key with a reason."""
     left_out = c.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
 
@@ -52,7 +52,7 @@ def gpu_work(c: Context) -> Verdict | None:
 
 
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
-    """Return the probe that compares each GPU's rate with a share of the others' median, and with the data sheet's rate."""
+    """Return the probe of a rate of GPUs. It compares a GPU with `share` of the other GPUs' median, and with `peak`."""
 
     def probe(c: Context) -> Verdict | None:
         if not c.gpus.count:
@@ -93,7 +93,7 @@ CHECKS.add(
     "PERFORMANCE,TEMPERATURE.",
 )
 def under_load(c: Context) -> Verdict | None:
-    """Judge the driver's samples during the matmuls."""
+    """Return the verdict on the driver's samples during the matmuls."""
     if not c.gpus.count:
         return None
     if not (samples := c.measured.get("under_load")):
@@ -103,11 +103,11 @@ def under_load(c: Context) -> Verdict | None:
 
 
 def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
-    """Judge one GPU by the means of its samples."""
+    """Return the verdict on the samples of one GPU. highest: highest SM clock in MHz."""
     mhz, watt, limit = gpu["sm_mhz"], gpu["power_w"], gpu["power_limit_w"]
     slowed = {why: share for why, share in gpu["reasons"].items() if why in SLOWDOWNS.values()}
     texts = {why: f"{why} in {share:.0%} of the samples" for why, share in slowed.items()}
-    # Laptops and desktop GPUs are built to reach their highest temperature.
+    # Laptop and desktop GPUs reach their highest temperature by design, so sw_thermal is normal for them.
     often = [why for why, share in slowed.items() if share >= THROTTLED_SHARE and (board or why != "sw_thermal")]
     if often:
         return fault(listed([texts[why] for why in often]))
@@ -135,7 +135,7 @@ CHECKS.add(
 
 
 def bus_bandwidth(key: str, nvls: bool) -> Probe:
-    """Return the probe that compares a collective's bus bandwidth with the board's; only an all-reduce is faster with NVLS."""
+    """Return the probe of a collective's bus bandwidth against the board's. nvls: whether NVLS makes the collective faster."""
 
     def probe(c: Context) -> Verdict | None:
         if c.gpus.count < 2:
@@ -192,7 +192,7 @@ def between_nodes(c: Context) -> Verdict | None:
     cards = sum(float(words[0]) / 8 for card in active_nics(c) if (words := port(c, card, "rate").split()))
     if not cards:
         return ok(f"{seen}; the rate of the cards near the GPUs is not known")
-    # Between nodes a collective is not faster than within one, whatever the cards' rate.
+    # Between nodes a collective is not faster than within a node, even if the cards are.
     limit = min(cards, c.measured.get("all_reduce_bus_gb_s") or cards)
     return (fault if rate < NETWORK_SHARE * limit else ok)(f"{seen}, of {limit:,.0f}")
 
@@ -219,7 +219,7 @@ def disk_rates(c: Context) -> Verdict | None:
     texts = {at: f"{at[0]} {at[1].partition('_')[0]} {rate:.2g} GB/s" for at, rate in rates.items()}
     judged = (("checkpoints", "write_gb_s"), ("data", "read_gb_s"))
     slow = [at for at in judged if rates.get(at, math.inf) < DISK_GB_S[at[1]]]
-    # A single measurement of a shared file system is little evidence.
+    # Other users can slow a shared file system down, so a single measurement is no fault.
     shared = [at for at in slow if at[0] in c.node.disks and c.node.disks[at[0]].kind in NETWORK_DISKS]
     if own := [texts[at] for at in slow if at not in shared]:
         return fault(listed(own))

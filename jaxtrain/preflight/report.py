@@ -1,4 +1,4 @@
-"""The report: a table, a line for each note, the faults with reasons and fixes, and the verdict; and the same as JSON."""
+"""The report: a table, a line for each note, faults with reasons and fixes, and the verdict; or all of these as JSON."""
 
 import dataclasses
 import datetime
@@ -14,11 +14,11 @@ from jaxtrain.command_line import make_console
 from jaxtrain.preflight.table import FAULT, MISSING, NOTE, OK, UNKNOWN, Finding
 
 FORMAT = 1
-MAX_CHARACTERS = 120  # of a fault in the verdict line
-WIDTH = 150  # if the output is no terminal
+MAX_CHARACTERS = 120  # of a fault's text in the verdict line
+WIDTH = 150  # columns, if the output is not a terminal
 FIT, FAULTY, NO_GPUS, NOT_CONNECTED = "fit", "fault", "no GPUs", "not met"
 EXIT_CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_CONNECTED: 75}
-ALLOWED = "allowed: "  # before the text of a fault that --allow makes a note
+ALLOWED = "allowed: "  # prefix of a fault that --allow changes to a note
 STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim", MISSING: "bold red"}
 
 
@@ -27,8 +27,8 @@ class NodeReport:
     """The findings on one node."""
 
     host: str
-    gpus: str  # as `8 x NVIDIA H200`, "" for none
-    absent: str  # why there are none
+    gpus: str  # number and model, such as `8 x NVIDIA H200`; "" without GPUs
+    absent: str  # reason why there are no GPUs
     findings: list[Finding]
     measured: dict[str, Any]
 
@@ -46,12 +46,12 @@ def exit_code(nodes: Sequence[NodeReport]) -> int:
 
 
 def is_incomplete(nodes: Sequence[NodeReport]) -> bool:
-    """Return whether a process did not connect, or was lost: the other nodes are not in the report."""
+    """Return whether a process did not connect or was lost. Then the report has only this node."""
     return any(finding.state == MISSING for node in nodes for finding in node.findings)
 
 
 def allow(nodes: Sequence[NodeReport], names: Sequence[str]) -> None:
-    """Change the faults of these checks to notes: the owner of a pod cannot change the kernel of its node."""
+    """Change the faults of these checks to notes, since a user cannot fix some faults, such as a node's kernel settings."""
     for node in nodes:
         node.findings = [
             dataclasses.replace(f, state=NOTE, seen=f"{ALLOWED}{f.seen}") if f.state == FAULT and f.name in names else f
@@ -109,7 +109,7 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
 
 
 def lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
-    """Return (nodes, finding) of the table's lines: equal findings on several nodes are one line."""
+    """Return (nodes, finding) for each line of the table. Equal findings on several nodes share a line."""
     by_name: dict[str, dict[Finding, list[str]]] = {}
     for node in nodes:
         for finding in node.findings:

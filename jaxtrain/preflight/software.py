@@ -13,10 +13,10 @@ from jaxtrain.preflight.table import Context, Probe, Table, Verdict, fault, list
 
 VERSIONS, VARIABLES = Table(), Table()
 
-# Lowest driver for a CUDA version: CUDA Toolkit release notes, "CUDA Toolkit and minimum required driver versions".
+# CUDA version -> lowest driver (CUDA Toolkit release notes, "CUDA Toolkit and minimum required driver versions").
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
-# Libraries of the wheels. JAX's plugin loads most of them by full path (jax_plugins/xla_cuda12), so that copies in
-# LD_LIBRARY_PATH are not used. Other libraries load the parts of cuDNN, and nvJitLink, by name.
+# Libraries in the wheels. JAX's plugin loads most of them by full path (jax_plugins/xla_cuda12), so copies in LD_LIBRARY_PATH
+# are not used. But other libraries load nvJitLink and the sub-libraries of cuDNN by name.
 WHEEL_LIBRARIES = re.compile(r"lib(cudnn\w*|nccl|cublas\w*|cudart|cusolver\w*|cusparse|cufft|cupti|nvJitLink)\.so(\.[\d.]+)?")
 LOADED_BY_NAME = r"libcudnn_\w+\.so\.{cudnn}|libnvJitLink\.so\.{cuda}"
 
@@ -31,7 +31,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def satisfies(version: str, bounds: str) -> bool:
-    """Return whether a version satisfies bounds as `>=9.10,<10.0`, by numbers only, as these wheels have them."""
+    """Return whether a version satisfies bounds such as `>=9.10,<10.0`. Only the numbers of a version are compared."""
     compare = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
     for sign, bound in re.findall(r"([<>=!]+)\s*([\w.*]+)", bounds):
         a, b = numbers(version), numbers(bound)
@@ -71,7 +71,7 @@ def cuda_plugin(c: Context) -> Verdict:
     wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
     versions = {name: packages[name]["version"] for name in wheels if name in packages}
     seen = listed([f"{name} {version}" for name, version in versions.items()])
-    releases = {numbers(versions[name])[:3] for name in wheels[1:] if name in versions}  # 0.11.2 of 0.11.2.dev3
+    releases = {numbers(versions[name])[:3] for name in wheels[1:] if name in versions}  # 0.11.2 for 0.11.2.dev3
     return ok(seen) if len(versions) == 4 and len(releases) == 1 else fault(seen)
 
 
@@ -82,7 +82,7 @@ def cuda_plugin(c: Context) -> Verdict:
     fix="Install the locked set: ./run.sh setup.",
 )
 def cuda_wheels(c: Context) -> Verdict | None:
-    """Compare the requirements of the plugin's extra with-cuda with the installed wheels."""
+    """Compare the installed wheels with the requirements of the plugin's extra `with-cuda`."""
     packages, plugins = c.node.packages, cuda_plugins(c)
     if not plugins:
         return None
@@ -117,7 +117,7 @@ def library_path(c: Context) -> Verdict:
     if not found:
         return ok(f"none in {path}")
     cuda = "|".join(cuda_plugins(c))
-    # Without a cuDNN wheel, JAX is meant to use these.
+    # Without a cuDNN wheel, JAX uses the system's cuDNN, so these copies are intended.
     cudnn = packages.get(f"nvidia-cudnn-cu{cuda}", {"version": ""})["version"].partition(".")[0]
     by_name = re.compile(f"/({LOADED_BY_NAME.format(cudnn=cudnn, cuda=cuda)})$")
     preferred = [library for library in found if cudnn and by_name.search(library)]
@@ -127,30 +127,30 @@ def library_path(c: Context) -> Verdict:
 # ---- variables
 
 MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
-SHELL = "environment"  # the key of environment.overlay's problem about variables without a key in the config
-RACKS = ("GB200", "GB300")  # NVLink connects several nodes
+SHELL = "environment"  # key of environment.overlay's problem about variables that have no key in the config
+RACKS = ("GB200", "GB300")  # models whose NVLink connects several nodes
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
 def mnnvl_enabled(c: Context) -> bool:
-    """Return whether NCCL would look for NVLink between nodes that have none."""
+    """Return whether NCCL would use NVLink between nodes although these GPUs do not have it."""
     return c.node.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
 
 
 def refused_by_the_run(memory: bool) -> Probe:
-    """Return the probe of the variables that the run itself refuses at its start, by its own rules.
+    """Return the probe of variables that a run refuses at its start, by the run's own rules.
 
     Args:
-        memory: the variables of JAX's memory, which have no key in the config; else all others.
+        memory: whether to check the variables of JAX's memory, which have no key in the config, or all others.
     """
 
     def probe(c: Context) -> Verdict:
         if not c.gpus.rows:
             return ok("none")
-        environ = {n: v for n, v in c.node.environ.items() if not (n == MNNVL and mnnvl_enabled(c))}  # which has its own check
+        environ = {n: v for n, v in c.node.environ.items() if not (n == MNNVL and mnnvl_enabled(c))}  # has its own check
         row = c.gpus.rows[0]
         sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
-        # Without a reported size the budget is a part of an arbitrary one; the names are compared all the same.
+        # If nvidia-smi reports no memory size, an arbitrary size is used, since the names of variables matter more.
         devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
         changing = environment.select_variables(environ)
         found = [p for p in environment.overlay(c.run, devices, environ)[1] if p.key in (*environ, SHELL)]
@@ -214,14 +214,14 @@ def proxy(c: Context) -> Verdict:
 
 
 def bypasses(host: str, no_proxy: str) -> bool:
-    """Return whether no_proxy names a host: itself, a domain that it ends with, a range of addresses, or * for all."""
+    """Return whether no_proxy matches a host: by its name, a domain at its end, a range of addresses, or * for all hosts."""
     for entry in filter(None, (part.strip() for part in no_proxy.split(","))):
         if entry == "*" or host == entry.lstrip(".") or host.endswith("." + entry.lstrip("*.")):
             return True
         try:
             if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
                 return True
-        except ValueError:  # names, not addresses
+        except ValueError:  # a name, not an address
             continue
     return host in ("localhost", "127.0.0.1", "::1")
 

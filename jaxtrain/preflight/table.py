@@ -1,7 +1,7 @@
-"""The form of the checks: a table whose entries have a name, a probe, the expected state, why it matters and a fix.
+"""The structure of checks: a table whose entries have a name, a probe, the expected state, a reason and a fix.
 
 A probe is a function of a `Context` that returns a verdict: `ok`, `note`, `fault` or `unknown`, or None if the check does not
-apply to the node. A verdict may replace the entry's texts.
+apply to the node. A verdict may replace the texts of its check.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtrain.preflight.nvidia_smi import Gpus, Row, Topology
 
 OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
 NOT_REPORTED = "not reported by these GPUs"
-MISSING = "missing"  # a process of the run is absent or lost: no known fault, and a retry may help
+MISSING = "missing"  # a process of the run is absent or lost; no fault is known, and a retry may help
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Context:
     """A node and the run that it is checked for.
 
     Args:
-        paths: name -> folder or bucket of the run, "" for none.
+        paths: name -> folder or bucket of the run; "" if there is none.
         cluster: the run's processes; None for one process.
-        has_config: whether a config was given for the run.
-        measured: rates of the node (measure.py); None before they are measured.
+        has_config: whether the command line has a config.
+        measured: rates of the node (measure.py); empty before they are measured.
     """
 
     node: Node
@@ -97,7 +97,7 @@ class Context:
         if self.cluster is None:
             return False
         ids = self.cluster.local_device_ids or ()
-        # If a process is to use a GPU beyond those it sees, CUDA_VISIBLE_DEVICES has renumbered them (software.py).
+        # If a process is assigned a GPU above the visible ones, CUDA_VISIBLE_DEVICES has renumbered the GPUs (software.py).
         here = self.gpus.on_node if ids and max(ids) >= self.gpus.count else self.gpus.count
         return self.cluster.num_processes * (len(ids) or here) > here
 
@@ -119,7 +119,7 @@ class Check:
     expected: str
     why: str
     fix: str
-    probe: Probe | None = None  # None: it compares nodes (multi_node.py)
+    probe: Probe | None = None  # None: the check compares nodes (inspection.py)
 
     def finding(self, verdict: Verdict, node: str = "") -> Finding:
         texts = {"expected": self.expected, "why": self.why, "fix": self.fix, **verdict.texts}
@@ -140,7 +140,7 @@ class Table(list[Check]):
         return decorate
 
     def run(self, context: Context) -> list[Finding]:
-        """Return the findings of all checks. A probe that raises is one finding: nodes answer in forms not seen before."""
+        """Return the findings of all checks. An exception of a probe is a finding too, since nodes can have unknown output."""
         found = []
         for check in self:
             try:
@@ -149,17 +149,17 @@ class Table(list[Check]):
                 raise
             except Exception as error:
                 verdict = unknown(f"{type(error).__name__}: {error}")
-            if verdict and verdict.state == FAULT and context.gpus.absent:  # nothing of the host stops a run on CPUs
+            if verdict and verdict.state == FAULT and context.gpus.absent:  # no fault for a run on CPUs
                 verdict = dataclasses.replace(verdict, state=NOTE)
             found += [check.finding(verdict)] if verdict else []
         return found
 
 
-# ---- the shape of most probes of GPUs: each is judged by itself, and the worst verdict counts
+# ---- most probes of GPUs: a verdict on each GPU, of which the worst counts
 
 
 def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
-    """Return a decorator for a function that judges the row of one GPU, or returns None if it does not report `field`."""
+    """Return a decorator for a function that returns the verdict on one GPU's row, or None if `field` is not reported."""
 
     def decorate(judge: GpuProbe) -> Probe:
         def probe(c: Context) -> Verdict:
@@ -172,7 +172,7 @@ def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
 
 
 def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
-    """Return the probe of a field: the state of each value, and `other` for all values that have none."""
+    """Return the probe of a field. states: value -> state. other: state of all other values."""
 
     @each_gpu(field)
     def probe(_: Context, row: Row) -> Verdict | None:
@@ -183,10 +183,11 @@ def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
 
 
 def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
-    """Return the verdict on all GPUs from those on each: the worst state, with the texts of the GPUs that have it.
+    """Return the verdict on all GPUs: the worst state, with the texts of the GPUs in that state.
 
     Args:
-        absent: the reason if there is no verdict.
+        verdicts: GPU -> verdict.
+        absent: the reason if there are no verdicts.
     """
     for state in (FAULT, NOTE):
         if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:
@@ -199,7 +200,7 @@ def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
 
 
 def grouped(parts: Sequence[tuple[str, str]]) -> str:
-    """Format (GPU, text) pairs, equal texts together: "GPU0 to GPU7: 500 W of 700"."""
+    """Format (GPU, text) pairs, with GPUs of equal text together: "GPU0 to GPU7: 500 W of 700"."""
     by_text: dict[str, list[str]] = {}
     for gpu, text in parts:
         by_text.setdefault(text, []).append(gpu)
@@ -213,5 +214,5 @@ def span(gpus: Sequence[str]) -> str:
 
 
 def listed(parts: Sequence[str], most: int = 4) -> str:
-    """Format "a, b, c, d and 3 more"."""
+    """Format a list with at most `most` items: "a, b, c, d and 3 more"."""
     return ", ".join(parts[:most]) + (f" and {len(parts) - most} more" if len(parts) > most else "")

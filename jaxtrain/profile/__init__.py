@@ -1,1 +1,1 @@
-"""Analysis of the time of a step: traces of the profiler, read and summed by kind of work and by part of the model."""
+"""Analysis of the time of a step from traces of the profiler, by kind of work and by part of the model."""

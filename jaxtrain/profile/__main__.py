@@ -40,12 +40,12 @@ COMMAND = Command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # the traced run may still use the GPU
-    return run_command(COMMAND, argv, act, errors=(ValueError,))  # TraceError and HloError are ValueErrors
+    return run_command(COMMAND, argv, act, errors=(ValueError,))  # TraceError and HloError are subclasses of ValueError
 
 
 def act(parsed: Parsed) -> int:
-    """Print and write the report of a trace or a dump."""
-    with quiet():  # jax's libraries report a missing driver when they are loaded
+    """List the traces of a run, or print and write the report of one trace."""
+    with quiet():  # jax's libraries print a warning about a missing driver when they are loaded
         import jax.profiler  # noqa: F401 - loads them
 
         from jaxtrain.profile import measure, report, trace
@@ -83,7 +83,7 @@ def _write(file: str, text: str) -> None:
 
 
 def open_xprof(path: Path) -> int:
-    """Serve xprof's pages of a trace until Ctrl-C, and return the exit code.
+    """Serve xprof's web pages of a trace until Ctrl-C, and return the exit code.
 
     Raises:
         ValueError: xprof is not installed.

@@ -1,11 +1,11 @@
-"""The time of a step from the events of a trace: by kind, by part, by operation, by device; and the comparison of two traces.
+"""The time of a step from the events of a trace, by kind, part, operation and device, and the comparison of two traces.
 
-Each nanosecond of a step counts once on each device. Operations that compute or copy at that time share it equally. Without
-any, it is exposed communication, else an exposed copy to or from the host, else idle. Communication and host copies during
-computation are overlapped. Operations inside loops and calls count, not the loops and calls themselves.
+Each nanosecond of a step counts once on each device. Operations that compute or copy at that time share it equally. If none
+runs, the time is exposed communication, else an exposed copy to or from the host, else idle. Communication and host copies
+during computation are overlapped. Operations inside loops and calls count, but loops and calls themselves do not.
 
 A step lasts from the end of the previous step to its own end, so gaps between steps count. The first step of a trace begins
-with its first operation if nothing of the previous step was recorded.
+with its first operation if the trace has no event of the previous step.
 """
 
 import dataclasses
@@ -39,20 +39,20 @@ NS_PER_MS = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """Operations of one kind and origin, over a step, as the mean of devices and steps."""
+    """Operations of one kind, part and source line, summed over a step. Figures are means over devices and steps."""
 
     kind: str  # one of KINDS without "exposed", or of LINKS
     part: str
     phase: str  # forward | backward | recompute | "" (once a step)
-    label: str  # named scopes, and the operation in them
+    label: str  # named scopes and operation
     source: str  # file:line
     count: float  # launches
-    ms: float  # time of the step: shared with concurrent operations, and only exposed for LINKS
-    ran_ms: float  # from start to end, summed over launches
-    overlapped_ms: float  # of LINKS: during computation
-    gflop: float | None  # by the program; None if unknown
-    gb: float | None  # of device memory; for communication, on the wire
-    planned_ms: float | None  # at the plan's rates of this GPU
+    ms: float  # share of the step's time, divided among concurrent operations; for LINKS only exposed time
+    ran_ms: float  # time from start to end, summed over launches
+    overlapped_ms: float  # time of LINKS during computation
+    gflop: float | None  # from the program's HLO; None if unknown
+    gb: float | None  # device memory traffic; for communication, bytes on the wire
+    planned_ms: float | None  # at the rates that plans use for this GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """The time of a step, by a trace; `--json` writes it."""
+    """The time of a step from a trace. `--json` writes these fields."""
 
-    name: str  # of the run, or of the file
-    trace: str  # path
+    name: str  # name of the run, or of the trace file
+    trace: str  # path of the trace
     device_kind: str
     steps: tuple[int, ...]
     step_ms: float  # mean over steps and devices
@@ -79,13 +79,13 @@ class Profile:
     by_kind: dict[str, float]  # ms of a step; sums to step_ms
     overlapped: dict[str, float]  # ms of LINKS during computation
     by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
-    named: float  # fraction of the busy and exposed time that belongs to a part
+    named: float  # fraction of the busy and exposed time in operations with a part
     ops: tuple[Op, ...]  # longest first
     devices: tuple[Device, ...]
-    lanes: dict[str, tuple[Stretch, ...]]  # timeline of the median step, on the device that computes longest
+    lanes: dict[str, tuple[Stretch, ...]]  # timeline of the median step on the device with the longest computation
     untraced_ms: float | None  # median step of the same run without the profiler
     planned: Planned | None
-    no_plan: str  # why `planned` is None
+    no_plan: str  # reason why `planned` is None
     notes: tuple[str, ...]
     format: int = 2
 
@@ -96,7 +96,7 @@ class Profile:
             table: kinds | parts (ms of a step by part and kind) | operations.
 
         Raises:
-            ValueError: another table.
+            ValueError: the table has another name.
         """
         if table == "kinds":
             return data_frame([{"kind": kind, "ms": ms, "share": ms / self.step_ms} for kind, ms in self.by_kind.items()])
@@ -116,7 +116,7 @@ class Profile:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.profile --html` for a notebook, in a frame."""
+        """Return the page of `python -m jaxtrain.profile --html` in an HTML frame, for a notebook."""
         from jaxtrain.profile import report
 
         return framed(report.make_html(self))
@@ -127,18 +127,18 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Facts of the run of a trace; empty if the trace is not in a run's folder."""
+    """Facts of the run of a trace. Fields but `name` are empty if the trace is not in a run's folder."""
 
     name: str
     device_kind: str = ""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    gpus: int = 1  # of a node
+    gpus: int = 1  # GPUs of a node
     precision: str = ""
     untraced_ms: float | None = None
 
 
 def run_around(target: Path) -> Run:
-    """Return the run of the nearest folder, from a target upwards, that has a config and a receipt."""
+    """Return the run of a trace: the nearest folder, from `target` upwards, that has a config and a receipt."""
     start = target.resolve()
     for folder in (start, *start.parents):
         if (folder / "config.json").is_file() and (folder / "receipt.json").is_file():
@@ -188,7 +188,7 @@ def rates_of(run: Run, device_kind: str) -> tuple[Rates | None, str]:
 
 
 class Window(NamedTuple):
-    """A step on one device, ns."""
+    """Start and end of a step on one device, in ns."""
 
     step: int
     start: float
@@ -199,7 +199,7 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
     """Return the complete steps of each device.
 
     Raises:
-        TraceError: there is none.
+        TraceError: the trace has no complete step.
     """
     divide = _cut_at_executions if trace.platform == "cpu" else _cut_at_last_operation
     main = trace.main_program
@@ -210,7 +210,7 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
 
 
 def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Cut a CPU's events into executions of the program. The last ones are the marked steps; an earlier one is incomplete."""
+    """Divide a CPU's events by executions of the program. The last are the steps `marked`; an earlier one is incomplete."""
     starts, ends = {}, {}
     for e in events:
         starts[e.run] = min(e.start, starts.get(e.run, e.start))
@@ -225,12 +225,12 @@ def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: M
 
 
 def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Cut a GPU's events, which have no execution numbers, at the last operation that runs once per step."""
+    """Divide a GPU's events, which have no execution number, after the last operation that runs once per step."""
     counts = Counter(e.op for e in events if e.op)
-    if module:  # in the order of the schedule, without the operations of loops
+    if module:  # in scheduled order, without operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
     times = len(marked) or max(Counter(counts.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
-    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # one more, of an incomplete step
+    once = [op for op, count in counts.items() if times and count in (times, times + 1)]  # an incomplete step has one more
     if not once:
         return ()
     last = once[-1] if module else max(once, key=lambda op: max(e.end for e in events if e.op == op))
@@ -241,8 +241,8 @@ def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], modul
 
 # ---- Time
 
-# An operation's sums over all steps: time of the step, overlapped, from start to end (ns); launches; their work by the program,
-# and its time at the plan's rates (s). Unknown work is NaN.
+# Sums over all steps, by operation: share of the steps' time, overlapped time, time from start to end (all ns); launches;
+# FLOPs, bytes and planned seconds of the launches, NaN if unknown.
 TIME, OVERLAPPED = 0, 1
 type Sums = dict[Operation, np.ndarray]
 
@@ -258,9 +258,9 @@ def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Ope
 
 
 def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple[Event, Operation]]]:
-    """Return the events of each device with their operations, by start.
+    """Return device -> its (event, operation) pairs, ordered by start.
 
-    A CPU has threads instead of streams. Its events are assigned to lanes: each to the first lane that is free.
+    A CPU has threads instead of streams. Each of its events is assigned to the first lane that is free.
     """
     main, known = trace.main_program, program.operations if program else {}
     found = {}
@@ -281,7 +281,7 @@ def divide_time(
     """Divide the time of one device's steps among its operations.
 
     Args:
-        events: events with their operations, by start.
+        events: (event, operation) pairs, ordered by start.
         steps: the steps, in order and without gaps.
         work: (program, instruction) -> FLOPs, bytes and planned seconds of a launch.
     """
@@ -312,7 +312,7 @@ def divide_time(
 
 
 def profile(path: Path, run: Run) -> Profile:
-    """Return the time of a step by a trace.
+    """Return the time of a step from a trace.
 
     Raises:
         TraceError: the trace cannot be read, or has no complete step.
@@ -394,7 +394,7 @@ def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
 
 
 def _lanes(device: int, events: Iterable[tuple[Event, Operation]], steps: Sequence[Window]) -> dict[str, tuple[Stretch, ...]]:
-    """Return the median step of a device as a lane for each stream."""
+    """Return the median step of a device: a lane of events for each stream."""
     window = sorted(steps, key=lambda w: w.end - w.start)[(len(steps) - 1) // 2]
     lanes: dict[str, list[Stretch]] = defaultdict(list)
     for e, o in events:
@@ -420,9 +420,8 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
     """Write a trace as JSON that ui.perfetto.dev opens: a process for each device, a thread for each stream.
 
     Args:
-        trace: a trace.
-        run: its run.
-        path: the file; it is compressed if its name ends in .gz.
+        run: the run of the trace.
+        path: the output file, compressed if its name ends in .gz.
     """
     program, _ = program_of(trace, run)
     written = []
@@ -446,14 +445,14 @@ def diff(before: Profile, after: Profile) -> dict[str, Any]:
     """Compare two profiles. Operations are matched by label and source file, since the compiler's names change.
 
     Returns:
-        "before" and "after", the paths of the traces, and "changes": step, kind, part or operation -> its changes, largest
-        first, of "name", "before_ms" and "after_ms" each.
+        "before" and "after": the paths of the traces. "changes": "step", "kind", "part" or "operation" -> changes, largest
+        first, each with "name", "before_ms" and "after_ms".
     """
 
     def times(found: Profile) -> dict[str, dict[str, float]]:
         ops: dict[str, float] = defaultdict(float)
         for op in found.ops:
-            file = op.source.rpartition(":")[0]  # an edit above moves the line
+            file = op.source.rpartition(":")[0]  # without the line number, which an edit above it changes
             ops[f"{op.label} ({op.kind}, {file or op.part})"] += op.ms
         parts = {part: sum(kinds.values()) for part, kinds in found.by_part.items()}
         return {"step": {"step": found.step_ms}, "kind": found.by_kind, "part": parts, "operation": ops}

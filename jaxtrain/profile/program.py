@@ -1,8 +1,8 @@
 """The compiled program of a trace: kind, part and work of its operations, and its planned step.
 
-The part of an operation is the `jax.named_scope` that it was traced under: in the step, in the models, or in your own model.
-Operations that the compiler adds have no scope. A fusion has the scope of its operations; any other such operation has that of
-its users, else that of its operands.
+The part of an operation is its `jax.named_scope`, set in the step, in jaxtrain's models, or in your own model. Operations that
+the compiler adds have no scope. A fusion gets the scope of the operations in it. Any other operation without a scope gets that
+of its users, else that of its operands.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
 from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, work
 from jaxtrain.plan.result import Rates
 
-# Kinds of time. They add up to the step.
+# Kinds of time. Their sum is the step time.
 KINDS: tuple[str, ...] = (
     "matmul",
     "attention",
@@ -28,13 +28,13 @@ KINDS: tuple[str, ...] = (
     "exposed host copies",
     "idle",
 )
-LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that run during computation: overlapped, otherwise exposed
+LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that can overlap with computation; the rest is exposed
 NO_SCOPE = "no scope"
-CONTROL = ("while", "conditional", "call")  # their time is that of the operations in them
+CONTROL = ("while", "conditional", "call")  # only the operations inside of these count
 ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
 _COPIES = frozenset(("copy", "transpose", "bitcast", "reshape", "copy-start", "parameter", "tuple"))
-# Kernels without an operation's name in the trace, by their own names.
+# (pattern of a kernel's name, kind), for kernels whose operation is not in the trace.
 _KERNELS = (
     (re.compile(r"nccl", re.I), "communication"),
     (re.compile(r"memcpyH2D|memcpyD2H", re.I), "host copies"),
@@ -45,12 +45,12 @@ _KERNELS = (
 
 
 class Operation(NamedTuple):
-    """Kind and origin of an operation."""
+    """Kind, part and source of an operation."""
 
     kind: str  # one of KINDS without "exposed", or of LINKS
     part: str
     phase: str  # forward | backward | recompute | "" (once a step)
-    label: str  # named scopes, and the operation in them
+    label: str  # named scopes and operation
     source: str  # file:line
 
 
@@ -71,16 +71,16 @@ class Program:
 
     module: Module
     operations: dict[str, Operation]  # by instruction
-    work: dict[str, Work]  # of one launch, by instruction; without those that are unknown
-    wires: dict[str, Found]  # bytes that collectives send, by instruction
-    unknown: tuple[str, ...]  # why work is unknown
+    work: dict[str, Work]  # instruction -> cost of one launch; without instructions of unknown cost
+    wires: dict[str, Found]  # instruction -> its collective
+    unknown: tuple[str, ...]  # reasons why costs are unknown
 
 
 def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
     """Return the program of a compiled module's text.
 
     Args:
-        text: HLO.
+        text: HLO of the module.
         mesh: axis -> size.
         gpus: GPUs of a node.
 
@@ -101,7 +101,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             for operand in i.operands:
                 users[operand].append(i)
         for i in where.instructions:
-            # The start of an asynchronous operation represents it.
+            # Of an asynchronous operation, only the start counts.
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
@@ -119,9 +119,9 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
 
 
 def part_of(op_name: str) -> str:
-    """Return the part of an operation's scope, as `mlp`, `loss`, or `layers` for the loop over layers; "" without a scope."""
+    """Return the part of an operation from its scopes: `mlp`, `loss`, or `layers` for the loop over layers; "" if none."""
     last = op_name.rsplit("/", 1)[-1]
-    found = [p for p in roofline.path(op_name) if "->" not in p]  # an einsum's own text is a scope too
+    found = [p for p in roofline.path(op_name) if "->" not in p]  # the equation of an einsum is a scope too
     if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:
         found = found[:-1]  # the last name is the operation's
     inner = [p for p in found if p != roofline.STACK]
@@ -129,7 +129,7 @@ def part_of(op_name: str) -> str:
 
 
 def phase_of(op_name: str) -> str:
-    """Return the pass of an operation; "" outside of the passes."""
+    """Return "forward", "backward" or "recompute"; "" for operations outside of these passes."""
     if part_of(op_name) in ONCE:
         return ""
     op_name = roofline.first(op_name)
@@ -139,7 +139,7 @@ def phase_of(op_name: str) -> str:
 
 
 def by_kernel(kernel: str) -> Operation:
-    """Return the operation of a kernel by the kernel's name, if the trace names no operation."""
+    """Return the operation of a kernel from the kernel's name, for events whose operation is not in the trace."""
     kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
     return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "")
 
@@ -153,12 +153,12 @@ def _kind(module: Module, i: Instruction, work: Work | None) -> str:
 
 
 def _scope(module: Module, where: Computation, users: Mapping[str, list[Instruction]], i: Instruction) -> tuple[str, str]:
-    """Return (op_name with a scope, source) of an instruction, else of its nearest user, else of its nearest operand."""
+    """Return (op_name with a scope, source) of an instruction; else of its nearest user; else of its nearest operand."""
     for neighbours in (lambda j: users.get(j.name, ()), lambda j: [where.by_name[o] for o in j.operands]):
         for j in _nearest_first(i, neighbours):
             if part_of(j.op_name):
                 return j.op_name, j.source
-            # Of the operations in a fusion, a matmul comes first, then the last one.
+            # A fusion gets the scope of its matmul, else that of its last operation.
             inside = [k for c in j.called for k in module.computations[c].instructions if part_of(k.op_name)]
             if inside and j.opcode in FUSIONS:
                 chosen = max(reversed(inside), key=lambda k: k.opcode in ("dot", "custom-call"))
@@ -168,7 +168,7 @@ def _scope(module: Module, where: Computation, users: Mapping[str, list[Instruct
 
 def _nearest_first(i: Instruction, neighbours: Callable[[Instruction], Iterable[Instruction]]) -> Iterator[Instruction]:
     seen, order = {i.name}, [i]
-    for j in order:  # grows while it is read
+    for j in order:  # `order` grows during the loop
         yield j
         new = {k.name: k for k in neighbours(j) if k.name not in seen}
         seen |= new.keys()
@@ -176,7 +176,7 @@ def _nearest_first(i: Instruction, neighbours: Callable[[Instruction], Iterable[
 
 
 def plan(program: Program, rates: Rates) -> Planned:
-    """Return the step of a scheduled program at a GPU's rates.
+    """Return the planned step of a scheduled program at a GPU's rates.
 
     Raises:
         HloError: an operation cannot be timed.

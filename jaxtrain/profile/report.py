@@ -1,4 +1,4 @@
-"""A profile as a report, for the terminal and for one HTML page."""
+"""The report of a profile, for the terminal and as one HTML page."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from jaxtrain.page.sections import (
 from jaxtrain.profile.measure import Op, Profile
 from jaxtrain.profile.program import KINDS, NO_SCOPE
 
-ROWS, PAGE_ROWS = 15, 40  # of a long table
+ROWS, PAGE_ROWS = 15, 40  # of a long table on the terminal, and on the page
 SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
 COLOURS = {
     "matmul": "--c1",
@@ -48,13 +48,13 @@ NOTES = (
 
 
 def verdict(found: Profile) -> str:
-    """Return the step time and its largest kind."""
+    """Return a line with the step time and the kind with the most time."""
     kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
     return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 
 
 def facts(found: Profile) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the figures of the step."""
+    """Return (name, value, note) of each figure of the step."""
     exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
     low, high = map(rough, found.step_range_ms)
     untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
@@ -75,7 +75,7 @@ def facts(found: Profile) -> list[tuple[str, str, str]]:
 
 
 def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list[Section]:
-    """Return the report of a profile; with `diff`, also the changes since another trace."""
+    """Return the sections of a profile's report. diff: changes since another trace, which are a section too."""
     return [
         Section("Timeline of a step", [Drawing(_timeline(found))]),
         Section("Time by kind", [_kinds(found)]),
@@ -88,7 +88,7 @@ def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list
 
 
 def _sparse(heading: str, values: Sequence[float]) -> Column:
-    """Return a column whose zeros are empty."""
+    """Return a column of numbers, with empty cells for zeros."""
     return Column(heading, [number(v) if v else "" for v in values], values)
 
 
@@ -155,7 +155,7 @@ def _operations(found: Profile) -> Table:
 
 
 def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
-    """Return work per second of the time that operations ran."""
+    """Return the work per second of each operation, from its `ran_ms`."""
     return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
 
 
@@ -189,14 +189,14 @@ def _changes(diff: Mapping[str, Any]) -> list[str | Table]:
 
 
 def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Console) -> None:
-    """Print the report."""
+    """Print the report of a profile. diff: see `make_sections`."""
     steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
     shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(found)])
     print_sections([Section(f"{found.name}: {verdict(found)}", [steps, shown]), *make_sections(found, diff)], console)
 
 
 def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
-    """Return the report as one page that needs no network."""
+    """Return the report as one HTML page that needs no network."""
     title = f"{found.name}: time of a step"
     steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
     body = [
@@ -214,13 +214,13 @@ def _colour(kind: str) -> str:
 
 
 def _timeline(found: Profile) -> str:
-    """Return the timeline of the median step, below the planned one."""
+    """Return the timelines of the planned step and of the median step as HTML."""
     lanes = (found.planned.lanes if found.planned else {}) | found.lanes
     return timeline.draw(lanes, COLOURS, verdict(found))
 
 
 def to_json(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
-    """Return a profile as JSON without its timeline; with `diff`, the changes under that key."""
+    """Return a profile as JSON without its timeline. diff: changes since another trace, under the key "diff"."""
     tree: dict[str, Any] = dataclasses.asdict(found) | ({"diff": diff} if diff else {})
     for timed in filter(None, (tree, tree["planned"])):
         del timed["lanes"]

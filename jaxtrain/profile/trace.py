@@ -1,11 +1,11 @@
 """Traces of JAX's profiler: the operations that ran on each device.
 
-`jax.profiler.ProfileData` reads a trace (`*.xplane.pb`). The planes and lines of two platforms are known:
+`jax.profiler.ProfileData` reads a trace (`*.xplane.pb`). This module supports the planes and lines of two platforms:
 
     CPU  Plane /host:CPU, a line for each thread. An event with the stat `hlo_op` is an operation. The stat `device_ordinal`
-         names its device, `run_id` the execution of its program. If an operation continues on other threads, it ends where
-         the event `end: NAME` with its number begins.
-    GPU  Plane /device:GPU:N, a line `Stream #...` for each CUDA stream. Every event is a kernel or a copy, and `hlo_op` names
+         is its device, `run_id` the execution of its program. If an operation continues on other threads, it ends when the
+         event `end: NAME` with the same number begins.
+    GPU  Plane /device:GPU:N, a line `Stream #...` for each CUDA stream. Every event is a kernel or a copy, and `hlo_op` is
          the operation that launched it. All other lines repeat these events, and are skipped.
 """
 
@@ -25,19 +25,19 @@ END = "end: "
 
 
 class TraceError(ValueError):
-    """A trace cannot be read, or no step of a training run is in it."""
+    """A trace cannot be read, or has no step of a training run."""
 
 
 class Event(NamedTuple):
-    """One run of an operation on one device. Times are ns since the start of the trace."""
+    """One execution of an operation on one device. Times are in ns since the start of the trace."""
 
     start: float
     end: float
-    stream: str  # its CUDA stream; "" on CPUs
-    op: str  # instruction of the program; "" if the trace has none
-    kernel: str  # on a GPU the kernel's name, on a CPU the operation's
-    program: int  # number of the program; -1 if the trace has none
-    run: int  # one execution of the program; -1 on GPUs
+    stream: str  # CUDA stream; "" on CPUs
+    op: str  # name of the instruction in the program; "" if the trace has none
+    kernel: str  # name of the kernel on a GPU, of the operation on a CPU
+    program: int  # id of the program; -1 if the trace has none
+    run: int  # id of the execution of the program; -1 on GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Trace:
 
     path: Path
     platform: str  # cpu | gpu
-    devices: dict[int, tuple[Event, ...]]  # events of a device, by start
-    steps: tuple[int, ...]  # steps that the training loop marked
+    devices: dict[int, tuple[Event, ...]]  # device -> its events, ordered by start
+    steps: tuple[int, ...]  # numbers of the steps that the training loop marked
 
     @functools.cached_property
     def main_program(self) -> int:
-        """Return the number of the program that took the most time."""
+        """Return the id of the program with the most time."""
         time: dict[int, float] = defaultdict(float)
         for event in (e for events in self.devices.values() for e in events):
             time[event.program] += event.end - event.start
@@ -59,10 +59,10 @@ class Trace:
 
 
 def find(target: Path) -> list[Path]:
-    """Return the traces of a run's folder, or of a trace's folder or file, oldest first.
+    """Return the trace files of a run's folder, or of a trace's folder or file, oldest first.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is no trace.
     """
     if not target.exists():
         raise TraceError(f"{target}: no such file or folder. Fix: name a run's folder, or a trace (*.xplane.pb).")
@@ -79,7 +79,7 @@ def read(path: Path) -> Trace:
     """Return the operations and programs of a trace.
 
     Raises:
-        TraceError: the file is no trace, or no operation of a compiled program ran in it.
+        TraceError: the file is not a trace, or has no operation of a compiled program.
     """
     from jax.profiler import ProfileData
 

@@ -1,8 +1,8 @@
 """receipt.json: code, settings, data and hardware of a run.
 
-It is written before the first step and completed at the end, so a killed run has one too. The file holds the newest attempt at
-its top level and a summary of every other attempt under `attempts`. An attempt that finds all steps done joins `attempts` at
-its end: the top level stays that of the attempt that trained. If an attempt has no `exit_code`, it was killed or still runs.
+It is written before the first step and completed at the end, so a killed run has a receipt too. The top level of the file is
+the newest attempt. `attempts` has a summary of every other attempt. An attempt that starts after the last step is added to
+`attempts` at its end; the top level stays the attempt that trained. An attempt without `exit_code` was killed or still runs.
 docs/observing.md describes the contents.
 """
 
@@ -26,8 +26,8 @@ from jaxtrain.receipt import collect, figures, machine
 from jaxtrain.receipt.diff import differences
 from jaxtrain.receipt.format import FORMAT, NAME, load, now
 
-# The fields of an earlier attempt that the file keeps. The newest one that saved is kept completely, until its successor was
-# compared with it.
+# Fields of an earlier attempt that stay in the file. The newest attempt that saved a checkpoint keeps all fields, until the
+# next such attempt is compared with it.
 SUMMARY = (
     *("id", "attempt", "started", "ended", "exit_code", "reason", "command"),
     *("resumed_from_step", "loaded", "origin", "changed", "saves"),
@@ -36,16 +36,16 @@ SEED = {"from": None, "step": None, "saved_by": None, "digest": "made from train
 
 
 class Receipt:
-    """The receipt of the run in `workdir`. Process 0 writes it; other processes have `id` and `fields` in memory.
+    """The receipt of the run in `workdir`. Process 0 writes the file. Other processes have `id` and `fields` in memory.
 
     Attributes:
-      fields: the receipt as it is written.
-      preflight: everything that preflight found before this start; None if it did not run.
-      took_no_step: set it if all steps were done before this attempt. Then `finish` keeps the attempt that trained.
+      fields: the contents of the receipt.
+      preflight: all findings of preflight before this start; None if it did not run.
+      took_no_step: callers set it to True if all steps were done before this attempt. See the module's docstring.
     """
 
     def __init__(self, workdir: str | Path, *, process_index: int = 0, nvml: Any = pynvml):
-        """Args: nvml: pynvml, or an object with the same functions."""
+        """Create the receipt without writing it. nvml: pynvml, or an object with the same functions."""
         self.path = Path(workdir) / NAME
         self.id = str(uuid.uuid4())
         self.fields: dict[str, Any] = {}
@@ -61,8 +61,8 @@ class Receipt:
 
         Args:
           fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
-            (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any others.
-          config_file: its digest is part of the source.
+            (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any other fields.
+          config_file: the config's file, whose digest is part of `source`.
 
         Raises ReceiptError if an earlier receipt cannot be read.
         """
@@ -105,25 +105,29 @@ class Receipt:
         self._set(found)
 
     def _continue(self, before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the attempts of an earlier receipt, and return the number of this one and its changes.
+        """Keep the attempts of an earlier receipt. Return the number of this attempt, and its changes.
 
-        Changes are differences from the newest attempt that saved, since this one continues from its checkpoint. An attempt
-        that ended before its first save left nothing in the result.
+        Changes are differences from the newest attempt that saved, since this attempt resumes its checkpoint. An attempt that
+        ended before its first save has no effect on the result.
+
+        Args:
+          before: the earlier receipt.
+          found: the fields of this attempt.
         """
         every = sorted([*before.pop("attempts"), before], key=lambda one: one["attempt"])
         saved = [one for one in every if one.get("saves") and "source" in one]
         self._earlier = [one if one in saved[-1:] else {k: one[k] for k in SUMMARY if k in one} for one in every]
-        here = json.loads(json.dumps(found))  # as in a file: no tuples
+        here = json.loads(json.dumps(found))  # tuples become lists, as in a file
         changed = differences({**saved[-1], "loaded": None}, here) if saved else []
-        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # conditions of the run that ended
+        at_start = [d for d in changed if not d.name.startswith("GPU ")]  # these are conditions while the earlier attempt ran
         return {"attempt": len(every) + 1, "changed": [(d.group, d.name, d.a, d.b) for d in at_start]}
 
     def update(self, **fields: Any) -> None:
-        """Add or replace fields, on disk at once."""
+        """Add or replace fields, and write the receipt."""
         self._set(self.fields | fields)
 
     def began(self, loaded: Mapping[str, Any] | None) -> None:
-        """Write the origin of the first state of this attempt. Only the first call counts: a run may roll back later.
+        """Write the origin of the first state of this attempt. Later calls are ignored, since a run may roll back.
 
         Args:
           loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors or of the
@@ -136,12 +140,12 @@ class Receipt:
             self.update(loaded=loaded, origin=saver.get("origin", loaded["digest"]))
 
     def saved(self, one: Mapping[str, Any]) -> None:
-        """Add a save that has reached the disk, a `checkpoint.Saved` as a dict. `save` is the newest, `saves` counts all."""
+        """Add a save that is complete on disk to `save` (newest) and `saves` (all). one: a `checkpoint.Saved` as a dict."""
         self._saves.append(one)
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Write how the attempt ended, the figures of the run's folder (speed, memory, loss, goodput), and the GPUs' clocks."""
+        """Write the end of the attempt, figures of the run's folder (speed, memory, loss, goodput), and the GPUs' clocks."""
         end = {**(fields or {}), "ended": now(), "exit_code": exit_code, "reason": reason}
         trained = [one for one in self._earlier if "source" in one]
         if self.took_no_step and trained:
@@ -150,7 +154,7 @@ class Receipt:
             self._set(trained[-1])
             return
         self.update(**end)
-        if self._active:  # a second write, since the figures may fail
+        if self._active:  # written separately, since computing the figures may fail
             self.update(**self._final_figures())
 
     def _final_figures(self) -> dict[str, Any]:
@@ -163,8 +167,8 @@ class Receipt:
                 out["goodput"] = goodput.summarise(ledger).record()
             if (hardware := self.fields.get("hardware")) and hardware["gpus"]:
                 out["hardware"] = {**hardware, "after": machine.clocks(self._nvml)}
-        # Any error, such as a damaged file or a driver that fails: it must not replace the exit code of the run, which decides
-        # whether the run is started again.
+        # An error, such as a damaged file or a failing driver, must not replace the exit code of the run, which decides whether
+        # the run is restarted.
         except Exception as error:
             out["no_figures"] = f"{type(error).__name__}: {error}"
         return out
@@ -176,5 +180,5 @@ class Receipt:
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the hash of a resolved config (`config.to_dict`); the order of keys does not count."""
+    """Return the SHA-256 of a resolved config (`config.to_dict`). The order of keys does not change it."""
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()

@@ -17,7 +17,7 @@ from jaxtrain.receipt.format import ReceiptError, Run, find_runs, flatten, open_
 
 USAGE = {"show": "show RUN", "list": "list RUN...", "diff": "diff A B"}
 NEEDS = {"show": "one run", "list": "one run or more", "diff": "two runs"}
-COLUMNS = {  # heading of the list -> path in the flattened receipt, format
+COLUMNS = {  # heading of the list -> (path in the flattened receipt, format)
     "tok/s/device": ("speed.tokens_per_s_per_device", ",.0f"),
     "MFU": ("speed.mfu_causal", ".1%"),
     "goodput": ("goodput.goodput", ".1%"),
@@ -34,7 +34,7 @@ COMMAND = Command(
 
 
 def check(parsed: Parsed) -> list[Problem]:
-    """Return the problems of the action and of the number of its runs."""
+    """Return the problems of the action (show, list or diff) and of the number of runs."""
     action, *runs = parsed.arguments or ("",)
     if not action:
         return []
@@ -69,7 +69,7 @@ def act(parsed: Parsed) -> int:
 
 
 def _open(path: Path) -> Run | tuple[str, str]:
-    """Return a run for the list, or its name and the error: one bad receipt must not hide the others."""
+    """Return a run for the list; (name, error) for a receipt that cannot be read, so that the list still has other runs."""
     try:
         run = open_run(path)
         _ = run.figures, run.goodput, run.losses
@@ -79,7 +79,7 @@ def _open(path: Path) -> Run | tuple[str, str]:
 
 
 def show(run: Run, console: Console) -> None:
-    """Print one receipt."""
+    """Print the receipt of a run."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -125,7 +125,7 @@ def show_list(runs: Sequence[Run | tuple[str, str]], console: Console) -> None:
 
 
 def show_diff(found: Comparison, console: Console) -> None:
-    """Print the differences by group, and the results that differ."""
+    """Print the differences of two runs by group, and the results that differ."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

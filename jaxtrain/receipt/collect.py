@@ -19,17 +19,17 @@ from jaxtrain.runtime import variables
 
 ENVIRONMENT_PREFIXES = (
     *("XLA_", "JAX_", "JAXTRAIN_", "NCCL_", "CUDA_", "CUDNN_", "CUBLAS", "NVIDIA_TF32_OVERRIDE", "TF_GPU_", "FI_", "UCX_"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD"),  # another cuDNN or NCCL may be loaded before that of the wheels
+    *("LD_LIBRARY_PATH", "LD_PRELOAD"),  # they can load another cuDNN or NCCL than that of the wheels
     *("OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_PROCID"),
 )
-# Variables of one attempt, which a receipt has as `restart` and `preflight`, and the spelling of commands.
+# Variables of a single attempt, which are in the receipt as `restart` and `preflight`, and the prefix of printed commands.
 LEFT_OUT = (*variables.OF_AN_ATTEMPT, PREFIX)
-CONTAINERS = (Path("/run/.containerenv"), Path("/.dockerenv"))  # of podman, of Docker
-PATCH_MOST = 200_000  # characters; people read a receipt, and every save writes it again
+CONTAINERS = (Path("/run/.containerenv"), Path("/.dockerenv"))  # files that exist in containers of podman and of Docker
+PATCH_MOST = 200_000  # characters; a receipt should stay readable, and every save rewrites it
 
 
 def select_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change results or speed, by name; none with a secret."""
+    """Return the environment variables that can change results or speed, sorted by name, without secrets."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -38,16 +38,16 @@ def select_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def plugin_versions() -> dict[str, str] | None:
-    """Return the CUDA and cuDNN that jax's GPU plugin was built with; None without a plugin, or if it does not report them."""
+    """Return the CUDA and cuDNN versions that jax's GPU plugin was built with; None if they are unknown."""
     for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
         if importlib.util.find_spec(name) is None:
             continue
         try:
             built: Any = importlib.import_module(f"{name}._versions")
             cuda, cudnn = built.cuda_runtime_build_version(), built.cudnn_build_version()
-        except (ImportError, AttributeError):  # a private module, which is not in every version
+        except (ImportError, AttributeError):  # the module is private, and some versions do not have it
             return None
-        # CUDA writes 12.9 as 12090, cuDNN 9.10.2 as 91002.
+        # CUDA 12.9 is 12090, cuDNN 9.10.2 is 91002.
         return {
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
@@ -56,12 +56,12 @@ def plugin_versions() -> dict[str, str] | None:
 
 
 def container(environ: Mapping[str, str]) -> str | None:
-    """Return the image as JAXTRAIN_IMAGE names it (deploy/Dockerfile sets it); None outside of containers."""
+    """Return the name of the container's image, JAXTRAIN_IMAGE (deploy/Dockerfile sets it); None outside of containers."""
     return environ.get("JAXTRAIN_IMAGE") or ("unnamed image" if any(path.exists() for path in CONTAINERS) else None)
 
 
 def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the findings of run.sh; None for a run that run.sh did not start."""
+    """Return the findings of run.sh; None if run.sh did not start this run."""
     if variables.HOST_CLASS not in environ:
         return None
     dirty = {"yes": True, "no": False}.get(environ.get(variables.DIRTY, ""))
@@ -69,7 +69,7 @@ def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def read_preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return everything that preflight found; None if it did not run."""
+    """Return all findings of preflight; None if it did not run."""
     path = environ.get(variables.PREFLIGHT)
     try:
         return json.loads(Path(path).read_text()) if path else None
@@ -86,16 +86,17 @@ def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict[str, Any]:
-    """Return the source of this process.
+    """Return the source code of this process.
 
     Args:
       package: the folder of jaxtrain.
-      own: files that the config names as package.module:name.
+      config_file: the config's file.
+      own: files of the user's code that the config names as package.module:name.
 
     Returns:
       `commit` and `dirty` (null if git does not track the code; `error` if git failed), `patch` (git diff HEAD of the
       package and the configs), `patch_cut` (characters left out at its end), `files` (path from the repository's root ->
-      SHA-256), and `config_file` (path -> SHA-256): its keys are in the receipt anyway.
+      SHA-256), and `config_file` (path -> SHA-256).
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}
@@ -111,7 +112,7 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
 
 
 def _digests(paths: Iterable[Path], root: Path) -> dict[str, str]:
-    """Return path from the root -> SHA-256; a file elsewhere has its own name alone, since its folder may be private."""
+    """Return path from `root` -> SHA-256. A file outside of `root` has only its name, since its folder may be private."""
     out = {}
     for path in (path.resolve() for path in paths if path.is_file()):
         name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
@@ -120,7 +121,7 @@ def _digests(paths: Iterable[Path], root: Path) -> dict[str, str]:
 
 
 def own_files(resolved: Mapping[str, Any]) -> list[Path]:
-    """Return the files of parts that a config names as package.module:name and that are imported by now."""
+    """Return the files of the imported modules that a config names as package.module:name."""
     found = []
     for _, value in flatten(resolved):
         for name in re.findall(r"(?<![\w./])([A-Za-z_][\w.]*):[A-Za-z_]\w*", value) if isinstance(value, str) else ():
@@ -132,14 +133,14 @@ def own_files(resolved: Mapping[str, Any]) -> list[Path]:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit and whether tracked files differ from it; None if git does not track the code in `folder`.
 
-    If git is missing or refuses (another user owns the checkout), the result is {"error": ...}.
+    If git is missing or fails (for example, if another user owns the checkout), the result is {"error": ...}.
     """
     try:
         head = _git(folder, "rev-parse", "HEAD")
         if head.returncode:
             return None if "not a git repository" in head.stderr else {"error": head.stderr.strip()}
         if _git(folder, "ls-files", "--error-unmatch", "__init__.py").returncode:
-            return None  # a virtual environment inside another project's checkout
+            return None  # jaxtrain is in a virtual environment inside another project's checkout
         status = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
@@ -148,6 +149,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def _git(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = ["git", "-c", "core.quotePath=false", "-C", str(folder), *args]
-    # This module reads git's messages, so they must be English. Optional locks could stop another process's commit.
+    # This module parses git's messages, so they must be in English. Optional locks could block a commit of another process.
     env = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False, env=env)

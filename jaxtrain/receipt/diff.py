@@ -1,6 +1,6 @@
-"""The differences between two runs that can explain other results or another speed, and the results that they explain.
+"""The differences between two runs that can explain different results or speed, and the results that differ.
 
-Both receipts are flattened, PREFIXES choose the facts and their group, and facts that cannot explain a difference are left out:
+Both receipts are flattened, and PREFIXES selects facts and their group. Facts that cannot explain a difference are left out:
 times, ids, names of hosts, paths, settings of output (IGNORED, and keys without an effect in `jaxtrain.resume.TABLE`).
 """
 
@@ -17,7 +17,7 @@ from jaxtrain.receipt.format import Run, flatten
 from jaxtrain.resume import NOTHING, effect
 
 GROUPS = ("code", "config", "versions", "environment", "hardware", "data")
-# Beginning of a flattened path -> (group, its replacement in the name).
+# Prefix of a flattened path -> (group, replacement of the prefix in the name).
 PREFIXES = {
     "source.files.": ("code", ""),
     "resolved.": ("config", ""),
@@ -32,7 +32,7 @@ PREFIXES = {
     "eval_data.": ("data", "eval_data."),
     "origin": ("data", "first state"),
 }
-# Fields of a data fingerprint that come from the config, and paths; files are compared by `_files`.
+# Fields of a data fingerprint that come from the config, and paths. `_files` compares the files.
 DATA = (
     "source",
     "source_schedule",
@@ -49,38 +49,38 @@ IGNORED = (
     *(f"data.{name}" for name in DATA),
     *(f"eval_data.*.{name}" for name in DATA),
     *("devices.processes.*", "devices.platform"),
-    *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w", "nics")),  # nics: of older receipts
-    *("hardware.before.*", "hardware.after.*"),  # one sample does not describe a run; see `_conditions`
+    *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w", "nics")),  # nics: older receipts
+    *("hardware.before.*", "hardware.after.*"),  # one sample does not represent a run; see `_conditions`
 )
 VARIABLES_IGNORED = (
     *HARMLESS,
-    "JAXTRAIN_*",  # between run.sh and the run; the image is compared as a version
-    "SLURM_*",  # numbers of the job; nodes and devices are compared as hardware
+    "JAXTRAIN_*",  # set by run.sh for the run; the image is compared as a version
+    "SLURM_*",  # ids and sizes of the job; nodes and devices are compared as hardware
     "JAX_COMPILATION_CACHE_DIR",  # a path
-    "XLA_CLIENT_MEM_FRACTION",  # train.memory_fraction sets it
-    "CUDA_DEVICE_ORDER",  # the numbers of the GPUs
+    "XLA_CLIENT_MEM_FRACTION",  # set by train.memory_fraction
+    "CUDA_DEVICE_ORDER",  # changes only the numbering of GPUs
     "XLA_FLAGS --xla_force_host_platform_device_count",  # the number of devices is compared as hardware
 )
-STATED = ("log.peak_tflops",)  # compared although it has no effect: MFU is counted by it
+STATED = ("log.peak_tflops",)  # compared although it has no effect on training, since MFU depends on it
 MEASURED = ("gemm_tflops", "hbm_gb_s", "h2d_gb_s", "all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # by preflight
-APART = 0.1  # measurements differ if they are this far apart
+APART = 0.1  # relative difference above which measurements count as different
 ORDER = "order of the files"
-LINES = 40  # of a source file
+LINES = 40  # most changed lines of a source file
 ABSENT = "absent"
-MEASURES = (  # title, path in the receipt, unit
+MEASURES = (  # (title, path in the flattened receipt, unit)
     ("step time, median", "speed.step_time_s.median", " s"),
     ("tokens/s/device", "speed.tokens_per_s_per_device", ""),
     ("MFU, causal", "speed.mfu_causal", ""),
     ("peak memory", "memory.peak_gib", " GiB"),
 )
-CHOSEN = ("attention", "remat", "compiler_options", "mesh")  # from config, hardware and versions
+CHOSEN = ("attention", "remat", "compiler_options", "mesh")  # values that follow from config, hardware and versions
 
 Facts = dict[tuple[str, str], Any]  # (group, name) -> value
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One fact that differs. `lines`: of a source file."""
+    """One fact that differs. lines: the changed lines, if the fact is a source file."""
 
     group: str
     name: str
@@ -91,7 +91,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One result that differs. `ratio`: a comparison of a and b in words."""
+    """One result that differs. ratio: comparison of `a` and `b` as text."""
 
     name: str
     a: str
@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Return the differences from A to B. Raises ReceiptError if a file next to a receipt cannot be read."""
+    """Return the comparison of two runs, from A to B. Raises ReceiptError if a file next to a receipt cannot be read."""
     found = differences(a.receipt | a.figures, b.receipt | b.figures)
     return Comparison(a.name, b.name, tuple(found), tuple(_outcomes(a, b)))
 
@@ -119,7 +119,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Return the facts in which two receipts differ, in the order of GROUPS."""
     names = {file["content_sha256"]: file["name"] for file in (a.get("data") or {}).get("files", ())}
     one, other = (_facts(side) | _files(side, names) | _changes(side) for side in (a, b))
-    defaults = _facts({"resolved": to_dict(RunConfig())})  # of keys that a config of another version lacks
+    defaults = _facts({"resolved": to_dict(RunConfig())})  # for keys that another version's config does not have
     skipped = _follow(a, b)
     sources = [side.get("source") or {} for side in (a, b)]
     found = []
@@ -128,10 +128,10 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
         if x == y or name in skipped or (name.startswith("preflight.") and _close(x, y)):
             continue
         if name.endswith(ORDER) and sorted(x or ()) != sorted(y or ()):
-            continue  # the files themselves differ
+            continue  # the files differ, which is a difference of its own
         lines = changed_lines(name, *sources) if group == "code" else ()
         found.append(Difference(group, name, _text(x), _text(y), lines))
-    if any(d.name == "train.deterministic" for d in found):  # which sets this variable
+    if any(d.name == "train.deterministic" for d in found):  # this key sets NCCL_ALGO
         found = [d for d in found if d.name != "NCCL_ALGO"]
     commits = [source.get("commit") for source in sources]
     if commits[0] != commits[1] and any(d.group == "code" for d in found):
@@ -140,7 +140,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def _facts(receipt: Mapping[str, Any]) -> Facts:
-    """Return the facts of an attempt that can explain a difference, without token files."""
+    """Return (group, name) -> value of the facts that can explain a difference, without token files."""
     out: Facts = {}
     for path, value in flatten({key: value for key, value in receipt.items() if key != "attempts"}):
         prefix = next((p for p in PREFIXES if path.startswith(p)), None)
@@ -156,7 +156,7 @@ def _facts(receipt: Mapping[str, Any]) -> Facts:
 
 
 def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of an attempt that can explain a difference; XLA_FLAGS flag by flag."""
+    """Return the environment variables that can explain a difference. XLA_FLAGS is split into flags."""
     env = receipt.get("env") or {}
     found = {**receipt.get("environment", {}), **env.get("inherited", {}), **env.get("set", {})}
     for flag in found.pop("XLA_FLAGS", "").split():
@@ -166,10 +166,10 @@ def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hardware faults during the run, and the slowest node's or GPU's measurements of preflight."""
+    """Return the hardware faults during the run, and the lowest rate of all nodes or GPUs in each measurement of preflight."""
     out: dict[str, Any] = {}
     for gpu in receipt.get("throttled") or ():
-        if gpu["share"] >= THROTTLED:  # as for the monitor's alerts: a dip of a second explains nothing
+        if gpu["share"] >= THROTTLED:  # the threshold of the monitor's alerts, since short throttling explains nothing
             out[f"GPU {gpu['gpu']}: throttled by"] = gpu["reasons"]
     hardware = receipt.get("hardware") or {}
     before, after = ({s["index"]: s.get("ecc_uncorrected") for s in hardware.get(w) or ()} for w in ("before", "after"))
@@ -186,7 +186,7 @@ def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(receipt: Mapping[str, Any]) -> Facts:
-    """Return the changes between the attempts whose steps are in the result: each resumed a checkpoint of another."""
+    """Return the changes between attempts whose steps are in the result, which are linked by resumed checkpoints."""
     savers = {one.get("id"): one for one in receipt.get("attempts", ())}
     out: Facts = {}
     while saver := savers.pop((receipt.get("loaded") or {}).get("saved_by"), None):
@@ -196,10 +196,10 @@ def _changes(receipt: Mapping[str, Any]) -> Facts:
 
 
 def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
-    """Return the token files of training and held-out data by their contents.
+    """Return the token files of training and held-out data: name -> size, hash and weight; and their order.
 
     Args:
-      names: SHA-256 -> name of the other run's files, since a file may have been renamed.
+      names: SHA-256 -> name of the file in run A, since a file may have another name in run B.
     """
     out: Facts = {}
     held_out = {f"eval_data.{name}.": data for name, data in (receipt.get("eval_data") or {}).items()}
@@ -208,34 +208,34 @@ def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
         for file in data.get("files") or ():
             name = first = names.get(file["content_sha256"], file["name"])
             number = 1
-            while name in order:  # files of several folders may have one name
+            while name in order:  # files of different folders may have the same name
                 number += 1
                 name = f"{first} #{number}"
             order.append(name)
             text = f"{file['tokens']:,} tokens, sha256 {file['content_sha256'][:12]}, weight {file['weight']:g}"
             out["data", prefix + name] = text
         if order[1:]:
-            out["data", prefix + ORDER] = order  # a file's shuffle depends on its index
+            out["data", prefix + ORDER] = order  # the shuffle of a file depends on its index
     return out
 
 
 def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
-    """Return the names of facts that follow from others, which are compared instead of them."""
+    """Return the names of facts that are left out because they follow from other facts, which are compared."""
     out: set[str] = set()
     if all((side.get("data") or {}).get("files") for side in (a, b)):
-        out |= {"data.source", "data.tokenizer"}  # paths: the contents are compared
+        out |= {"data.source", "data.tokenizer"}  # these are paths; the contents are compared
     if all(side.get("eval_data") is not None for side in (a, b)):
         out.add("data.eval_source")
     out.add("init.from" if all("origin" in side for side in (a, b)) else "first state")
     meshes = [side.get("mesh") or {} for side in (a, b)]
-    return out | {f"mesh.{axis}" for axis, size in meshes[0].items() if meshes[1].get(axis) == size}  # -1 is the remainder
+    return out | {f"mesh.{axis}" for axis, size in meshes[0].items() if meshes[1].get(axis) == size}  # -1 and its size
 
 
 def changed_lines(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the lines that one patch changes in a file and the other does not; () if they are no patches of one commit.
+    """Return the changed lines of a file that are only in one of two patches; () if the commits differ.
 
     Args:
-      name: the file, by its path from the repository's root.
+      name: path of the file from the repository's root.
       a, b: `source` of two receipts.
     """
     if a.get("commit") != b.get("commit") or a.get("patch_cut") or b.get("patch_cut"):
@@ -246,7 +246,7 @@ def changed_lines(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> tupl
 
 
 def _edits(patch: str, name: str) -> list[str]:
-    """Return the hunk headers and changed lines of one file in a patch of git diff."""
+    """Return the hunk headers and changed lines of one file in the output of git diff."""
     for part in f"\n{patch}".split("\ndiff --git ")[1:]:
         header, at, hunks = part.partition("\n@@")
         if header.split("\n")[0].endswith(f" b/{name}"):
@@ -255,7 +255,7 @@ def _edits(patch: str, name: str) -> list[str]:
 
 
 def _outcomes(a: Run, b: Run) -> Iterable[Outcome]:
-    """Yield the results of A and B; those that neither measured are left out."""
+    """Yield the results of A and B. A result that neither run measured is left out."""
     if a.end != b.end:
         yield Outcome("end", a.end, b.end)
     yield _compare_losses(a.losses, b.losses)
@@ -284,7 +284,7 @@ def _compare_losses(a: Mapping[int, float], b: Mapping[int, float]) -> Outcome:
 
 
 def _close(x: float | None, y: float | None) -> bool:
-    """Return whether two measurements are too close to explain a difference; a missing one explains none."""
+    """Return whether two measurements differ too little to explain a difference, or one is missing."""
     return x is None or y is None or abs(x - y) <= APART * abs(y)
 
 

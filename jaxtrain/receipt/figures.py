@@ -1,4 +1,4 @@
-"""The figures that a run reached, from its lines of metrics. A figure that was not measured is None."""
+"""Figures of a run, computed from its lines of metrics. A figure that was not measured is None."""
 
 import math
 import statistics
@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NAMES = ("speed", "memory", "throttled", "loss_at", "measured_over_planned")
-LEFT_OUT = 0.2  # of the timed lines, at the start: clocks, caches and the input pipeline settle
-ENOUGH = 5  # lines in the window; a percentile of fewer is a guess
+LEFT_OUT = 0.2  # fraction of the timed lines that is left out at the start, while clocks, caches and input pipeline settle
+ENOUGH = 5  # least lines in the window, since percentiles need some lines
 RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu_causal", "mfu_full", "hfu")
 
 Line = Mapping[str, Any]
 
 
 def of_run(lines: Sequence[Line], receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of one attempt; losses are those of the whole run.
+    """Return the figures of one attempt. Losses are those of the whole run.
 
     Args:
-      lines: of metrics.jsonl, of all kinds.
+      lines: lines of metrics.jsonl, of all kinds.
       receipt: the receipt of the attempt.
     """
     since = receipt.get("resumed_from_step") or 0
@@ -33,10 +33,10 @@ def of_run(lines: Sequence[Line], receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speed(lines: Iterable[Line]) -> dict[str, Any]:
-    """Return step time in seconds and rates (medians), over the stated window of train lines.
+    """Return step time in seconds and rates (medians), over the train lines of the returned `window`.
 
-    A line's step time is the mean over the steps since the line before, so percentiles are those of lines. `peak_tflops` is
-    the peak that the lines' MFU was computed with.
+    A line's step time is the mean over the steps since the previous line, so percentiles are over lines, not steps.
+    `peak_tflops` is the peak for the MFU of these lines.
     """
     timed = [line for line in lines if line["kind"] == "train" and line.get("step_time_s") is not None]
     left_out = math.ceil(LEFT_OUT * len(timed))
@@ -62,7 +62,7 @@ def speed(lines: Iterable[Line]) -> dict[str, Any]:
 
 
 def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, float | None]:
-    """Return GiB of the fullest device: peak, in use between steps (median), the allocator's pool, the compiler's peak."""
+    """Return GiB of the device with the most memory in use: peak, between steps (median), JAX's pool, compiler's peak."""
     lines = list(lines)
     train = [line for line in lines if line["kind"] == "train"]
     pools = [line.get("pool_gib") for line in lines if line["kind"] == "gpu"]
@@ -75,7 +75,7 @@ def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, fl
 
 
 def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return the GPUs of process 0 whose clocks were held down: the share of the time, and the reasons."""
+    """Return the throttled GPUs of process 0, each with the throttled share of its samples, and the reasons."""
     found: dict[int, list[Line]] = {}
     for line in lines:
         if line["kind"] == "gpu" and line.get("throttled") is not None:
@@ -89,9 +89,10 @@ def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
-    """Return the training loss with all digits at steps 1, 2, 5, 10, 20, 50, ... and the last.
+    """Return step -> training loss with all digits, at steps 1, 2, 5, 10, 20, 50, ... and the last step.
 
-    NaN and infinities are text, since JSON has no number for them."""
+    NaN and infinities are text, since JSON has no number for them.
+    """
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train" and line.get("loss") is not None}
     last = max(losses, default=0)
     wanted = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 5)]
@@ -100,10 +101,10 @@ def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
 
 
 def saves(done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return count and times of an attempt's saves.
+    """Return count and seconds of an attempt's saves.
 
     Args:
-      done: the saves that reached the disk, `checkpoint.Saved` as dicts.
+      done: the saves that are complete on disk, `checkpoint.Saved` as dicts.
     """
     return {
         "count": len(done),

@@ -1,4 +1,4 @@
-"""receipt.json as a file: its format, how it is read, and the run that it belongs to."""
+"""The file receipt.json: its format, reading, and the run that it belongs to."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from jaxtrain.receipt import figures
 
 NAME = "receipt.json"
 FORMAT = 3
-FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # fields that a reader needs most
-# Fields with their own table or a file next to the receipt (config.json), and long ones.
+FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # most important fields, which are shown first
+# Fields that are not shown: they are long, or have a separate table or file (config.json).
 HIDDEN = ("attempts", "format", "resolved", "ranks", "devices.processes", "source.patch", "source.files", "changed")
 FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
 
@@ -25,12 +25,12 @@ class ReceiptError(ValueError):
 
 
 def now() -> str:
-    """Return the local time with its offset, to the second, as ISO 8601."""
+    """Return the local time with its UTC offset, in seconds, as ISO 8601 text."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the receipt in a file. Raises ReceiptError if the file is no receipt of this format."""
+    """Return the receipt in a file. Raises ReceiptError if the file is not a receipt of this format."""
     try:
         receipt = json.loads(path.read_text())
         version, attempts = receipt["format"], receipt["attempts"]
@@ -45,17 +45,17 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of everything in nested JSON except nulls.
+    """Yield (dotted path, value) of all values in nested JSON except nulls.
 
-    A list is one text with equal items counted, most frequent first: "7 x 700.0, 500.0". A list of objects gives one such text
-    for each key.
+    A list becomes one text that counts equal items, most frequent first: "7 x 700.0, 500.0". A list of objects becomes one such
+    text for each key.
     """
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         keys = dict.fromkeys(key for item in value for key in item)
         value = {key: [item[key] for item in value if item.get(key) is not None] for key in keys}
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            # A held-out set without a name has the key "".
+            # The key of a held-out set without a name is "".
             yield from flatten(inner, ".".join(filter(None, (path, str(key)))))
     elif isinstance(value, list):
         counted = sorted(Counter(map(str, value)).items(), key=lambda pair: (-pair[1], pair[0]))
@@ -70,8 +70,8 @@ class Run:
     """A run by its receipt.
 
     Attributes:
-      folder: the run's folder; None if the receipt is a file without one.
-      receipt: {} if the folder has none.
+      folder: the run's folder; None if the receipt is a single file.
+      receipt: the receipt; {} if the folder has no receipt.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return all attempts, oldest first; all but one as a summary. [{}] if the folder has no receipt."""
+        """Return all attempts, oldest first. All but the top-level one are summaries. [{}] if the folder has no receipt."""
         return sorted([*self.receipt.get("attempts", ()), self.receipt], key=lambda one: one.get("attempt", 0))
 
     @cached_property
@@ -94,21 +94,21 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return speed, memory, loss_at, throttled: from the receipt, or from metrics.jsonl if the run has not ended."""
+        """Return the figures of the newest attempt from the receipt, or from metrics.jsonl if the run has not ended."""
         if "speed" in self.receipt or not self.lines:
             return {name: self.receipt.get(name) for name in figures.NAMES}
         return figures.of_run(self.lines, self.receipt)
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Return step -> training loss: of every line of metrics.jsonl, or of the few in the receipt without metrics.jsonl."""
+        """Return step -> training loss, from all lines of metrics.jsonl; without that file, from the receipt's few steps."""
         if self.lines:
             return {line["step"]: line["loss"] for line in self.lines if line["kind"] == "train"}
         return {int(step): float(loss) for step, loss in (self.figures["loss_at"] or {}).items()}
 
     @cached_property
     def goodput(self) -> dict[str, Any] | None:
-        """Return the goodput of the receipt, or of the ledger if the run has not ended."""
+        """Return the goodput from the receipt, or from the ledger if the run has not ended."""
         if "goodput" in self.receipt or not self.folder:
             return self.receipt.get("goodput")
         try:
@@ -119,13 +119,13 @@ class Run:
 
     @property
     def end(self) -> str:
-        """Return exit code and reason of the newest attempt that trained."""
+        """Return exit code and reason of the newest attempt that trained, as text."""
         code = self.receipt.get("exit_code")
         return "killed, or still running" if code is None else f"{code}: {self.receipt['reason']}"
 
 
 def open_run(target: str | Path) -> Run:
-    """Return the run of a folder or of a receipt file. Raises ReceiptError if it is neither."""
+    """Return the run of a folder or of a receipt file. Raises ReceiptError for any other target."""
     path = Path(target).expanduser()
     file = path / NAME if path.is_dir() else path
     if not file.exists():
@@ -135,7 +135,7 @@ def open_run(target: str | Path) -> Run:
 
 
 def find_runs(targets: list[str]) -> list[Path]:
-    """Return the targets; a folder of runs is replaced by its runs, by name. Raises ReceiptError for one without runs."""
+    """Return the targets, with a folder of runs replaced by its runs, by name. Raises ReceiptError if it has no runs."""
     out: list[Path] = []
     for path in (Path(target).expanduser() for target in targets):
         if not path.exists():
@@ -149,7 +149,7 @@ def find_runs(targets: list[str]) -> list[Path]:
 
 
 def rows(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, value) of a run's receipt as it is shown, the overrides of its config first."""
+    """Yield (dotted path, value) of the fields of a run's receipt that are shown, in the order of FIRST."""
     receipt = run.receipt | {k: v for k, v in run.figures.items() if v is not None} | {"goodput": run.goodput}
     source = receipt.get("source") or {}
     shown = {name: receipt[name] for name in (*FIRST, *receipt) if name in receipt}

@@ -1,7 +1,7 @@
 """The hardware of a run: the GPUs of this node by NVML, the links between them, the host, and the devices of the mesh.
 
-`nvml` is pynvml, or an object with the same functions. A fact that a GPU does not report is None. A GPU that the driver has
-lost is {"index": its number, "lost": True}.
+`nvml` is pynvml, or an object with the same functions. A fact that a GPU does not report is None. A GPU that the driver cannot
+reach is {"index": its number, "lost": True}.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ from typing import Any
 from jaxtrain.hardware import host_gib
 from jaxtrain.monitor.card import THROTTLING
 
-REASONS = {0x4: "sw_power_cap", **THROTTLING}  # for clocks below their maximum
-# nvmlGpuTopologyLevel_t (nvml.h), as `nvidia-smi topo -m` names its values.
+REASONS = {0x4: "sw_power_cap", **THROTTLING}  # bit -> reason for clocks below their maximum
+# Value of nvmlGpuTopologyLevel_t (nvml.h) -> its name in `nvidia-smi topo -m`.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-NVLINKS = 18  # of a GPU at most (Hopper, Blackwell)
+NVLINKS = 18  # most NVLinks of a GPU (Hopper, Blackwell)
 
-Ask = Callable[..., Any]  # (function of NVML without its prefix, arguments) -> value, None if it fails
+Ask = Callable[..., Any]  # (name of an NVML function without its prefix, arguments) -> value, or None if it fails
 
 
 @contextlib.contextmanager
 def open_nvml(nvml: Any) -> Iterator[Ask | None]:
-    """Yield the function that asks the driver; None if there is no driver."""
+    """Yield a function that calls NVML (see Ask); None if there is no driver."""
 
     def ask(name: str, *args: Any) -> Any:
         try:
@@ -49,7 +49,7 @@ def open_nvml(nvml: Any) -> Iterator[Ask | None]:
 def node_facts(nvml: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (hardware, driver versions) of this node.
 
-    Hardware has `cpu`, `gpus` (by NVML's numbers), and if there are GPUs `topology` and `before`: their clocks now.
+    Hardware has `cpu` and `gpus` (in NVML's order). With GPUs it also has `topology`, and `before`: the result of `clocks`.
     """
     hardware: dict[str, Any] = {"cpu": {"model": cpu_model(), "memory_gib": round(host_gib())}, "gpus": []}
     driver: dict[str, Any] = {"driver": None, "driver_cuda": None}
@@ -66,19 +66,19 @@ def node_facts(nvml: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def clocks(nvml: Any) -> list[dict[str, Any]]:
-    """Return clocks, power, temperature, throttling and errors of every GPU now; [] without GPUs."""
+    """Return the current clocks, power, temperature, throttling and errors of every GPU; [] without GPUs."""
     with open_nvml(nvml) as ask:
         return _each(_clocks, nvml, ask, _handles(ask)) if ask else []
 
 
 def processors() -> int | None:
-    """Return the logical processors that this process may use: a scheduler or container may allow fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
+    """Return the number of logical processors that scheduler and container allow this process to use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS does not have the call
 
 
 def cpu_model() -> str | None:
-    """Return the model of the CPU."""
-    with contextlib.suppress(OSError):  # not on every system
+    """Return the model of the CPU; None if it is unknown."""
+    with contextlib.suppress(OSError):  # some systems do not have this file
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -86,7 +86,7 @@ def cpu_model() -> str | None:
 
 
 def _handles(ask: Ask) -> list[Any]:
-    return [ask("DeviceGetHandleByIndex", i) for i in range(ask("DeviceGetCount") or 0)]  # None: a GPU that is lost
+    return [ask("DeviceGetHandleByIndex", i) for i in range(ask("DeviceGetCount") or 0)]  # None: a lost GPU
 
 
 def _each(read: Callable[[Any, Ask, Any], dict[str, Any]], nvml: Any, ask: Ask, handles: list[Any]) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def _gpu(nvml: Any, ask: Ask, handle: Any) -> dict[str, Any]:
 
 def _clocks(nvml: Any, ask: Ask, handle: Any) -> dict[str, Any]:
     bits = ask("DeviceGetCurrentClocksThrottleReasons", handle)
-    uncorrected = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)  # since the driver was loaded
+    uncorrected = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)  # counts errors since the driver was loaded
     return {
         "sm_clock_mhz": ask("DeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
         "memory_clock_mhz": ask("DeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM),
@@ -127,7 +127,7 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
-    """Return `nvlinks`, active links of each GPU, and `pairs`, the count of pairs by link, such as {"NVLink": 28}."""
+    """Return `nvlinks`, the active links of each GPU, and `pairs`, connection -> number of GPU pairs: {"NVLink": 28}."""
     pairs: Counter[str] = Counter()
     for one, other in itertools.combinations(handles, 2):
         direct = ask("DeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
@@ -138,7 +138,7 @@ def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
 
 
 def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
-    """Return kinds, counts and the device ids of each process, from `jax.devices()`."""
+    """Return kinds and counts of these devices, and process -> device ids. devices: `jax.devices()`."""
     devices = list(devices)
     processes: dict[str, list[int]] = {}
     for device in devices:
@@ -153,9 +153,9 @@ def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
 
 
 def rank_map(devices: Iterable[Any]) -> dict[str, list[int | None]]:
-    """Return device id, process, and GPU number on its node of each device, in the order of the mesh's flat positions.
+    """Return id, process, and GPU number on its node of each device. devices: those of the mesh, flattened.
 
-    The ranks of a communicator follow this order: those of an axis are the devices at its coordinates.
+    The ranks of a communicator over a mesh axis follow this order.
     """
     devices = list(devices)
     return {

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(parsed: Parsed) -> int:
-    """Write the page and print its path. Returns the exit code."""
+    """Write the page, print its path, and return the exit code."""
     from jaxtrain.report.page import html
     from jaxtrain.report.run import read_all
 

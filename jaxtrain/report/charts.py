@@ -1,6 +1,6 @@
-"""The charts of a report: curves of metrics.jsonl, of the GPUs, and the wall time by cause.
+"""The charts of a report: curves of metrics.jsonl and of the GPUs, and the wall time by cause.
 
-Several runs share a chart, with a colour for each run. With one run, a chart has several quantities.
+With several runs, a chart has one quantity, and a colour for each run. With one run, a chart has several quantities.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from jaxtrain.page.sections import Column, Drawing, Section, Table
 from jaxtrain.progress import duration
 from jaxtrain.report.run import Run
 
-MANY = 8  # runs on a page: as many as there are colours
-LEAST_COLUMNS = 120  # ranges of x for each of many runs
-LOG_FROM = 4.0  # the log scale is chosen at first if a loss changes by this factor
-SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/50 of all lines on each side, but over 500 at most
-UNIT = 2**40  # fractions of a nat in which losses are summed
-STRETCHES, HEIGHT = 240, 60  # parts of equal length that the strip of the wall time has, and its px
-TIMES = (("days", 86_400, 2 * 86_400), ("h", 3_600, 5_400), ("min", 60, 120), ("s", 1, 0))  # unit, seconds, used from
+MANY = 8  # most runs on a page, equal to the number of colours
+LEAST_COLUMNS = 120  # least number of points of a thinned curve if there are many runs
+LOG_FROM = 4.0  # the log scale is selected at first if a loss changes by this factor
+SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/SMOOTH of all lines on each side, but over MOST lines at most
+UNIT = 2**40  # losses are summed as integers, in units of 1/UNIT nat
+STRETCHES, HEIGHT = 240, 60  # intervals of equal length in the strip of the wall time, and its height in px
+TIMES = (("days", 86_400, 2 * 86_400), ("h", 3_600, 5_400), ("min", 60, 120), ("s", 1, 0))  # unit, seconds, least time
 COLOURS = {
     "step": "var(--c1)",
     "startup": "var(--c3)",
@@ -38,9 +38,9 @@ COLOURS = {
     "hang": "var(--quiet)",
     "other": "var(--rule)",
     "down": "var(--ink)",
-    "stopped": "",  # between attempts: left empty
+    "stopped": "",  # between attempts; the strip is empty there
 }
-# (title, {key: name}, factor); several runs show the first key, by its name.
+# (title, {key: name}, factor). With several runs, the chart has only the first key, with its name.
 SPEED = (
     ("Tokens/s per device", {"tokens_per_s_per_device": "tokens/s/device"}, 1.0),
     ("MFU and HFU, %", {"mfu_causal": "MFU causal", "mfu_full": "MFU full", "hfu": "HFU"}, 100.0),
@@ -64,7 +64,7 @@ GPU = (
 
 
 class Series(NamedTuple):
-    """Values of one run. `times`: seconds since 1970 of each step; None: those of the train lines."""
+    """Values of one run by step. times: Unix seconds of each step; None: the times of the train lines."""
 
     steps: Sequence[int]
     values: Sequence[Any]
@@ -81,17 +81,17 @@ class Charts:
         self.axes = ("step", "tokens", f"time, {unit}")
 
     def show(self, *charts: LineChart) -> Drawing:
-        """Return charts next to each other, without those that have no value."""
+        """Return charts next to each other. Charts without values are left out."""
         drawn = "".join(draw(chart, self.axes, max(LEAST_COLUMNS, COLUMNS // len(self.runs))) for chart in charts)
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
     def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
-        """Return a curve over all x axes. `style`: colour and kind."""
+        """Return the curve of a series over all x axes. style: `colour` and `kind` of the curve."""
         step, tokens, seconds = run.positions(series.steps, series.times)
         return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
 
     def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
-        """Return the curves of each run's series by name: all series of a single run, or the first of each of several."""
+        """Return the curves of all series of a single run; of several runs, a curve of each run's first series."""
         if len(self.runs) == 1:
             return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
         return [
@@ -101,7 +101,7 @@ class Charts:
         ]
 
     def of_keys(self, title: str, keys: Mapping[str, str], factor: float = 1.0, **options: Any) -> LineChart:
-        """Return a chart of train lines: all keys of one run with its plan, or the first key of several."""
+        """Return a chart of train lines: all keys of one run with its planned values; of several runs, only the first key."""
         first = next(iter(keys))
         if len(self.runs) > 1:
             title = title if len(keys) == 1 else f"{keys[first]}, {title.rpartition(', ')[2]}"
@@ -122,7 +122,7 @@ class Charts:
         return LineChart(title, curves, **options)
 
     def training(self) -> Section:
-        """Return loss, held-out loss of several runs, gradient norm, learning rate, and figures of experts."""
+        """Return the section of loss, held-out loss, gradient norm, learning rate, and figures of experts."""
         one = len(self.runs) == 1
         loss, held_out = [], []
         for i, run in enumerate(self.runs):
@@ -148,12 +148,12 @@ class Charts:
         return Section("Training", [charts])
 
     def log_at_first(self) -> bool:
-        """Return whether the loss of a run changes by the factor LOG_FROM."""
+        """Return whether the loss of any run changes by the factor LOG_FROM."""
         every = [[v for v in run.train["loss"] if is_number(v)] for run in self.runs]
         return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
 
     def gpus(self) -> Drawing:
-        """Return NVML's measurements: for one run the mean and the range over its GPUs, for several the mean of each."""
+        """Return charts of NVML's measurements: for one run, mean and range over its GPUs; for several runs, their means."""
         charts = []
         for quantity, title, factor in GPU:
             found = []
@@ -172,7 +172,7 @@ def colour(i: int) -> str:
 
 
 def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
-    """Return key of a train line -> the limits that the plan of a run sets: (name, value) each."""
+    """Return key of a train line -> planned values of a run, as (name, value)."""
     plan = run.receipt.get("planned") or {}
     limits: dict[str, list[tuple[str, float]]] = {"step_time_s": []}
     if plan.get("range_s"):
@@ -188,10 +188,10 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """Return the mean of each value and its neighbours on both sides, without gaps, NaN and infinities."""
+    """Return the moving average of values. Gaps, NaN and infinities are left out of the means, and None in the result."""
     reach = min(MOST, len(values) // SMOOTH)
     kept = [v if is_number(v) else None for v in values]
-    # Sums of integers are exact: one loss of 1e30 must not erase the digits of all later sums.
+    # Sums of integers are exact. In floats, one loss of 1e30 would erase the digits of all later sums.
     sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
     counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
     out: list[float | None] = []
@@ -202,11 +202,10 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
 
 
 def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, float]]:
-    """Return (step, seconds since 1970, lowest, mean, highest) of all GPUs, in order of steps.
+    """Return (step, Unix seconds, lowest, mean, highest) of a quantity over all GPUs, in order of steps.
 
-    Each process writes by its own clock, so the lines of two nodes have different steps. Lines are therefore grouped in ranges
-    of twice the steps between two lines of a GPU. Lines of one step, if steps take longer than lines, count as one. A group has
-    the last of its steps.
+    Each process writes at times of its own clock, so the lines of two nodes have different steps. Lines are therefore grouped
+    in ranges of twice the steps between two lines of a GPU. The step of a group is that of its last line.
     """
     lines = [line for line in run.gpu if line.get(quantity) is not None]
     first = sorted({line["step"] for line in lines if all(line[key] == lines[0][key] for key in ("process", "gpu"))})
@@ -223,7 +222,7 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 
 
 def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the wall time by cause: a strip for each run in order of time, and one table."""
+    """Return the section of the wall time by cause: a strip for each run in order of time, and one table."""
     found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
     columns = [Column("cause", causes, None, "wall time", kind="whole", colours=[COLOURS[cause] for cause in causes])]
@@ -240,7 +239,7 @@ def wall_time(runs: Sequence[Run]) -> Section:
 
 
 def wall_time_strip(g: Goodput) -> str:
-    """Return the wall time in order, in equal intervals with the shares of their causes. Lines mark attempts."""
+    """Return the strip of the wall time as SVG: equal intervals, each with the shares of causes. Lines mark attempts."""
     unit, size = next((unit, size) for unit, size, least in TIMES if g.wall_s >= least)
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
@@ -260,7 +259,7 @@ def wall_time_strip(g: Goodput) -> str:
     for share, group in itertools.groupby(shares, lambda share: [round(s, 2) for s in share.values()]):
         at, end, low = end, end + len(list(group)), 0.0
         text = f"{duration(at * length)} to {duration(end * length)} from the start"
-        # Neighbours overlap by 0.02%, so no seam shows between them.
+        # Adjacent rectangles overlap by 0.02%, so no gap is visible between them.
         place = f'x="{100 * at / STRETCHES:.3f}%" width="{100 * (end - at) / STRETCHES + 0.02:.3f}%"'
         for cause, part in zip(COLOURS, share, strict=True):
             if part and COLOURS[cause]:

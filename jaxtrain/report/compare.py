@@ -12,8 +12,8 @@ from jaxtrain.receipt.format import ReceiptError
 from jaxtrain.report.charts import colour
 from jaxtrain.report.run import Columns, Run
 
-LINES = 12  # changed lines of a source file
-FIGURES = (  # heading, figure, its text
+LINES = 12  # most changed lines of a source file
+FIGURES = (  # (heading, path of the figure, function for its text)
     ("tokens/s/device", "speed.tokens_per_s_per_device", lambda v: number(v, 0)),
     ("step time, s", "speed.step_time_s.median", lambda v: f"{v:.4g}"),
     ("MFU causal", "speed.mfu_causal", percent),
@@ -23,12 +23,12 @@ FIGURES = (  # heading, figure, its text
 
 
 def loss(value: float | None) -> str:
-    """Return a loss with four decimals; NaN and infinities by name."""
+    """Return a loss as text with four decimals; NaN and infinities by name."""
     return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
 def results(runs: Sequence[Run]) -> Section:
-    """Return a table of the figures of each run."""
+    """Return the section with a table of each run's figures."""
     last = [run.last_step for run in runs]
     names = Column("run", [run.name for run in runs], kind="whole", colours=[colour(i) for i in range(len(runs))])
     columns = [names, Column("step", [f"{step:,}" for step in last], last)]
@@ -51,9 +51,9 @@ def results(runs: Sequence[Run]) -> Section:
 
 
 def window(runs: Sequence[Run], last: int) -> int:
-    """Return the first step whose loss counts in the comparison up to step `last`.
+    """Return the first step of the window that ends at step `last`, over which losses are compared.
 
-    The window is a twentieth of all steps, and long enough for ten lines of the run that writes the fewest.
+    The window is a twentieth of all steps, but at least ten lines of the run with the fewest lines.
     """
     apart = 1
     for run in runs:
@@ -63,16 +63,16 @@ def window(runs: Sequence[Run], last: int) -> int:
 
 
 def loss_over(run: Run, first: int, last: int) -> float | None:
-    """Return the mean training loss of the lines from step `first` to `last`; None if none is a number."""
+    """Return the mean training loss of the lines from step `first` to `last`; None if no loss is finite."""
     found = [v for at, v in zip(run.train.steps, run.train["loss"], strict=True) if first <= at <= last]
     known = [v for v in found if v is not None and math.isfinite(v)]
     return statistics.fmean(known) if known else None
 
 
 def held_out_at(runs: Sequence[Run], name: str) -> tuple[int | None, list[float | None]]:
-    """Return (the last step at which all runs with this set were evaluated, their losses there).
+    """Return (last step at which all runs with this held-out set were evaluated, losses at that step).
 
-    Without such a step: None and the newest loss of each, which cannot be compared.
+    Without such a step, return None and the newest loss of each run, which cannot be compared.
     """
     sets = [run.evals.get(name, Columns([], {})) for run in runs]
     every = [dict(zip(each.steps, each["loss"], strict=True)) for each in sets]

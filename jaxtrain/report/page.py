@@ -20,9 +20,9 @@ from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
 from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
 
-WARNINGS = 30  # the newest of a run
-SAMPLE = 1_500  # characters of a sample
-ELSEWHERE = ("loss_at", "goodput", "held_out")  # fields with sections of their own
+WARNINGS = 30  # most warnings of a run; the newest are shown
+SAMPLE = 1_500  # most characters of a sample
+ELSEWHERE = ("loss_at", "goodput", "held_out")  # fields of the receipt that have separate sections
 FIRST = ("command", "config", "source.commit", "source.dirty", "host.name", "devices", "mesh", "attention", "data.source")
 GPU = (  # (heading, key, factor)
     ("used %", "utilization", 100),
@@ -41,10 +41,10 @@ GPU = (  # (heading, key, factor)
 
 
 def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
-    """Return the page. Raises RunError for more runs than there are colours.
+    """Return the page as HTML. Raises RunError for more than MANY runs.
 
     Args:
-        target: the page's file, from which links to other pages start.
+        target: the page's file, to which links to other pages are relative.
     """
     if len(runs) > MANY:
         raise RunError(f"RUN = {len(runs)} runs: a page compares at most {MANY}. Fix: name fewer.")
@@ -87,7 +87,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the figures that the run has."""
+    """Return (name, value, note) of each figure that the run has."""
     figure = run.figure
     first, last = figure("speed.window.first_step"), figure("speed.window.last_step")
     per_device, step_s, mfu = map(figure, ("speed.tokens_per_s_per_device", "speed.step_time_s.median", "speed.mfu_causal"))
@@ -112,7 +112,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _evaluations(run: Run) -> Section:
-    """Return the newest evaluation of each held-out set, and its lowest loss."""
+    """Return the section of the newest evaluation of each held-out set, with the set's lowest loss."""
     sets = list(run.evals.values())
     lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
     columns = [
@@ -127,7 +127,7 @@ def _evaluations(run: Run) -> Section:
 
 
 def _links(run: Run, target: Path, one: bool) -> str:
-    """Return links to other pages in the run's folder, such as plan.html and profile.html."""
+    """Return links to other pages in the run's folder, such as plan.html. one: whether the page has a single run."""
     links = []
     for path in sorted((*run.folder.glob("*.html"), *run.folder.glob("profile/*.html"))):
         if path.resolve() == target.resolve():
@@ -150,7 +150,7 @@ def _sample(run: Run, s: Any, one: bool) -> str:
 
 
 def _gpus(run: Run) -> list[Table]:
-    """Return the newest line of each GPU, and its throttling over the run."""
+    """Return a table of each GPU's newest line, and of its throttling over the run."""
     every: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in sorted(run.gpu, key=lambda line: (line["process"], line["gpu"])):
         every.setdefault((line["process"], line["gpu"]), []).append(line)
@@ -175,7 +175,7 @@ def _gpus(run: Run) -> list[Table]:
 
 
 def _receipt(run: Run) -> list[str | Table | Drawing]:
-    """Return the overrides of the config, the main facts, attempts, and everything else folded."""
+    """Return the parts of the receipt: overrides of the config, main facts, attempts, and all other fields, folded."""
     if not run.receipt:
         return []
     every = [(name, value) for name, value in rows(run) if not name.startswith(("overrides", *ELSEWHERE))]

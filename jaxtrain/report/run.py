@@ -1,4 +1,4 @@
-"""The contents of a run's folder. Writes nothing. Imports no jax."""
+"""Read the contents of a run's folder. Writes nothing, and does not import jax."""
 
 import dataclasses
 import itertools
@@ -18,10 +18,10 @@ from jaxtrain.page.sections import data_frame
 from jaxtrain.progress import duration
 from jaxtrain.receipt import format as receipts
 
-FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of them is a run
+FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of these files is a run
 WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files that a run writes while it trains
-# Seconds without a write after which a run counts as ended. The ledger of goodput is written every second; the other files can
-# stay unchanged for minutes while a large model compiles.
+# Whether a run has a goodput ledger -> seconds without a write after which it counts as ended. The ledger is written every
+# second. Other files can stay unchanged for minutes while a large model compiles.
 QUIET_S = {True: 60.0, False: 900.0}
 ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)  # the beginning of a log entry
 ALERT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* (?:WARNING|ERROR|CRITICAL) ")
@@ -37,12 +37,12 @@ EXIT_CODES = {
 
 
 class RunError(ValueError):
-    """A folder cannot be reported on."""
+    """No report of a folder can be made."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Lines of metrics of one kind as columns; a value that a line lacks is None."""
+    """Lines of metrics of one kind as columns. A value that is missing in a line is None."""
 
     steps: list[int]
     values: dict[str, list[Any]]
@@ -52,7 +52,7 @@ class Columns:
 
 
 def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
-    """Return lines of metrics.jsonl, all of one kind and in order, as columns."""
+    """Return lines of metrics.jsonl as columns. lines: of one kind, in order."""
     lines = list(lines)
     keys = dict.fromkeys(key for line in lines for key in line)
     return Columns([line["step"] for line in lines], {key: [line.get(key) for line in lines] for key in keys})
@@ -63,7 +63,7 @@ class Run(receipts.Run):
     """Everything that a page shows of one run: its receipt ({} if there is none), and its other files.
 
     Attributes:
-        config: the resolved config; {} if there is none.
+        config: the resolved config; {} without config.json.
         ledger: lines of goodput.jsonl.
         notes: a sentence for each file that is missing or cannot be read.
     """
@@ -83,7 +83,7 @@ class Run(receipts.Run):
         return data_frame([line for line in self.lines if line["kind"] == kind])
 
     def profile(self) -> Any:
-        """Return the newest trace of the run as a jaxtrain.profile.measure.Profile. Raises TraceError without one."""
+        """Return the jaxtrain.profile.measure.Profile of the run's newest trace. Raises TraceError if there is no trace."""
         from jaxtrain.profile import measure, trace
 
         return measure.profile(trace.find(self.folder)[-1], measure.run_around(self.folder))
@@ -98,7 +98,7 @@ class Run(receipts.Run):
 
     @cached_property
     def evals(self) -> dict[str, Columns]:
-        """Return held-out set -> its eval lines; "" is the set without a name."""
+        """Return name of a held-out set -> its eval lines. The name may be ""."""
         found: dict[str, list[dict[str, Any]]] = {}
         for line in (line for line in self.lines if line["kind"] == "eval"):
             found.setdefault(line.get("set", ""), []).append(line)
@@ -106,7 +106,7 @@ class Run(receipts.Run):
 
     @cached_property
     def gpu(self) -> list[dict[str, Any]]:
-        """Return the lines of kind "gpu" of all processes, by time. Raises MetricsError for a damaged file."""
+        """Return the lines of kind "gpu" of all processes, ordered by time. Raises MetricsError for a damaged file."""
         paths = sorted(self.folder.glob("metrics.*.jsonl"))
         others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # moved files have other names
         found = (line for line in itertools.chain(self.lines, *map(metrics.read, others)) if line["kind"] == "gpu")
@@ -114,37 +114,37 @@ class Run(receipts.Run):
 
     @cached_property
     def alerts(self) -> list[str]:
-        """Return the warnings and errors of the logs by time, each with the lines that follow it."""
+        """Return the warnings and errors of all logs, ordered by time, each with its continuation lines."""
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(self.folder.glob("log*.txt"))]
         entries = [entry.rstrip("\n") for text in texts for entry in ENTRY.split(text)]
         return sorted((entry for entry in entries if ALERT.match(entry)), key=lambda entry: entry[:24])
 
     @cached_property
     def samples(self) -> list[sample_files.Sample]:
-        """Return the samples of the last step that has any."""
+        """Return the generated samples of the last step with samples."""
         path = self.folder / "samples.txt"
         found = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
         return [s for s in found if s.step == found[-1].step]
 
     @cached_property
     def silent_s(self) -> float | None:
-        """Return the seconds since the last write of the run; None if it wrote nothing."""
+        """Return the seconds since the run's last write to its folder; None if it wrote nothing."""
         times = [path.stat().st_mtime for file in WRITTEN if (path := self.folder / file).exists()]
         return max(0.0, time.time() - max(times)) if times else None
 
     @property
     def steps(self) -> int | None:
-        """Return train.steps of the config."""
+        """Return train.steps of the config; None without config.json."""
         return self.config.get("train", {}).get("steps")
 
     @property
     def last_step(self) -> int:
-        """Return the newest step of metrics.jsonl, or 0."""
+        """Return the newest step of the train lines, or 0."""
         return self.train.steps[-1] if self.train.steps else 0
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Return the tokens of a global batch by the config. Tokens of metrics.jsonl include skipped batches."""
+        """Return the tokens of a global batch from the config, since tokens in metrics.jsonl include skipped batches."""
         batch, length = (self.config.get(part, {}).get(key) for part, key in (("train", "global_batch"), ("data", "seq_len")))
         return batch * length if batch and length else None
 
@@ -154,7 +154,7 @@ class Run(receipts.Run):
 
     @property
     def alive(self) -> bool:
-        """Return whether the receipt has no end and a file was written recently."""
+        """Return whether the run still trains: its receipt has no end, and a file was written recently."""
         return not self.ended and self.silent_s is not None and self.silent_s < QUIET_S[bool(self.ledger)]
 
     @cached_property
@@ -163,7 +163,7 @@ class Run(receipts.Run):
         return goodput.summarise(self.ledger) if self.ledger else None
 
     def figure(self, path: str) -> Any:
-        """Return a figure of the newest attempt, such as "speed.mfu_causal"; None if it is not known."""
+        """Return a figure of the newest attempt by its path, such as "speed.mfu_causal"; None if it is unknown."""
         known = self.figures | {"goodput": self.wall_time.goodput if self.wall_time else None}
         return dict(receipts.flatten(known)).get(path)
 
@@ -171,7 +171,7 @@ class Run(receipts.Run):
         """Return the positions of steps on each x axis: step, tokens, seconds since the start of the run.
 
         Args:
-            times: seconds since 1970 of each step; None: those of the newest train line up to each step.
+            times: Unix seconds of each step; None: the time of the newest train line up to each step.
         """
         lines = [max(0, bisect_right(self.train.steps, step) - 1) for step in steps] if self.train.steps else []
         tokens = [self.train["tokens"][i] or 0 for i in lines] if lines else [0] * len(steps)
@@ -184,7 +184,7 @@ def read(folder: str | Path, name: str = "") -> Run:
     """Return the run in a folder.
 
     Raises:
-        RunError: the folder is no run.
+        RunError: the folder is not a run's folder.
         ReceiptError: metrics.jsonl is damaged.
     """
     at = Path(folder).expanduser()
@@ -201,7 +201,7 @@ def read(folder: str | Path, name: str = "") -> Run:
             if (at / file).exists():
                 return parse(at / file)
             notes.append(f"There is no {file}: {missing}.")
-        except ValueError as error:  # ReceiptError is one too
+        except ValueError as error:  # ReceiptError is a ValueError too
             notes.append(f"{file} is left out, because it cannot be read: {error}")
         return empty
 
@@ -219,7 +219,7 @@ def read(folder: str | Path, name: str = "") -> Run:
 
 
 def read_all(folders: Sequence[str | Path]) -> list[Run]:
-    """Return several runs with distinct names. Raises as `read` does, and RunError if a run is named twice."""
+    """Return several runs with distinct names. Raises the errors of `read`, and RunError if a folder is given twice."""
     paths = [Path(f).expanduser().resolve() for f in folders]
     twice = [str(f) for i, f in enumerate(folders) if paths[i] in paths[:i]]
     if twice:

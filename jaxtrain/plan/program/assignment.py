@@ -1,18 +1,18 @@
-"""Read and replay XLA's buffer assignment of a compiled program: the values in memory on one device, and when.
+"""Read and replay XLA's buffer assignment: which values of a compiled program are in device memory at each instruction.
 
 XLA assigns memory before a program runs. Arguments, constants and results have an allocation each. Everything else is in one
 heap, sized by a simulation of the schedule: a trace of buffers that are allocated and freed. The largest sum of live bytes in
 that trace, with everything outside the heap, is XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
 
-The heap is a little larger than the live bytes at any time: it has gaps into which the next buffer does not fit. At run time
-it is allocated at once. The allocated memory of a step is arguments + heap, which is the peak and the heap's gaps.
+The heap is a little larger than the most live bytes, because of gaps into which no buffer fits. At run time the heap is one
+allocation. The allocated memory of a step is arguments + heap: the peak, and the heap's gaps.
 
 On GPUs the assignment is not part of the executable. It is in the dump of the module after optimization (compiler options
 xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
 
-A program that XLA compiled with cuDNN (on a GPU, or with `plan.cudnn_library`) has the workspace of each backward call of
-attention as the call's last result, u8[bytes]. Without cuDNN that result is u8[0]. A formula then gives the workspace
-(kernels.attention.cudnn.workspace_bytes), and the heap gets it.
+If XLA compiled a program with cuDNN (on a GPU, or with `plan.cudnn_library`), the last result of each backward attention call
+is its workspace, u8[bytes]. Without cuDNN that result is u8[0]. Then a formula computes the workspace
+(kernels.attention.cudnn.workspace_bytes), and `read` adds it to the heap.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxtrain import installed
 from jaxtrain.kernels.attention.cudnn import workspace_bytes
 from jaxtrain.plan.program import hlo
 
-HOST = 5  # XLA's color of pinned host memory; all others are on the device
+HOST = 5  # XLA's color of pinned host memory; all other colors are device memory
 
 
 class AssignmentError(ValueError):
@@ -35,7 +35,7 @@ class AssignmentError(ValueError):
 
 # ---- The fields of XLA's protocol buffers that are read
 
-# Message -> field -> (number, type); a type in a list is repeated. Fields that are left out stay unread.
+# Message -> field -> (number, type). A type in a list is a repeated field. All other fields are ignored.
 _SCHEMA: dict[str, dict[str, tuple[int, Any]]] = {
     "Hlo": {"module": (1, "Module"), "assignment": (3, "Assignment")},
     "Module": {"computations": (3, ["Computation"])},
@@ -67,7 +67,7 @@ _TYPES = {int: _FIELD.TYPE_INT64, bool: _FIELD.TYPE_BOOL, str: _FIELD.TYPE_STRIN
 
 @functools.cache
 def _hlo_proto() -> Any:
-    """Return the class of HloProto, made from _SCHEMA: no package ships one."""
+    """Return a protobuf class for HloProto, built from _SCHEMA, since no installed package has that class."""
     file = descriptor_pb2.FileDescriptorProto(name="jaxtrain.proto", package="jaxtrain", syntax="proto3")
     for message_name, fields in _SCHEMA.items():
         made = file.message_type.add(name=message_name)
@@ -87,11 +87,11 @@ def _hlo_proto() -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """An array of the program that has memory."""
+    """An array of the program, with its size in memory."""
 
     size: int  # bytes
-    instruction: str  # that computes it
-    index: tuple[int, ...]  # into that instruction's result
+    instruction: str  # name of the instruction that computes it
+    index: tuple[int, ...]  # position in that instruction's result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,19 +99,19 @@ class Allocation:
     """Memory on the device outside of the heap."""
 
     size: int  # bytes
-    parameter: int | None  # number of the entry's parameter, also for results that alias its memory
-    kind: str  # without a parameter: constants | outputs | temporaries
-    value: int  # id of the first value there
+    parameter: int | None  # number of the entry computation's parameter; also of a result that aliases that parameter
+    kind: str  # constants | outputs | temporaries; used only without a parameter
+    value: int  # id of the first value in it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """A value's memory begins (ALLOCATE, or SHARE with another value's) or ends (FREE) at an instruction."""
+    """At an instruction, a value gets memory (ALLOCATE), shares another value's memory (SHARE), or is freed (FREE)."""
 
     kind: int
     value: int
     instruction: str
-    shares: int  # id of the value whose memory it is; SHARE only
+    shares: int  # id of the value whose memory is shared; SHARE only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Assignment:
     """XLA's buffer assignment of one module."""
 
     values: dict[int, Value]  # by id
-    heap: tuple[Event, ...]  # of the device, in the order of the schedule; the bodies of loops once
+    heap: tuple[Event, ...]  # on the device, in the order of the schedule; a loop body occurs once
     outside: tuple[Allocation, ...]
     allocated: int  # bytes on the device, the heap's gaps included
     on_host: int  # bytes of pinned host memory of one device: offloaded activations and moments
@@ -129,10 +129,10 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     """Return the buffer assignment in a serialized HloProto.
 
     Args:
-      workspace: additional bytes of calls while they run, by instruction (`Workspace.missing`).
+      workspace: instruction -> additional bytes while its call runs (`Workspace.missing`).
 
-    Raises AssignmentError for bytes that are no complete HloProto, have no assignment or a contradictory one, or have several
-    heaps on the device. Also for a call with workspace and no result in the heap.
+    Raises AssignmentError if the bytes are not a complete HloProto, if the assignment is missing or contradictory, if the
+    device has several heaps, or if a call with a workspace has no result in the heap.
     """
     try:
         whole = _hlo_proto().FromString(proto)
@@ -169,7 +169,7 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
         )
     heap = heaps[0] if heaps else ()
     in_heap = {e.value for e in heap}
-    # Scalars of a reduction's function are never in device memory.
+    # Thread-local allocations (scalars inside a reduction's function) are never in device memory.
     device = [a for a in whole.assignment.allocations if a.color != HOST and not a.is_thread_local]
     outside = tuple(
         Allocation(
@@ -187,7 +187,7 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return instruction id -> its name and the index of its result, as in HLO text.
+    """Return instruction id -> (name in the HLO text, index of its value in that instruction's result).
 
     An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment it is an
     instruction within a separate computation.
@@ -207,10 +207,10 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 
 def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
-    """Yield after each event: live bytes, and the live values in each buffer, by the value that it was allocated for.
+    """Yield (live bytes, live values) after each event. Live values: the value a buffer was allocated for -> values in it.
 
-    A buffer is free when the last value that shares it ends. A value can share a free buffer, which is then allocated again.
-    Yields the same dict each time.
+    A buffer is freed with the last value that shares it. A value can share a freed buffer, which is then allocated again. The
+    yielded dict is updated in place.
     """
     owner: dict[int, int] = {}
     alive: dict[int, dict[int, None]] = {}
@@ -235,15 +235,15 @@ def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, No
 # ---- Workspace of cuDNN's attention during its backward pass
 
 BACKWARD = "__cudnn$fmhaSoftmaxBackward"
-DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")  # each asks cuDNN for such a kernel
+DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")  # either is enough
 
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """Workspace of cuDNN's backward calls on one device. Each call has its own while it runs."""
+    """Workspace of cuDNN's backward attention calls on one device. Each call has a separate workspace while it runs."""
 
     bytes: Mapping[str, int]  # of each call, by the instruction's name
-    by: str  # "formula", or "cudnn 9.23.2" if the program has it
+    by: str  # source of the bytes: "formula", or "cudnn 9.23.2" if the program has them
 
     @property
     def largest(self) -> int:
@@ -260,7 +260,7 @@ def read_workspace(module: hlo.Module, options: Mapping[str, str | bool]) -> Wor
     """Return the workspace of a compiled program. Raises HloError for a call whose operands have unknown shapes.
 
     Args:
-      options: the compiler's. Deterministic kernels have another workspace.
+      options: compiler options. The workspace of a deterministic kernel has another size.
     """
     deterministic = any(options.get(name) in (True, "true") for name in DETERMINISTIC)
     in_program, by_formula = {}, {}
@@ -276,7 +276,7 @@ def read_workspace(module: hlo.Module, options: Mapping[str, str | bool]) -> Wor
 
 
 def _formula(call: hlo.Instruction, operands: list[hlo.Type], deterministic: bool) -> int:
-    """Return the bytes by the shapes of queries and keys, (B, T, N, H), and of softmax's statistics, (E, N, T)."""
+    """Return the bytes by formula. operands: queries (B, T, N, H), keys (B, S, K, H), values, softmax statistics (E, N, T)."""
     shapes = [o.dims for o in operands[:4] if isinstance(o, hlo.Shape)]
     if [len(dims) for dims in shapes] != [4, 4, 4, 3]:
         raise hlo.HloError(f"{call.name}: not queries, keys, values and statistics of softmax: {shapes}")
@@ -285,11 +285,11 @@ def _formula(call: hlo.Instruction, operands: list[hlo.Type], deterministic: boo
 
 
 def _with_workspace(assignment: Assignment, workspace: Mapping[str, int]) -> Assignment:
-    """Return the assignment with workspaces in its heap, each from the call's last result on, while the call runs.
+    """Return the assignment with the workspaces in its heap: each is allocated after its call's last result, then freed.
 
-    The heap's gaps are assumed to stay as they are.
+    The size of the heap's gaps is assumed to stay the same.
     """
-    results = {e.instruction: at for at, e in enumerate(assignment.heap) if e.kind != FREE}  # the last of each instruction
+    results = {e.instruction: at for at, e in enumerate(assignment.heap) if e.kind != FREE}  # instruction -> its last result
     if lost := workspace.keys() - results.keys():
         raise AssignmentError(f"{min(lost)}: a call of cuDNN's backward pass with no result in the heap")
     calls = {results[name]: name for name in workspace}

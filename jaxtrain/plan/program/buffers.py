@@ -1,7 +1,7 @@
 """Memory of a compiled train step on one device: its peak by class, its timeline, its saved activations.
 
-XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. Each is assigned a class here,
-by the names of the program's arguments and operations, and by the shapes of weights and saved activations.
+XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. `classify` assigns a class to
+each value, from the names of the program's arguments and operations and the shapes of weights and saved activations.
 """
 
 import collections
@@ -24,8 +24,8 @@ from jaxtrain.train.compiler import Card
 from jaxtrain.train.program import Program
 
 GIB = 2**30
-POINTS = 400  # of the timeline
-LISTED = 1 << 20  # least bytes of a buffer with its own line
+POINTS = 400  # largest number of points of the timeline
+LISTED = 1 << 20  # bytes; smaller buffers have no line in the list of arrays
 FLOATS = ("bf16", "f16", "f32", "f64", "f8")
 
 
@@ -38,10 +38,10 @@ class Kept:
 
     name: str
     dtype: str
-    dims: tuple[int, ...]  # of a device's shard; of a stack (layers, ...)
-    stacked: bool  # by a scan over layers
+    dims: tuple[int, ...]  # shape of a device's shard; a stack over layers is (L, ...)
+    stacked: bool  # stacked by a scan over layers
     again: bool  # saved by a forward pass that the backward pass repeats for one group of layers
-    offloaded: bool  # to host memory
+    offloaded: bool  # saved in host memory
 
 
 WEIGHT = "weight"  # the model's name of a gathered weight
@@ -50,25 +50,25 @@ _SAME_VALUE = ("reduce_precision", "device_put", "optimization_barrier", "conver
 
 
 def kept_activations(program: Program) -> tuple[Kept, ...]:
-    """Return the activations that the train step saves, of the loop over layers if there is one.
+    """Return the activations that the train step saves. If it has a loop over layers, return only those that the loop saves.
 
     They are read from the jaxpr, which still has names. An activation without a `checkpoint_name` is named after the operation
-    that makes it. The input of a layer is "layer input". A gathered weight, which only a repeated forward pass saves, is
-    "weight".
+    that computes it. The input of a layer is named "layer input". A gathered weight, which only a repeated forward pass saves,
+    is named "weight".
     """
     found = saved_activations(program)
-    # With a loop over layers, the last layer's backward pass follows at once, and saves nothing for long.
+    # With a loop over layers, the backward pass of the last layer follows at once, so that layer's activations are soon freed.
     stacked = tuple(k for k in found if k.stacked)
     return stacked or found
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
-    """Return `kept_activations` and, with a loop over layers, the saved activations of the last layer."""
+    """Return all saved activations: `kept_activations`, and after a loop over layers also those of the last layer."""
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
 def _inside(eqn: Any) -> Iterator[Any]:
-    """Yield the jaxprs that an operation runs."""
+    """Yield the jaxprs inside an operation, such as the body of a scan."""
     for value in eqn.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
@@ -82,11 +82,11 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
         for body in _inside(eqn):
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
-            # The loss scans over tokens, other code over weights and gradients; the scan that runs backwards stacks gradients.
+            # Scans of the loss run over tokens, those of optimizer and ZeRO over weights. A reverse scan stacks gradients.
             elsewhere = _ELSEWHERE.search(here)
             if eqn.primitive.name == "scan" and not elsewhere and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
-                    if outer.aval.ndim == inner.aval.ndim + 1:  # a carry has the same shape inside
+                    if outer.aval.ndim == inner.aval.ndim + 1:  # a stacked output; a carry has the same shape inside the loop
                         host = outer.aval.memory_space == jax.memory.Space.Host
                         name = _activation(body, inner)
                         yield Kept(name, _dtype(outer.aval.dtype), outer.aval.shape, True, repeated, host)
@@ -96,17 +96,17 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
 
 
 _ELSEWHERE = re.compile(r"\(loss\)|/optimizer|/(gather|reduce)$")
-_ENTERS = re.compile(r"select_n|.*mlp\)/add")  # the input of a group's first layer, and of the others
+_ENTERS = re.compile(r"select_n|.*mlp\)/add")  # the input of a group's first layer, and of its other layers
 
 
 def _maker(jaxpr: Any, var: Any) -> Any:
-    """Return the operation that computes a variable; None for an input."""
+    """Return the operation that computes a variable; None for an input of the jaxpr."""
     return next((eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.outvars)), None)
 
 
 def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
     """Return the activation that a loop writes into an array with a slot for every layer, or for a pipeline's microbatches."""
-    made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if that is outside of the loop
+    made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
     name, aval = _activation(jaxpr, made.invars[0] if made is not None else update.invars[1]), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
@@ -131,7 +131,7 @@ def _dtype(dtype: Any) -> str:
 
 
 def _activation(jaxpr: Any, var: Any) -> str:
-    """Return the name of a value, traced back through operations that do not change it."""
+    """Return the name of an activation, traced back through operations that leave its value unchanged."""
     eqn = _maker(jaxpr, var)
     if eqn is None:
         return "layer input" if any(v is var for v in jaxpr.invars) else "constant"
@@ -158,18 +158,18 @@ class Facts:
 
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
-    shards: frozenset[tuple[int, ...]]  # those of sharded parameters, all layers together
+    shards: frozenset[tuple[int, ...]]  # `_plain` dimensions of sharded parameters, all layers stacked
     # Names of saved activations, by (stacked, again, dtype, `_plain` local dimensions).
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
 
 def facts(program: Program, module: hlo.Module) -> Facts:
-    """Return the facts about a program. module: of its compiled train step."""
+    """Return the facts about a program. module: the HLO of its compiled train step."""
     weights: set[tuple[int, ...]] = set()
     for a in jax.tree.leaves(program.state.params):
         sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
         for dims in itertools.product(*(sorted(set(pair)) for pair in sizes)):
-            weights |= {_plain(dims), _plain(dims[1:])}  # stacked, and one layer's
+            weights |= {_plain(dims), _plain(dims[1:])}  # of stacked layers, and of one layer
     saved = {}
     for k in kept_activations(program):
         if not k.offloaded:
@@ -181,7 +181,7 @@ def facts(program: Program, module: hlo.Module) -> Facts:
 
 
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
-    """Return dimensions without order and without ones, since XLA transposes and drops them."""
+    """Return dimensions sorted and without 1s, since XLA transposes arrays and drops dimensions of 1."""
     return tuple(sorted(d for d in dims if d != 1))
 
 
@@ -236,7 +236,7 @@ def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instru
 
 
 def _op_names(module: hlo.Module, instruction: hlo.Instruction) -> list[str]:
-    """Return the op_name of an instruction; for a fusion without one, those of its parts."""
+    """Return the op_name of an instruction; for a fusion without an op_name, those of the instructions inside it."""
     inside = (f for c in instruction.called if instruction.opcode == "fusion" for f in module.computations[c].instructions)
     return [instruction.op_name] if instruction.op_name else list(dict.fromkeys(f.op_name for f in inside if f.op_name))
 
@@ -257,21 +257,21 @@ STATE = ("parameters", "first moment", "second moment", "other optimizer state")
 _FILLS = frozenset(("broadcast", "constant", "bitcast", "copy", "tuple"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
 _REDUCED = re.compile(r"reduce.scatter|all-reduce|psum|dynamic_update_slice|dynamic_slice|scatter-add|\bwhile$")
-# Stages of ZeRO that hold gathered weights during a step, and sum unsharded gradients over microbatches or after the last one.
+# ZeRO stages that keep gathered weights for the whole step, and sum unsharded gradients over microbatches or after the last.
 _GATHERED_ONCE = re.compile(r"^(jit\(train_step\)/gather/\S* ?)+$")
 _SUMMED = re.compile(r"jit\(train_step\)/(reduce/.*|while/body/(eval_jaxpr/)?add)")
-_TOKENS = set("BTC")  # the dimensions along a batch: sequences, tokens, tokens of a chunk
+_TOKENS = set("BTC")  # dimensions of a batch in an einsum: sequences, tokens, tokens of a chunk
 
 
 def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Return whether an instruction makes an array of one number."""
+    """Return whether an instruction fills an array with one constant."""
     if instruction.opcode != "fusion":
         return instruction.opcode == "broadcast"
     return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
 
 
 def _saved(names: tuple[str, ...]) -> tuple[str, str]:
-    """Return the class and name of activations saved under these names, all of one shape."""
+    """Return (class, name) of saved activations that share one shape, and so cannot be told apart. names: all their names."""
     return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
 
 
@@ -285,7 +285,7 @@ def _is_workspace(made_by: hlo.Instruction, shape: hlo.Shape | None) -> bool:
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """Return (class, name of the saved activation or "") of a value in the heap.
 
-    A value of uncertain class is "temporaries": users change settings by the sizes of the other classes.
+    A value of uncertain class counts as "temporaries", since users choose settings by the sizes of the other classes.
     """
     made_by = facts.module.instruction(value.instruction)
     shape = _part(made_by, value.index)
@@ -311,7 +311,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     names = facts.saved.get((True, backward, shape.dtype, dims), ()) if "(loss)" not in text else ()
     if names and (not backward or "rematted_computation" in text):
         if all(_is_fill(facts.module, i) for i in origins):
-            # XLA can move the empty stack of a microbatch out of the loop over microbatches, and then always holds it.
+            # XLA can move the zero-filled stack of a microbatch out of the loop over microbatches. Then it is always allocated.
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
             return _saved(names)
@@ -319,21 +319,21 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     if names and "jvp(layers)" in text and not backward:
         return _saved(names)
     einsum = next((match[1] for match in map(_EINSUM.search, op_names) if match), "")
-    # Tokens can be as many as a weight has rows. A shape alone is proof only for a shard's shape or in a reduction.
+    # An activation can have the shape of a weight. A shape identifies a gradient only if it is a shard's or in a reduction.
     reduced = dims in facts.shards or (
         dims in facts.weights and _REDUCED.search(" ".join((text, *(i.opcode for i in origins))))
     )
     if (backward or "(loss)" in text) and (not _TOKENS.intersection(einsum) if einsum else reduced):
         return "gradients", ""
     if dims in facts.shards and "jvp(" not in text and "(optimizer)" not in text and "/optimizer/" not in text:
-        return "gradients", ""  # summed over microbatches: sharded like a parameter, and of no phase
+        return "gradients", ""  # summed over microbatches: sharded like a parameter, outside of every phase
     return ("logits and loss" if "(loss)" in text else "temporaries"), ""
 
 
 # ---- Peak
 
 
-_PHASES = (  # in this order: an op_name can hold several
+_PHASES = (  # the first match counts: an op_name can contain several of these
     ("(loss)", "loss"),
     ("transpose(jvp(embed", "backward embed"),
     ("transpose(", "backward layers"),
@@ -351,7 +351,7 @@ def phase(op_name: str) -> str:
 
 
 def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
-    """Return the indices of at most `most` points: the highest of every range."""
+    """Return the indices of at most `most` points: the highest point of each range of equal length."""
     stretch = max(1, math.ceil(len(points) / most))
     stretches = (range(i, min(i + stretch, len(points))) for i in range(0, len(points), stretch))
     return [max(indices, key=lambda i: points[i][0]) for indices in stretches]
@@ -360,12 +360,12 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is XLA's own, with the workspace that is in the assignment; `by_class` sums to it. Host memory is counted apart.
-    Arguments and temporaries are allocations: together they exceed the peak by the heap's gaps.
+    The peak is XLA's own, with the workspace that is in the assignment. `by_class` sums to the peak. Host memory is separate.
+    Arguments and temporaries are allocated memory: their sum exceeds the peak by the heap's gaps.
 
     Args:
-      assignment, module, workspace: of the program's compiled step.
-      card: of the device.
+      assignment, module, workspace: read from the program's compiled step.
+      card: memory of the GPU.
     """
     known = facts(program, module)
     kind_of = functools.cache(lambda value: classify(known, assignment.values[value]))
@@ -377,7 +377,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
     for kind, a in outside:
         base[kind] += a.size
 
-    timeline, now = [], "embed"  # before the first layer: the embedding, and gathers ahead of need
+    timeline, now = [], "embed"  # before the first layer: the embedding, and early gathers
     for event, (held, _) in zip(assignment.heap, replay(assignment), strict=True):
         now = next(filter(None, map(phase, _op_names(module, module.instruction(event.instruction)))), now)
         timeline.append(((base.total() + held) / GIB, now))
@@ -422,13 +422,13 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
 
 
 def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
-    """Return one entry of the list of arrays at the peak."""
+    """Return one entry of the list of arrays at the peak. size: bytes. kind: class of memory."""
     module = facts.module
     made_by = module.instruction(value.instruction)
     shape = _part(made_by, value.index)
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
     if _is_workspace(made_by, shape):
-        text = f"u8[{size}]"  # by formula the program has u8[0]
+        text = f"u8[{size}]"  # without cuDNN the program has u8[0] here
     found = [made_by, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
     found += [f for i in found if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions]
     source = next((i.source for i in found if i.source), "")

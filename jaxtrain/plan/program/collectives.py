@@ -8,11 +8,11 @@ Bytes are those of the ring algorithms, which send the fewest bytes possible (n 
 
 A ring visits the devices node by node, so it leaves each node once. A GPU's share of the network traffic is the bytes that it
 sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An all-to-all is not a
-ring: its bytes for devices of other nodes cross the network. A permutation that leaves a node anywhere counts in full: only the
-GPU at the border uses the network.
+ring: its bytes for devices of other nodes cross the network. If any pair of a permutation crosses nodes, all its bytes count as
+network traffic, since the GPU at the border sends all of its bytes over the network.
 
 The first byte of a ring passes through all nodes, one after the other. An all-reduce uses a tree of nodes, up and down, which
-is faster over many nodes (NCCL uses either). Each of these hops has a latency.
+is faster over many nodes (NCCL uses both algorithms). Each of these hops has a latency.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ import numpy as np
 
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
-_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends another part to each other device
+_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends a different part to every other device
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
-# These name groups of replicas, of which there is one, unless they specify devices.
+# Their replica_groups list replicas (the program has one replica), unless use_global_device_ids is set.
 _OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
 _LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
 _LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
@@ -41,21 +41,21 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One collective instruction. Bytes are those that each GPU sends in one launch."""
+    """One collective instruction. Byte counts are bytes that each GPU sends in one launch."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
-    dtype: str  # on the wire; several combined into one launch are joined by "+"
-    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is over a part of an axis; "" has no communication
+    dtype: str  # on the wire; the dtypes of arrays combined into one launch are joined by "+"
+    axis: str  # mesh axes, joined by "+"; "fsdp(2 of 4)" is a part of an axis; "" is a group of one device
     group: int  # devices in one group
     count: int  # launches a step
     wire_bytes: float
-    network_bytes: float  # of these, a GPU's share of those that leave its node
+    network_bytes: float  # a GPU's share of the bytes that leave its node
     source: str
     op_name: str
-    instruction: str  # in the schedule: a fusion or an async-start, where the collective is inside one
+    instruction: str  # name in the schedule; of the fusion or async-start, if the collective is inside of one
     loops: tuple[str, ...]  # names of the while loops around it, from outside in
-    hops: int = 0  # between nodes, one after the other
-    f32: float = 1.0  # of a launch with float32 among its types: the fraction of bytes in float32
+    hops: int = 0  # successive hops between nodes
+    f32: float = 1.0  # if float32 is among the dtypes: the fraction of bytes in float32
 
     @property
     def message(self) -> float:
@@ -67,18 +67,18 @@ class Found:
 
 
 def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict[str, Found]:
-    """Return every collective of a module by the instruction that launches it, in the order of its schedule.
+    """Return instruction -> the collective that it launches, for every collective of a module, in scheduled order.
 
     Args:
       mesh_shape: axis -> size, in device order (row-major: the last axis varies fastest).
 
-    Raises HloError for a collective of unknown form, or with groups that are not groups of this mesh.
+    Raises HloError for a collective that cannot be parsed, or whose device groups do not follow axes of this mesh.
     """
     if math.prod(mesh_shape.values()) != module.num_partitions:
         raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
     mesh = _Mesh(mesh_shape, gpus_per_node)
     found: dict[str, Found] = {}
-    inside: set[str] = set()  # reached through a launch that was counted
+    inside: set[str] = set()  # computations inside of a launch that is counted already
     for i, computation, times, loops in walk(module):
         if i.name in inside:
             continue
@@ -87,13 +87,13 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict
         if not moved:
             continue
         made = _merged([_one(mesh, inner, where, i, times, loops) for inner, where in moved])
-        before = found.get(i.name)  # a computation called from several places
+        before = found.get(i.name)  # counted before, if several instructions call the computation
         found[i.name] = dataclasses.replace(before, count=before.count + times) if before else made
     return found
 
 
 def is_collective(module: Module, i: Instruction) -> bool:
-    """Return whether an instruction launches a collective: its own, or one inside an asynchronous call or a fusion."""
+    """Return whether an instruction is a collective, or an asynchronous call or fusion that contains a collective."""
     if i.opcode.removesuffix("-start") in KINDS:
         return True
     inside = (module.computations[c] for c in i.called) if i.opcode in _LAUNCHES else ()
@@ -101,7 +101,7 @@ def is_collective(module: Module, i: Instruction) -> bool:
 
 
 def _kind(i: Instruction) -> str | None:
-    """Return the kind of collective that an instruction launches. Raises HloError for one of unknown kind."""
+    """Return the kind of a collective instruction; None for other instructions. Raises HloError for an unknown collective."""
     kind = i.opcode.removesuffix("-start")
     if kind in KINDS:
         return kind
@@ -112,7 +112,7 @@ def _kind(i: Instruction) -> str | None:
 
 
 def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Computation]]:
-    """Return the collectives of computations and of those that they call."""
+    """Return the collectives of these computations and of the computations that they call."""
     out = []
     for name in called:
         computation = module.computations[name]
@@ -123,7 +123,7 @@ def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Co
 
 def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction, times: int, loops: tuple[str, ...]) -> Found:
     kind = _kind(i) or ""
-    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the others contain the offsets of the parts
+    operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the other operands are offsets and sizes
     arrays = [leaf for o in operands for leaf in leaves(where.by_name[o].type)]
     size = sum(a.bytes for a in arrays)
     if kind == "collective-permute":
@@ -160,7 +160,7 @@ def _hops(kind: str, nodes: int) -> int:
 
 
 def _ring(kind: str, size: int, n: int) -> float:
-    """Return the bytes that each of n devices sends, if each puts in `size`."""
+    """Return the bytes that each of n devices sends. size: bytes of a collective's operand on one device."""
     if kind == "all-gather":
         return (n - 1) * size
     if kind == "collective-broadcast":
@@ -192,7 +192,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _pairs(i: Instruction) -> np.ndarray:
-    """Return (source, target) of each send of a permutation to another device, shape [moves, 2]."""
+    """Return the (source, target) pairs of a permutation, without sends to the same device. Shape [pairs, 2]."""
     text = i.attributes.get("source_target_pairs", "")
     if not _PAIRS.fullmatch(text):
         raise HloError(f"{i.name}: its source_target_pairs cannot be read: {text!r}")
@@ -203,13 +203,14 @@ def _pairs(i: Instruction) -> np.ndarray:
 def _groups(i: Instruction, devices: int) -> np.ndarray:
     """Return the devices of each group, shape [groups, devices in a group].
 
-    With one replica, a device's id is its partition's."""
+    The program has one replica, so a device's id is its partition's id.
+    """
     if "channel_id" not in i.attributes:
-        return np.arange(devices)[:, None]  # between replicas: there is one
+        return np.arange(devices)[:, None]  # a group of replicas: there is only one replica
     if i.opcode.removesuffix("-start") in _OF_REPLICAS and i.attributes.get("use_global_device_ids") != "true":
-        return np.arange(devices)[None, :]  # between replicas and all their partitions
+        return np.arange(devices)[None, :]  # groups of replicas with all their partitions: one group of all devices
     text = i.attributes.get("replica_groups", "{}")
-    if "device_ids" in i.attributes:  # part of the value, after a comma
+    if "device_ids" in i.attributes:  # `_attributes` splits this part of the value off at its comma
         text += f", device_ids={i.attributes['device_ids']}"
     if _LIST.fullmatch(text):
         listed = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", text)] or [tuple(range(devices))]
@@ -226,13 +227,13 @@ def _groups(i: Instruction, devices: int) -> np.ndarray:
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """Return 0, 1, 2, ... in an array of these sizes, its dimensions transposed to this order, flat."""
+    """Return arange(product of sizes), reshaped to `sizes`, transposed by `order`, and flattened. Shape [devices]."""
     devices = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
     return (devices.transpose(_numbers(order)) if order else devices).ravel()
 
 
 def _named(match: re.Match[str]) -> np.ndarray:
-    """Return groups along axes of the compiler's own mesh. `'a':(2)4` is a part of an axis: 4 long, below a major part of 2."""
+    """Return device groups along axes of the compiler's own mesh. `'a':(2)4` is a sub-axis of size 4 after a major one of 2."""
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
     if not match[2]:
         devices = np.arange(math.prod(axes.values()))
@@ -241,7 +242,7 @@ def _named(match: re.Match[str]) -> np.ndarray:
     else:
         devices = np.array(_numbers(match[2]))
     wanted = [(name, int(before or 1), int(part or axes[name])) for name, before, part in _GROUP_AXIS.findall(match[3])]
-    sizes, inside = [], []  # each axis cut where a part begins or ends
+    sizes, inside = [], []  # each axis is divided where a sub-axis begins or ends
     for name, size in axes.items():
         parts = [(before, before * part) for other, before, part in wanted if other == name]
         for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*parts)})):
@@ -252,13 +253,13 @@ def _named(match: re.Match[str]) -> np.ndarray:
 
 
 def _canonical(groups: np.ndarray) -> bytes:
-    """Return equal bytes for equal groups, for any order of groups and devices."""
+    """Return bytes that are equal for equal groups, in any order of groups and of devices within them."""
     groups = np.sort(groups, axis=1)
     return groups[np.argsort(groups[:, 0])].astype(np.int64).tobytes() + bytes(str(groups.shape), "ascii")
 
 
 class _Mesh:
-    """The run's mesh: the devices of the groups along its axes, and the node of each device."""
+    """The run's mesh: the device groups along each combination of its axes, and the GPUs per node."""
 
     def __init__(self, shape: dict[str, int], gpus_per_node: int):
         self.devices, self.gpus_per_node = math.prod(shape.values()), gpus_per_node
@@ -274,9 +275,9 @@ class _Mesh:
         self.known: dict[str, tuple[str, int, int]] = {}
 
     def groups(self, i: Instruction) -> tuple[str, int, int]:
-        """Return the axes of a collective, the devices in a group, and the fewest devices of a group in one node.
+        """Return (axes, devices in a group, fewest devices that a group has in one of its nodes) of a collective.
 
-        A group along a part of axes has evenly spaced devices on them.
+        If a group covers a part of an axis, its devices are evenly spaced along that axis.
         """
         key = str([i.attributes.get(k) for k in ("replica_groups", "device_ids", "channel_id", "use_global_device_ids")])
         key += i.opcode.removesuffix("-start")
@@ -300,7 +301,7 @@ class _Mesh:
         raise HloError(f"{i.name}: its replica_groups lie along no axes of the mesh: {i.attributes['replica_groups']}")
 
     def moves(self, i: Instruction) -> tuple[str, int, bool]:
-        """Return the fewest axes along which a permutation stays in one group, its size, and whether it leaves a node."""
+        """Return (axes of the smallest group that contains every send, group size, whether a send leaves a node)."""
         moves = _pairs(i)
         if not len(moves):
             return "", 1, False
@@ -308,7 +309,7 @@ class _Mesh:
             raise HloError(f"{i.name}: it names device {moves.max()}, and there are {self.devices}")
         leaves_node = bool((moves // self.gpus_per_node @ (1, -1)).any())
         fit = ((axes, whole) for axes, whole in self.along.items() if not (self._places(whole)[0][moves] @ (1, -1)).any())
-        axes, whole = next(fit)  # all axes together hold every device
+        axes, whole = next(fit)  # never fails: the group over all axes has every device
         return axes, whole.shape[1], leaves_node
 
     def _places(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,9 @@
 """Read the text of a scheduled, partitioned HLO module (`compiled.as_text()`).
 
 Instructions are in the order in which they start, each with the computations that it calls and its line of Python. `walk`
-multiplies loops out. A line that cannot be read is an error: a skipped collective would be missing in every later
-figure.\n\nThe text is read instead of the HloProto: XLA documents its forms, it has the number of partitions, and one
+multiplies loops out. A line that cannot be parsed is an error, since a skipped collective would be missing in every figure.
+
+The text is parsed instead of the HloProto. XLA documents the text's syntax. The text has the number of partitions, and one
 instruction for each asynchronous start.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from jaxtrain.kernels.experts.feed_forward import FURTHER_ROUNDS
 
-# Bits of one element. Types below a byte are counted packed, as XLA:GPU stores them.
+# Bits of one element. Types smaller than a byte are packed, as XLA:GPU stores them.
 BITS = {
     **dict.fromkeys(("token", "opaque"), 0),
     **dict.fromkeys(("s1", "u1"), 1),
@@ -54,11 +55,11 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
-_MOST_TRIPS = 20_000  # a loop counted by evaluating its counter
+_MOST_TRIPS = 20_000  # largest trip count that is found by evaluating the loop's counter
 
 
 class HloError(ValueError):
-    """A part of the module cannot be read. The message has the instruction's name and text."""
+    """A part of the module cannot be parsed. The message has the instruction's name and text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def leaves(type: Type) -> list[Shape]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a computation. Names are without %."""
+    """One line of a computation. Names have no leading %."""
 
     name: str
     opcode: str
@@ -97,7 +98,7 @@ class Instruction:
     called: tuple[str, ...]  # computations that it calls, in the order of the text
     attributes: dict[str, str]  # name -> raw text; a constant's value is under "literal"
     op_name: str  # the path of named scopes in the Python program; "" if the compiler made the instruction
-    source: str  # file:line of the innermost frame in this package, else of the innermost one; "" without any
+    source: str  # file:line of the innermost frame in this package, else of the innermost frame; "" without frames
     parameter_number: int | None
     is_root: bool
 
@@ -138,8 +139,8 @@ class Module:
     entry: Computation
     num_partitions: int
     is_scheduled: bool
-    further_rounds: int = 0  # rounds of experts' dispatch after the first, each time it runs: experts' loads are data
-    kind_shares: tuple[float, ...] = ()  # of each kind of layer among those of a loop, which runs the branch of its kind
+    further_rounds: int = 0  # assumed rounds of each expert dispatch after the first; the program does not have their number
+    kind_shares: tuple[float, ...] = ()  # fraction of the looped layers that are of each kind, which selects a branch
 
     @functools.cached_property
     def owners(self) -> dict[str, Computation]:
@@ -163,7 +164,7 @@ class Module:
 
 
 def parse(text: str, further_rounds: int = 0) -> Module:
-    """Return the module of an HLO text, in which each exchange of experts' tokens takes `further_rounds` after the first.
+    """Return the module of an HLO text. further_rounds: assumed rounds of each expert dispatch after the first.
 
     Raises HloError for any line that it cannot read.
     """
@@ -203,7 +204,7 @@ def parse(text: str, further_rounds: int = 0) -> Module:
 
 
 def _computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Computation:
-    """Read the rest of a computation, after its first line."""
+    """Parse the rest of a computation, after its first line."""
     found: list[Instruction] = []
     for line in lines:
         if line.startswith("}"):
@@ -259,7 +260,7 @@ def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> In
 
 
 def _closing(line: str, at: int) -> int:
-    """Return the index after the parenthesis that closes the one at `at`."""
+    """Return the index after the parenthesis that closes the parenthesis at `at`."""
     depth = 0
     for token in _PARENTHESIS.finditer(line, at):
         depth += 1 if token[0] == "(" else -1
@@ -269,14 +270,14 @@ def _closing(line: str, at: int) -> int:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Return the names between an opcode's parentheses."""
+    """Return the names of the operands between an opcode's parentheses."""
     if not _OPERANDS.fullmatch(text):
         raise HloError(f"its operands cannot be read: {text[:200]!r}")
     return tuple(o.removeprefix("%") for o in text.split(", ")) if text else ()
 
 
 def _top_level(text: str) -> list[str]:
-    """Return the items of a list, which may have commas inside brackets."""
+    """Return the items of a comma-separated list. Commas inside brackets do not separate."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -287,7 +288,7 @@ def _top_level(text: str) -> list[str]:
 
 
 def _attributes(text: str) -> dict[str, str]:
-    """Read `, name=value, name=value`. Commas inside brackets and strings do not separate."""
+    """Parse `, name=value, name=value`. Commas inside brackets and strings do not separate."""
     depth, starts = 0, []
     for token in _SPLIT.finditer(text):
         c = token[0][0]
@@ -311,19 +312,19 @@ def _type(text: str) -> Type:
     match = _SHAPE.fullmatch(text)
     if not match or match[1] not in BITS:
         raise HloError(f"its type cannot be read: {text}")
-    dims = tuple(map(int, re.findall(r"\d+", match[2])))  # of a dynamic dimension, <=its bound
+    dims = tuple(map(int, re.findall(r"\d+", match[2])))  # `<=n` is a dynamic dimension: its bound n
     space = _SPACE.search(text)
     return Shape(match[1], dims, int(space[1]) if space else 0)
 
 
 def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
-    """Return file:line of each stack frame: its innermost frame in this package that is no helper, else the innermost one.
+    """Return stack frame -> file:line, of the innermost frame in this package outside of HELPERS, else of the innermost frame.
 
-    A parent is written as its number plus one; 1: no parent.
+    parent_frame_id is the parent's number plus 1; 1 means that there is no parent.
     """
 
     def rows(table: str, *names: str) -> dict[int, list[int]]:
-        """Return the rows of a table by number. A number that is 0 is not printed."""
+        """Return row number -> values of the named fields. XLA does not print a field that is 0."""
         found = {i: dict(re.findall(r"(\w+)=(\d+)", text)) for i, text in tables[table].items()}
         return {i: [int(row.get(name, 0)) for name in names] for i, row in found.items()}
 
@@ -343,7 +344,7 @@ def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
 
 
 def _short(path: str) -> str:
-    """Return a path from the package's folder, or from that of installed ones; else the file's name."""
+    """Return a path relative to this package's parent folder or to site-packages; for other files, the file's name."""
     _, installed, inside = path.rpartition("/site-packages/")
     if installed:
         return inside
@@ -356,11 +357,15 @@ def _short(path: str) -> str:
 def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, Computation, int, tuple[str, ...]]]:
     """Yield every instruction that a step runs: (instruction, its computation, executions per step, the enclosing loops).
 
-    Instructions are in scheduled order, a caller before its computations; loops are listed from the outermost. Loop bodies are
-    multiplied out. The condition of a loop is included only if its count is unknown, since XLA evaluates it only then. Every
-    branch of a conditional counts as if it ran each time, which is an upper bound. A fusion is one kernel, entered only on
-    request. Computations that are applied to elements (the addition of a reduction) are left out. Raises HloError if a loop's
-    count depends on data.
+    Instructions are in scheduled order, a caller before its computations. Loops are listed from the outermost. Loop bodies are
+    multiplied out. The condition of a loop is included only if the trip count is unknown, since XLA evaluates it only then.
+    Every branch of a conditional counts as if it ran each time, which is an upper bound. Computations that are applied to
+    elements (the addition of a reduction) are left out.
+
+    Args:
+      fusions: whether to enter fusions. If not, a fusion is one instruction.
+
+    Raises HloError if a loop's trip count depends on data.
     """
     yield from _walk(module, module.entry, 1, (), fusions)
 
@@ -380,10 +385,10 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
 
 
 def host_waits(module: Module) -> Iterator[tuple[Instruction, int]]:
-    """Yield the instructions for which the host waits for a number on the device, with the count per step.
+    """Yield (loop or conditional for which the host waits for a value on the device, waits per step).
 
-    XLA:GPU copies the predicate of a while loop of unknown count before each round and after the last, and the branch of a
-    conditional each time, and launches no kernel before the copy is done.
+    For a while loop of unknown trip count, XLA:GPU copies the predicate to the host before each iteration and after the last.
+    For a conditional it copies the branch index each time. It launches no kernel before the copy is done.
     """
     for i, _, times, _ in walk(module):
         if i.opcode == "while" and not _count_is_known(i):
@@ -406,9 +411,9 @@ def _part(module: Module, loop: Instruction, part: str) -> Computation:
 def trip_count(module: Module, loop: Instruction) -> int:
     """Return the trip count of a while loop.
 
-    XLA's passes record it. Without a record, the loop's counter is evaluated, if it starts from a constant and depends only on
-    itself, as in the step of Qwen3's experts. A loop that runs only for uneven expert loads has the module's `further_rounds`;
-    an enclosing loop runs at most once. Raises HloError if any other count depends on data.
+    XLA's passes record the count. Without a record, the loop's counter is evaluated, if it starts from a constant and depends
+    only on itself, as in the step of Qwen3's experts. A loop that runs only for uneven expert loads has the module's
+    `further_rounds` iterations; a loop around it runs at most once. Raises HloError if any other count depends on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])
@@ -431,7 +436,7 @@ def trip_count(module: Module, loop: Instruction) -> int:
     )
 
 
-# The result of an evaluation: a number, a tuple of them, or None if constants do not determine it.
+# The result of an evaluation: a number, a tuple, or None if constants do not determine the value.
 type Value = int | tuple["Value", ...] | None
 
 _ARITHMETIC = {
@@ -446,7 +451,7 @@ _SAME = ("copy", "bitcast", "convert")
 
 
 def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Value, ...], known: dict[str, Value]) -> Value:
-    """Return the value of one instruction, by the few scalar operations of loop counters."""
+    """Return the value of one instruction, computed from constants and `arguments`; None if it is not a scalar operation."""
     if name in known:
         return known[name]
     i, out = where.by_name[name], None

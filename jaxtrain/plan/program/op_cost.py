@@ -17,10 +17,10 @@ from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PALLAS_FRACTION, fp8_attention, fraction, over_length
 
-# Shortest time of a kernel: its launch and its tail. An assumption, as in XLA's own cost model (kKernelLaunchOverhead). It
-# matters only for the scalars of loops and of the optimizer.
+# Shortest time of a kernel, launch and tail. The value is assumed, as in XLA's own cost model (kKernelLaunchOverhead). It
+# matters only for scalar kernels of loops and of the optimizer.
 KERNEL_US = 1.0
-# FLOPs of a flash attention backward pass over those of its forward: five matmuls of (T, S) instead of two.
+# FLOPs of flash attention's backward pass over those of its forward pass: five matmuls over (T, S) instead of two.
 ATTENTION_BACKWARD = 2.5
 HOST_SPACE = 5  # memory space of pinned host memory
 
@@ -40,7 +40,7 @@ ELEMENTWISE = _words(
     "shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh xor bitcast-convert map copy bitcast reshape "
     "transpose reverse"
 )
-SLICES = _words("slice dynamic-slice gather broadcast pad")  # read no more of their first operand than they output
+SLICES = _words("slice dynamic-slice gather broadcast pad")  # read at most the output's size of operand 0
 REDUCTIONS = _words("reduce reduce-window select-and-scatter concatenate")
 UPDATES = ("dynamic-update-slice", "scatter")
 OTHER = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDATES)
@@ -50,8 +50,8 @@ FUSIONS = ("fusion", "fusion-start")
 FP8_CALL = "__cublas$lt$matmul$f8"
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", FP8_CALL)
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1.0, "__cudnn$fmhaSoftmaxBackward": ATTENTION_BACKWARD}
-# jaxtrain's own kernels (kernels/attention/pallas.py) have their computation in their names. Their backward pass is two
-# kernels, which compute the scores twice: seven matmuls, of which a count of FLOPs, and so the rate, includes five.
+# The names of jaxtrain's own kernels (kernels/attention/pallas.py) contain pass and mask. Their backward pass is two kernels,
+# with seven matmuls in all, since both compute the scores. FLOPs, and so the rate, count only the usual five matmuls.
 MOSAIC = "mosaic_gpu_v2"
 PALLAS_CALL = re.compile(r"\bjaxtrain_attention_(forward|forward_fp8|backward_q|backward_kv)_(causal|all|window(\d+))\b")
 PALLAS_CALLS = {
@@ -60,13 +60,13 @@ PALLAS_CALLS = {
     "backward_q": ATTENTION_BACKWARD * 3 / 7,
     "backward_kv": ATTENTION_BACKWARD * 4 / 7,
 }
-PALLAS_FIRST = 3  # operand that holds the queries; before it, the tiles to visit, segments and positions
+PALLAS_FIRST = 3  # index of the queries among the operands, after the tiles to visit, segments and positions
 # Grouped matmuls (kernels/experts/pallas.py); the last two operands are multiplied.
 EXPERTS_CALL = re.compile(r"\bjaxtrain_experts_(?:times_[DF]|outer_R|times8_(?:fast|full))\b")
-# Passes of a sort over its arrays. With a present GPU, XLA calls CUB's radix sort (8 bits of a 32-bit key at a time, and a pass
-# that counts them); for a described one it writes a slower kernel, which would not run.
+# Passes of a sort over its arrays. On a real GPU, XLA calls CUB's radix sort: it reads and writes the arrays for each 8 bits of
+# a 32-bit key, and reads them once to count. For a described GPU, XLA generates a slower kernel, which training never runs.
 SORT_PASSES = 2 * 4 + 1
-ALLOCATION = "AllocateBuffer"  # host memory for activations that a loop offloads; it is not written
+ALLOCATION = "AllocateBuffer"  # custom call that allocates host memory for offloaded activations; nothing is written
 CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDING": False}
 
 
@@ -76,18 +76,18 @@ class Work:
 
     kind: str = "memory"  # gemm | attention | memory | host | communication
     flops: float = 0.0
-    bytes: float = 0.0  # of device memory; of the wire for communication
+    bytes: float = 0.0  # of device memory; for communication, bytes on the wire inside the node
     host_bytes: float = 0.0
     network_bytes: float = 0.0
-    message: float = 0.0  # of communication: bytes of the message, which its rate depends on
-    hops: int = 0  # of communication, from node to node
+    message: float = 0.0  # bytes of a collective's message, which the rate depends on
+    hops: int = 0  # of a collective, from node to node
     backward: bool = False  # attention's backward pass, which has its own rate
-    keys: int = ATTENTION_AT  # of a call of attention; its rate rises with their number
-    share: float = 1.0  # fraction of the rate, for a kernel slower than the one that the rate is for
-    fp8: bool = False  # of GEMMs: in 8-bit floating point
+    keys: int = ATTENTION_AT  # keys of an attention call, which the rate depends on
+    share: float = 1.0  # the kernel's rate over the rate of cuBLAS or cuDNN
+    fp8: bool = False  # a GEMM in 8-bit floating point
 
     def seconds(self, rates: result.Rates) -> float:
-        """Return the time at these rates. Raises HloError for a matmul in 8 bits without a rate."""
+        """Return the time in seconds at these rates. Raises HloError for an FP8 matmul if the rates have no FP8 rate."""
         if self.fp8 and not rates.fp8_tflops:
             raise HloError(f"a GEMM in 8-bit floating point, for which the rates ({rates.source}) have no figure")
         if self.kind == "communication":
@@ -105,7 +105,7 @@ class Work:
 
 
 def of_experts(i: Instruction) -> bool:
-    """Return whether this is one of jaxtrain's grouped matmuls."""
+    """Return whether an instruction is one of jaxtrain's grouped matmuls."""
     return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
 
 
@@ -115,12 +115,12 @@ def in_8_bits(where: Computation, i: Instruction) -> bool:
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """Return the cost of one run of an instruction, or of the kernel that it starts; None for one without a kernel.
+    """Return the cost of one run of an instruction, or of the kernel that it starts; None if it runs no kernel.
 
     Raises HloError for an unknown instruction.
 
     Args:
-      wires: each collective, by its instruction.
+      wires: instruction -> its collective.
       filled: the fraction of the experts' capacity that holds tokens.
     """
     if is_collective(module, i):
@@ -137,7 +137,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if i.opcode == "copy-start":
         to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
         return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
-    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # any other start is (arguments, result, context)
+    if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # of any other start: (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
     if opcode in FREE or i.target == ALLOCATION:
@@ -166,7 +166,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
 
 
 def gemm_flops(where: Computation, i: Instruction) -> float:
-    """Return the FLOPs of a dot or a cuBLAS call: 2 x elements of the output x the contracted dimensions."""
+    """Return the FLOPs of a dot or a cuBLAS call: 2 x elements of the output x product of the contracted dimensions."""
     left, made = leaves(where.by_name[i.operands[0]].type)[0], leaves(i.type)[0]
     if i.opcode == "dot":
         contracted = re.findall(r"\d+", i.attributes.get("lhs_contracting_dims", ""))
@@ -178,7 +178,7 @@ def gemm_flops(where: Computation, i: Instruction) -> float:
 def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
     """Return the query-key pairs inside a mask, by the convention of `flops.attention`.
 
-    A packed sequence counts as a single document, which is an upper bound: the borders of documents are data.
+    A packed sequence counts as one document, which is an upper bound: the program does not have the documents' lengths.
     """
     if not CAUSAL_MASKS[mask]:
         return queries * keys
@@ -187,7 +187,7 @@ def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
 
 
 def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
-    """Return the FLOPs of the matmuls in a fusion, those of nested computations included."""
+    """Return the FLOPs of the matmuls in a fusion, nested computations included."""
     total = 0.0
     for inner in computation.instructions:
         if inner.opcode == "dot" or inner.target in GEMM_CALLS:
@@ -208,7 +208,7 @@ def _attention(where: Computation, i: Instruction) -> Work:
     q, k, v = (leaf.dims for leaf in inputs[:3])  # (B, T, N, H), (B, S, K, H), (B, S, K, H)
     pairs = q[0] * q[2] * attention_pairs(mask, window, q[1], k[1])
     made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[i.target]
-    # The log-sum-exp (f32) of a packed sequence has one value a token for every possible document, and one of them is used.
+    # The log-sum-exp (f32) of packed sequences has a value per token for every possible document. Only one per token is used.
     moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
     moved += 4.0 * q[0] * q[1] * q[2]
     return Work("attention", made, moved, backward=i.target.endswith("Backward"), keys=k[1])
@@ -227,7 +227,7 @@ def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
 
 
 def _experts(where: Computation, i: Instruction, filled: float) -> Work:
-    """Return the cost of (R, D) by (E, D, F), or of the sum over each expert's rows of (R, D) by (R, F)."""
+    """Return the cost of a grouped matmul: (R, D) x (E, D, F), or per expert (R, D) transposed x (R, F). R: rows of tokens."""
     left, right = (leaves(where.by_name[o].type)[0] for o in i.operands[-2:])
     made = leaves(i.type)[0]
     width = math.prod(left.dims[1:]) * (right.dims[1] if len(right.dims) == 2 else made.dims[1])
@@ -250,10 +250,14 @@ def _config(i: Instruction, key: str) -> dict:
 
 
 def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
-    """Return the cost of the bytes that a kernel reads of its arguments and writes of its output.
+    """Return the cost of a kernel with the bytes that it reads of its arguments and writes of its output.
 
-    The types are those outside the kernel, because only they have the memory space. A library call's second output is a
-    workspace and does not count.
+    A library call's second output is a workspace and does not count.
+
+    Args:
+      inside: the kernel's computation.
+      arguments, made_type: types of arguments and output in the caller, since only these have the memory space.
+      made: FLOPs.
     """
     demand = _demand(inside)
     moved: list[tuple[float, Shape]] = []
@@ -277,7 +281,7 @@ def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: 
 
 
 def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
-    """Return a single instruction as a fusion, and the types of its arguments and its output."""
+    """Return a single instruction as the computation of a fusion, and the types of its arguments and its output."""
     names = list(dict.fromkeys(i.operands))
     parameters = [
         dataclasses.replace(where.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
@@ -288,7 +292,7 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return the cost of bytes by their memory. A kernel that accesses host memory is a host copy."""
+    """Return the cost of (bytes, array) accesses, by memory space. A kernel that accesses host memory is a host copy."""
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)
@@ -303,10 +307,10 @@ def _bytes(array: Shape, elements: float) -> float:
 
 
 def _demand(inside: Computation) -> dict[str, float]:
-    """Return the number of elements of each instruction of a fusion that are needed, from the root backwards.
+    """Return instruction -> number of its elements that a fusion computes, from the root backwards.
 
-    A fusion computes only needed elements, so it reads only the slice of an array that is sliced. Two users are assumed to need
-    different slices.
+    A fusion computes only elements that its output needs. Of a sliced array it reads only the slice. Two users of an array are
+    assumed to need different slices.
     """
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)
@@ -326,7 +330,7 @@ def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tup
     operands = [inside.by_name[o] for o in i.operands]
     part = here / max(_elements(i), 1)
     if i.opcode in UPDATES:
-        # In place, the rest of the array is not written. A scatter combines with the old values, so it reads them.
+        # An update in place reads nothing of the rest of the array. A scatter adds to old values, so it reads those.
         update = _elements(inside.by_name[_update(i)])
         touched = update if i.opcode == "scatter" else 0
         yield operands[0], touched if _in_place(inside, i) is not None else max(here - update, touched)
@@ -339,12 +343,12 @@ def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tup
 
 
 def _update(i: Instruction) -> str:
-    """Return the operand that a dynamic-update-slice or a scatter (array, indices, updates) puts into the array."""
+    """Return the operand that a dynamic-update-slice or a scatter (array, indices, updates) writes into the array."""
     return i.operands[1] if i.opcode == "dynamic-update-slice" else i.operands[-1]
 
 
 def _in_place(inside: Computation, i: Instruction) -> int | None:
-    """Return the elements that an in-place update writes; None if the whole output is written."""
+    """Return the number of elements that an in-place update writes; None if the whole output is written."""
     i = _through_bitcasts(inside, i)
     if i.opcode not in UPDATES or _through_bitcasts(inside, inside.by_name[i.operands[0]]).opcode != "parameter":
         return None

@@ -11,11 +11,11 @@ from jaxtrain.train import auto_remat
 from jaxtrain.train.stages import Arrangement, Schedule
 
 STAGE, EXPERT = "stage", "expert"
-SMALL = 0.5  # of the largest permutation: smaller ones carry no activations
+SMALL = 0.5  # times the bytes of the largest permutation: smaller permutations send no activations
 
 
 def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
-    """Return the pipeline of a run; None without stages. moved: every collective of a step."""
+    """Return the pipeline's figures of a run; None without stages. moved: every collective of a step."""
     schedule = schedule_of(run, placement.size(STAGE))
     if schedule.stages == 1:
         return None
@@ -40,12 +40,12 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
 
 
 def schedule_of(run: RunConfig, stages: int) -> Schedule:
-    """Return the pipeline schedule of a run on a number of stages."""
+    """Return the pipeline schedule of a run with this number of stages."""
     return Schedule(run.pipeline.schedule, stages, run.pipeline.groups if stages > 1 else 1, run.train.grad_accum)
 
 
 def layers(count: int, schedule: Schedule) -> tuple[str, ...]:
-    """Return the layers of each stage, of `count`: "0-9", or "0-4 10-14" in two groups."""
+    """Return the layers of each stage: "0-9", or "0-4 10-14" for two virtual stages. count: layers of the model."""
     how = Arrangement(count, schedule.stages, schedule.groups)
     out = []
     for stage in range(schedule.stages):
@@ -61,8 +61,8 @@ def layers(count: int, schedule: Schedule) -> tuple[str, ...]:
 def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
     """Return the fraction of passes through a stage that have no microbatch.
 
-    After each pass, forward and backward, a stage sends activations to a neighbour once. The program has the count of these
-    permutations, and one is needed per microbatch, stage and direction.
+    After each pass, forward or backward, a stage sends activations or gradients to a neighbour once. The program has the count
+    of these permutations. Each microbatch needs one per virtual stage and direction.
     """
     largest = max((c.wire_gib / c.count for c in permutes), default=0.0)
     passes = sum(c.count for c in permutes if c.wire_gib / c.count > SMALL * largest)
@@ -70,7 +70,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
 
 
 def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
-    """Return the experts of a model, if the load of the busiest is `load` times an even load; None without experts."""
+    """Return the figures of expert parallelism; None without experts. load: the busiest expert's load over an even load."""
     m = run.model
     if not m.num_experts:
         return None

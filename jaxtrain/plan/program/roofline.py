@@ -1,9 +1,9 @@
 """Estimate the time of a step: a roofline over the scheduled program.
 
-Each instruction costs the larger of its arithmetic and its memory traffic (`op_cost.py`) at the given rates. Streams run in the
-order of the compiler's schedule. Kernels run one after the other on a compute stream. Collectives run one at a time on a second
-stream, asynchronous copies inside the device on a third, and those to the host on a fourth. An asynchronous start begins when
-its stream is free, and its done waits for it.
+The time of an instruction is the larger of its arithmetic and its memory traffic (`op_cost.py`) at the given rates. Streams
+run in the order of the compiler's schedule. Kernels run one after the other on a compute stream. Collectives run one at a time
+on a second stream, asynchronous copies inside the device on a third, and copies to and from the host on a fourth. An
+asynchronous operation begins when its stream is free, and its `-done` instruction waits for its end.
 
 The model simplifies: collectives and matmuls do not slow each other down; all matmuls of a dtype run at one rate, for any
 shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch. Attention of
@@ -31,7 +31,7 @@ from jaxtrain.train.kernel import attention_specs
 from jaxtrain.train.stages import Arrangement
 
 GIB = 2**30
-LINKS = ("communication", "host")  # kinds of work with their own stream
+LINKS = ("communication", "host")  # kinds of work that have a stream each
 COMPUTE, COPY = "compute", "copy"  # the other streams: of kernels, and of asynchronous copies inside the device
 KIND_OF_WORK = {  # kind of work -> its name in a report
     "gemm": "matmul",
@@ -41,9 +41,9 @@ KIND_OF_WORK = {  # kind of work -> its name in a report
     "communication": "communication",
     "host": "host copies",
 }
-EXPOSED = "exposed "  # prefix of one of them: time that the compute stream waits for it
+EXPOSED = "exposed "  # prefix of a link: time in which the compute stream waits for it
 
-# (instruction's name, kind of work or "exposed" and its link, start, end), s; a call for each run of an instruction.
+# Called for each run of an instruction with (its name, kind of work or EXPOSED + link, start, end), in seconds.
 type Listener = Callable[[str, str, float, float], None]
 
 
@@ -53,14 +53,14 @@ class Roofline:
 
     gemm_ms: float
     attention_ms: float
-    memory_ms: float  # memory-bound kernels, and waiting for asynchronous copies inside the device
+    memory_ms: float  # memory-bound kernels, and waits for asynchronous copies inside the device
     communication_ms: float  # on the links, overlapped or exposed
     exposed_ms: float
-    host_exposed_ms: float  # copies to and from the host
+    host_exposed_ms: float  # exposed copies to and from the host
     step_ms: float
-    flops: float  # executed in a step: GEMMs, and attention inside its mask
+    flops: float  # executed in a step: GEMMs, and attention inside the mask
     gemm_flops: float
-    gemm_least_ms: float  # time of its matmuls by their FLOPs alone
+    gemm_least_ms: float  # time of the matmuls if only their FLOPs count
     collectives: tuple[result.Collective, ...]  # in the order of the schedule
     kernels: tuple[result.Kernel, ...]  # longest first
     bound_by: str
@@ -72,12 +72,12 @@ def predict(
     """Return the estimated time of a scheduled, partitioned module.
 
     Args:
-      wires: each collective, by the instruction that launches it (`collectives.read`).
-      record: is called with the start and end of everything that runs.
+      wires: instruction -> the collective that it launches (`collectives.read`).
+      record: called with the start and end of each run of an instruction.
       filled: the fraction of the experts' capacity that holds tokens.
 
-    Raises HloError for an unscheduled module, an unknown instruction, a collective that `wires` lacks, and an asynchronous pair
-    that does not end in its computation.
+    Raises HloError for an unscheduled module, an unknown instruction, a collective that is not in `wires`, and an asynchronous
+    start without a `-done` in the same computation.
     """
     if not module.is_scheduled:
         raise HloError(f"module {module.name}: it is not scheduled, so its overlap is not known. Read compiled.as_text().")
@@ -87,19 +87,19 @@ def predict(
 # ---- The schedule
 
 
-type Clock = dict[str, float]  # stream -> when it is free, s
+type Clock = dict[str, float]  # stream -> time in seconds from which it is free
 
 
 class _Schedule:
-    """Simulates the streams of a module, and sums up their times."""
+    """Simulates the streams of a module, and sums their times."""
 
     def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None, filled: float):
         self.module, self.rates, self.wires, self.record, self.filled = module, rates, wires, record, filled
-        self.seconds: dict[str, float] = defaultdict(float)  # by kind, of the compute stream and of waiting for copies
+        self.seconds: dict[str, float] = defaultdict(float)  # by kind of work; copies: only the waits for them
         self.flops: dict[str, float] = defaultdict(float)
         self.gemm_least_s = 0.0
-        # Collectives and copies to the host: time on the link, and exposed time. The exposed time includes the wait
-        # for a busy link.
+        # By instruction, for collectives and host copies: time on the link, and exposed time, which includes the wait for a
+        # busy link.
         self.link_ms: dict[str, float] = defaultdict(float)
         self.exposed_ms: dict[str, float] = defaultdict(float)
         self.kernels: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
@@ -110,7 +110,7 @@ class _Schedule:
         self.walk(self.module.entry, clock, 1)
         ms = {k: v * 1e3 for k, v in self.seconds.items()}
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
-        # An operation in a branch that is not the slowest takes no time.
+        # A collective in a branch that is not the slowest has 0 ms.
         collectives = tuple(
             self.over_step(found, self.link_ms[name], self.exposed_ms[name]) for name, found in self.wires.items()
         )
@@ -147,15 +147,15 @@ class _Schedule:
 
     @staticmethod
     def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
-        """Return a collective over a step: bytes of all launches, and their times."""
+        """Return a collective summed over a step: bytes of all launches, and these times."""
         names = ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
         wire, network = (found.count * each / GIB for each in (found.wire_bytes, found.network_bytes))
         same = {name: getattr(found, name) for name in names}
         return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
     def walk(self, where: Computation, clock: Clock, times: float) -> None:
-        """Run a computation once. A step runs it `times` times; of the branches of kinds of layers, the mean number."""
-        pending: dict[str, tuple[str, str, float]] = {}  # start -> stream, name that it is counted under, end
+        """Run a computation once. times: runs per step; for the branch of a kind of layer, the mean."""
+        pending: dict[str, tuple[str, str, float]] = {}  # start -> (stream, name that its wait is counted under, end)
         for i in where.instructions:
             if i.opcode == "while":
                 self.loop(i, clock, times)
@@ -191,7 +191,7 @@ class _Schedule:
             self.link_ms[i.name] += seconds * times * 1e3
         elif done and done.kind == "memory" and asynchronous:
             stream = COPY
-        else:  # asynchronous arithmetic shares the units of other arithmetic, so it runs in order
+        else:  # asynchronous arithmetic uses the same units as other arithmetic, so it runs in order
             clock[COMPUTE] += seconds
             self.report(i.name, done.kind if done else "", clock[COMPUTE] - seconds, clock[COMPUTE])
             self.seconds[done.kind if done else ""] += seconds * times
@@ -220,7 +220,7 @@ class _Schedule:
             self.record(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: Clock, times: float) -> None:
-        """Run iterations one by one while a stream is still busy with earlier work; all others have equal times."""
+        """Run iterations one by one while a stream is busy with earlier work. All later iterations take the same time."""
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
@@ -231,7 +231,7 @@ class _Schedule:
             left -= alike
 
     def branches(self, i: Instruction, clock: Clock, times: float) -> None:
-        """Run the slowest branch, or those of kinds of layers by their shares. A timeline shows the slowest one alone."""
+        """Run the slowest branch. For kinds of layers, run each branch by its share of the layers, except in a timeline."""
         shares = self.module.kind_shares
         if KIND_SWITCH in i.op_name and len(shares) == len(i.called) and not self.record:
             ends_of_streams = dict.fromkeys(clock, 0.0)
@@ -251,7 +251,7 @@ class _Schedule:
 
     def count(self, i: Instruction, done: Work, seconds: float, times: float) -> None:
         op_name, source = i.op_name, i.source
-        if "/" not in op_name and i.called:  # made by the compiler: named after its matmul, otherwise its last operation
+        if "/" not in op_name and i.called:  # the compiler made it: name it after its matmul, or else its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
             inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
@@ -304,7 +304,7 @@ def label(op_name: str) -> str:
 
 
 def path(op_name: str) -> list[str]:
-    """Return the named scopes from outside in, and the operation. For combined instructions, those of the first."""
+    """Return the named scopes, outermost first, and the operation. For combined instructions: those of the first one."""
     return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
 
 
@@ -327,8 +327,8 @@ def first(op_name: str) -> str:
 
 ALONE = Context()
 
-# FLOPs of attention's backward pass over those of its forward, and whether it skips masked scores. The two kernels in XLA
-# compute the whole square, and the one in chunks recomputes its scores.
+# Kernel -> (FLOPs of attention's backward pass over those of its forward pass, whether it skips masked scores). "chunked" and
+# "reference" consist of XLA's own operations and compute all (T, S) scores. "chunked" recomputes them in its backward pass.
 _ATTENTION = {
     "cudnn": (ATTENTION_BACKWARD, True),
     "pallas": (ATTENTION_BACKWARD, True),
@@ -338,14 +338,15 @@ _ATTENTION = {
 
 
 def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", context: Context = ALONE, stages: int = 1) -> float:
-    """Return the FLOPs that each of `devices` executes in a step by formula: forward, backward and recomputed.
+    """Return the FLOPs that each device executes in a step by formula: forward, backward and recomputed.
 
     Args:
-      attention: the kernel (`Program.kernel`). Recomputation is that of a kernel with its own backward (`flops.recompute`).
+      devices: number of devices of the run.
+      attention: name of the attention kernel (`Program.kernel`). Its recomputation is that of `flops.recompute`.
       context: how the kernel shards a sequence (`Program.context`).
       stages: above 1, the FLOPs of the bubble and of padding layers of a stage count too.
 
-    Returns 0 for a family that states its FLOPs: what remat computes again is not known of it.
+    Returns 0 for a model family that states its own FLOPs, since the FLOPs that remat recomputes are unknown.
 
     Raises ValueError for an unknown kernel.
     """
@@ -356,7 +357,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
         return 0.0
     everything = flops.training(run) + recomputed
     one = flops.attention(run.model, run.data.seq_len)
-    # The usual count of training counts the backward pass as twice the forward pass.
+    # `flops.training` counts the backward pass as twice the forward pass. Attention is counted below.
     back = flops.differentiates_layers(run)
     linear = everything.causal - one.causal * run.model.step_layers * (1 + back * (2 + _attention_repeats(run)))
     backward, masked = _ATTENTION[attention]
@@ -375,7 +376,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
 
 
 def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
-    """Return the FLOPs of attention inside the causal mask by rank of mesh.seq, in a step: forward, backward and recomputed."""
+    """Return attention's FLOPs inside the causal mask in a step, by rank of mesh.seq: forward, backward and recomputed."""
     backward, _ = _ATTENTION[attention]
     out = [0.0] * context.size
     for kind, layers in windows.layers_by_kind(run.model):
@@ -393,7 +394,7 @@ def _attention_repeats(run: RunConfig) -> int:
 
 
 def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
-    """Return the ratio of a ring's FLOPs to those of one device: blocks of chunks, and under a window chunks and halos."""
+    """Return attention's FLOPs in a ring over those on one device. A ring computes whole blocks; a window needs halos."""
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0

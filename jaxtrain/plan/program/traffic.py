@@ -5,20 +5,20 @@ matmuls, attention and the residual stream, once. No array is copied, filled or 
 H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights
 of a layer on a device, and A microbatches of n tokens:
 
-    norms         forward 2 x 4 n D c: a sum and its input are read, the new sum and the normed one written. Backward
-                  2 x 5 n D c: the gradients of both, and the sum, are read; its gradient, and the norm's output for the GEMM
-                  that computes the weight's gradient, written. Another 3 n D c if the residual stream is not saved
+    norms         forward 2 x 4 n D c: reads the residual stream and a block's output, writes their sum and its norm.
+                  Backward 2 x 5 n D c: reads the sum, its gradient and the norm's gradient; writes the sum's gradient, and
+                  the norm's output for the weight's gradient. Another 3 n D c if the residual stream is not saved
     rotary        2 n (N + K) H c and the tables, 2 n H 4: forward, backward, and again for q and k if they are not saved
-    SwiGLU        3 n F c forward; 6 n F c backward: gate, up and the product's gradient are read, three results written
-    weights       6 P for each gather: read in float32, written in bfloat16. Gradients: read in the type on the wire, and
-                  written in that of the sum, which is read too from the second microbatch on
-    loss          n V (4 + 4 + c) for logits in float32: one pass for the maximum and the sum of exponentials, one that
-                  writes the gradient; and the head's gradient, from float32 to the type on the wire
-    embedding     a row read and written for each token; its gradient likewise, in float32
-    optimizer     gradients once for their norm; then weight, moments and gradient read, weight and moments written
+    SwiGLU        forward 3 n F c; backward 6 n F c: reads gate, up and the output's gradient, writes three arrays
+    weights       6 P for each gather: reads float32, writes bfloat16. Gradients: reads the dtype on the wire, writes the
+                  dtype of the sum; from the second microbatch on, reads the sum too
+    loss          n V (4 + 4 + c) for logits in float32: one pass computes the maximum and the sum of exponentials, one
+                  writes the gradient. The head's gradient: reads float32, writes the dtype on the wire
+    embedding     reads and writes a row for each token; its gradient likewise, in float32
+    optimizer     reads gradients once for their norm; then reads weight, moments and gradient, writes weight and moments
 
-The counts come from the compiled program, by the named scope that an instruction belongs to. A kernel that holds several parts
-counts for that of its last operation. In a loop over layers, saved activations are stacked: that counts with the weights.
+The counted traffic comes from the compiled program, by the named scope of each instruction. A kernel of several parts counts
+for the part of its last operation. In a loop over layers, stacking saved activations counts with the weights.
 """
 
 import dataclasses
@@ -58,11 +58,11 @@ class Part:
     name: str
     counted_gb: float
     least_gb: float
-    times: int = 0  # passes through a layer in a step, for parts of layers (the last norm counts as theirs)
+    times: int = 0  # passes through a layer in a step; 0 for a part outside of layers
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
-    """Return every part of a step, and the remaining traffic. kernels: of the plan of this run."""
+    """Return the traffic of every part of a step, and the remaining traffic. kernels: those of this run's plan."""
     least = least_bytes(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:
@@ -75,19 +75,19 @@ def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[
 
 
 def ratio(found: Sequence[Part]) -> float:
-    """Return the ratio of counted to least traffic, of all parts together."""
+    """Return counted over least traffic, summed over all parts."""
     return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
 
 
 def least_bytes(run: RunConfig, program: Program) -> dict[str, float]:
-    """Return the least bytes by part, by the formulas above."""
+    """Return part -> least bytes in a step, by the formulas of the module's docstring."""
     m, p, numerics = run.model, program.placement, numerics_of(run)
     c, reduce, master = numerics.compute.itemsize, numerics.reduce.itemsize, numerics.params.itemsize
     grads = DTYPES[run.dtypes.grads].itemsize
     micro = run.train.grad_accum
     tensor = p.size(p.mesh_axes("mlp"))
     n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside blocks
-    narrow = n / tensor  # tokens between blocks
+    narrow = n / tensor  # tokens between blocks: norms and residual stream
     D, F, H, V = m.d_model, m.d_ff / tensor, m.head_dim, m.vocab_size / p.size(p.mesh_axes("vocab"))
     heads = (m.num_heads + m.num_kv_heads) / p.size(p.mesh_axes("heads"))
     L, have = m.num_layers, kept(run.remat)
@@ -104,7 +104,7 @@ def least_bytes(run: RunConfig, program: Program) -> dict[str, float]:
     weights = layer * L * (master + c) * gathers
     gradients = layer_learnt * L * (reduce + grads) + (layer_learnt * L + table_learnt) * grads * (1 - 1 / micro)
     gathered_table = V * D
-    head = table_learnt / table  # the trained fraction of the two tables
+    head = table_learnt / table  # trained fraction of embedding and head
     loss = n * V * (4 + 4 + c) + head * gathered_table * (4 + reduce) + table / 2 * (master + c + head * (reduce + grads))
     embedding = 2 * n * D * c + head * n * D * (c + 8) + table_learnt / 2 * grads
     update = (layer_learnt * L + table_learnt) * (2 * master + 2 * grads) + 2 * local_bytes(program.state.optimizer)
@@ -120,7 +120,7 @@ def least_bytes(run: RunConfig, program: Program) -> dict[str, float]:
 
 
 def _weights(program: Program, learnt: bool = False) -> tuple[float, float]:
-    """Return the weights on a device: of a layer, and of embedding and head together. learnt: those that are trained."""
+    """Return (weights of a layer, weights of embedding and head) on a device. learnt: count only trained weights."""
     layer = other = 0.0
     params = part(program.state.params, program.trained) if learnt else program.state.params
     for path, a in jax.tree_util.tree_leaves_with_path(params):

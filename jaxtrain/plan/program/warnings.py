@@ -1,6 +1,6 @@
-"""Warnings about a compiled train step: each with its cost, its origin, and a setting or a change that helps.
+"""Warnings about a compiled train step, each with its cost, its line of Python or setting, and a fix.
 
-`program_warnings` finds operations of a program beyond its config: wide collectives, gathers that a loop repeats, resharding,
+`program_warnings` finds avoidable work in a program: collectives in float32, gathers that a loop repeats, resharding,
 replicated state, exposed communication. `config_warnings` finds settings that are too small, or on the wrong axis.
 `fp8_matmuls` finds matmuls that the compiler left in 16 bits.
 """
@@ -33,16 +33,16 @@ from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE
 from jaxtrain.train.state import abstract_tensors
 
-LARGE = 1 << 20  # least bytes of a launch, or of an array, for a warning
-EXPOSED = 0.02  # of the step: least exposed communication for a warning
-SLACK = 1.25  # no schedule overlaps everything that it could
-NAMED = 4  # arrays in one warning; the others are counted
-# Operations of the loop over microbatches itself, outside of inner loops, which have "/while/body" again.
+LARGE = 1 << 20  # bytes; smaller launches and arrays cause no warning
+EXPOSED = 0.02  # of the step; less exposed communication causes no warning
+SLACK = 1.25  # over the tokens that would overlap all communication, since no schedule is perfect
+NAMED = 4  # names in one warning; more are only counted
+# Operations directly in the loop over microbatches. Those of inner loops have another "/while/body".
 MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # these leave a value unchanged, or round it
-CONTEXT = "kernels/context"  # sources of rings over mesh.seq
-# Matmuls of attention and of the loss belong to no weight of a layer.
+SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # opcodes that leave a value unchanged, or round it
+CONTEXT = "kernels/context"  # folder of the rings over mesh.seq
+# Sources of matmuls without a weight of a layer: attention and the loss.
 NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
 
@@ -56,8 +56,9 @@ def program_warnings(
 
     Args:
       module: the compiled program of `program`.
-      found: its collectives, by launch.
-      moved: the same over a step.
+      found: its collectives, each with the bytes of one launch.
+      moved: its collectives, each summed over a step.
+      step_ms: step time of the roofline.
     """
     large = [f for f in found if f.wire_bytes > LARGE]
     return (
@@ -72,7 +73,7 @@ def program_warnings(
 def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
-    The compiler may leave a loop without a name. It is recognised by collectives that run in it and in no loop of the model.
+    The compiler may leave a loop without an op_name. The loop is recognised by its collectives outside of inner loops.
     """
     if run.train.grad_accum == 1:
         return frozenset()
@@ -88,7 +89,7 @@ def _cost(f: Found) -> str:
 
 
 def _by_line(found: Sequence[Found]) -> list[Found]:
-    """Merge collectives of one kind and line of Python, costliest first: an unrolled loop repeats them."""
+    """Merge collectives of one kind and line of Python, since an unrolled loop repeats them. Return the costliest first."""
     groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
     for f in found:
         groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
@@ -101,21 +102,21 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
 
 
 def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
-    """Yield collectives in float32 if the config asks for a smaller dtype."""
+    """Yield a warning for each collective in float32 although the config has a smaller dtype."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
             yield f"{start}precision is {run.precision}. Fix: cast before the gather, as Placement.gather does."
-        # In a ring, gradients of keys and values are summed in float32, as inside one device.
+        # A ring sums gradients of keys and values in float32, as attention on one device does.
         narrow = DTYPES[run.dtypes.reduce].itemsize < 4
         if f.kind in ("reduce-scatter", "all-reduce") and narrow and CONTEXT not in f.source:
             yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Fix: cast before the reduction."
 
 
 def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
-    """Yield gathers inside a loop of a value that does not change in the loop.
+    """Yield a warning for each gather inside a loop of a value that does not change in the loop.
 
-    The loop over microbatches is left out: sharding serves to avoid gathered weights throughout that loop.
+    The loop over microbatches is left out: ZeRO shards weights to avoid holding gathered weights throughout that loop.
     """
     outside = []
     for f in found:
@@ -147,7 +148,7 @@ def _invariant(body: Computation, value: Instruction) -> bool:
             elif source.opcode != "parameter" or not _passed_through(body, index):
                 return False
         elif i.opcode in SAME_VALUE or i.opcode in ("fusion", "constant"):
-            # A fusion that slices by iteration has the loop's counter, which changes, among its operands.
+            # If a fusion slices by iteration, the loop's counter, which changes, is one of its operands.
             todo += [body.by_name[o] for o in i.operands]
         else:
             return False
@@ -155,7 +156,7 @@ def _invariant(body: Computation, value: Instruction) -> bool:
 
 
 def _passed_through(body: Computation, index: int) -> bool:
-    """Return whether a loop leaves an element of its state unchanged."""
+    """Return whether a loop with this body leaves element `index` of its state unchanged."""
     root = body.root
     if root.opcode != "tuple":
         return False
@@ -168,7 +169,7 @@ def _passed_through(body: Computation, index: int) -> bool:
 
 
 def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
-    """Yield collectives that the partitioner inserted because two shardings in the program do not agree."""
+    """Yield a warning for each collective that the partitioner inserted because two shardings in the program differ."""
 
     def by_partitioner(f: Found) -> bool:
         launch = module.instruction(f.instruction)
@@ -183,8 +184,8 @@ def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
 
 
 def _replicated(program: Program) -> Iterator[str]:
-    """Yield state that is replicated. Layers are named together."""
-    # Half of an adapter has no dimension that is sharded over the batch's axes, and is small.
+    """Yield a warning about replicated state, with one name for an array of all layers."""
+    # One of an adapter's two matrices has no dimension that is sharded over the batch's axes. It is small.
     tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
     sizes = {name: math.prod(a.shape) * a.dtype.itemsize for name, a in tensors.items()}  # bytes
     names = sorted((line.split(" ")[0] for line in large_replicated_arrays(tensors, LARGE)), key=lambda name: -sizes[name])
@@ -204,7 +205,7 @@ def _replicated(program: Program) -> Iterator[str]:
 
 
 def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
-    """Yield the lines of Python whose collectives are exposed longest, as one warning."""
+    """Yield one warning with the lines of Python whose collectives are exposed longest."""
     exposed: dict[str, float] = defaultdict(float)
     for c in moved:
         exposed[f"{c.kind} over {c.axis} ({c.source or c.op_name})"] += c.exposed_ms
@@ -223,9 +224,9 @@ def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
 
 
 def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
-    """Count the matmuls of layers by precision, for each layer and microbatch; None unless precision=fp8.
+    """Return the number of matmuls per layer and microbatch, by precision; None unless precision=fp8.
 
-    A pattern that the compiler does not recognise stays in 16 bits, at half the speed.
+    If the compiler does not recognise the pattern of an FP8 matmul, the matmul runs in 16 bits, at half the speed.
     """
     if run.precision != "fp8":
         return None
@@ -245,13 +246,13 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
 
 
 def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> Iterator[str]:
-    """Yield a warning if fewer matmuls run in FP8 than the config asks for. matmuls: `fp8_matmuls` of the step."""
+    """Yield a warning if fewer matmuls run in FP8 than precision=fp8 implies. matmuls: `fp8_matmuls` of the step."""
     if matmuls is None:
         return
     weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
     paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
     trained = [trains for _, trains in paired]
-    # Forward, the gradient of x, and that of trained weights. The first layer's x has none if nothing before it is trained.
+    # Forward, gradient of x, gradient of a trained weight. The first layer's x has none if nothing before it is trained.
     asked = sum(2 + trains for trains in trained)
     if uneven(run):
         asked -= sum(trains for path, trains in paired if ".".join(key.key for key in path) in EXPERTS)
@@ -269,11 +270,11 @@ def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> I
 def config_warnings(
     run: RunConfig, mesh: Mesh, moved: Sequence[Collective], memory: Memory, timed: Roofline, rates: Rates
 ) -> tuple[str, ...]:
-    """Return the warnings about a config on this machine, by its plan.
+    """Return the warnings about a config on this machine, from its plan.
 
     Args:
-      mesh: of the compiled step; its devices have the number of their node.
-      moved: every collective, over a step.
+      mesh: the compiled step's mesh, whose devices have the number of their node.
+      moved: the program's collectives, each summed over a step.
     """
     return (
         *_across_nodes(mesh, moved, timed),
@@ -285,7 +286,7 @@ def config_warnings(
 
 
 def _of_weights(c: Collective) -> bool:
-    """Return whether a collective is of weights or gradients: rings send keys and values over the same axes."""
+    """Return whether a collective communicates weights or gradients, and not keys and values of a ring over the same axes."""
     return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and CONTEXT not in c.source
 
 
@@ -304,7 +305,7 @@ def _size(mesh: Mesh, axes: set[str]) -> int:
 
 
 def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield axes that communicate in every layer and reach across nodes."""
+    """Yield a warning for each axis that communicates in every layer and spans several nodes."""
     nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
     for axis, fix in (
@@ -328,14 +329,14 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
 
 
 def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
-    """Yield microbatches too small for the time to communicate their weights, or to read them from memory."""
+    """Yield a warning if microbatches are too small to overlap the communication of weights, or reading them from memory."""
     tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
     parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
     rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))  # tokens of a microbatch on a GPU
     arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
     weights = [c for c in moved if c.axes <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
     communication, exposed = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
-    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch, and not once per step
+    often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch
     if often and communication > arithmetic > 0 and exposed > EXPOSED * timed.step_ms:
         enough = SLACK * rows * communication / arithmetic
         yield (
@@ -343,7 +344,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
             f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timed)} are exposed. "
             f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run, parts, rows, enough)}"
         )
-    # In 8 bits both halve: the bytes of a weight, and the time of its matmul.
+    # FP8 halves both a weight's bytes and its matmul's time, so the balance stays that of 16 bits.
     balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
     idle = timed.gemm_ms - timed.gemm_least_ms
     if rows < balance and idle > EXPOSED * timed.step_ms:
@@ -354,7 +355,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
 
 
 def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
-    """Return the setting that gives a GPU `enough` tokens per microbatch instead of `rows`, with the batch in `parts`."""
+    """Return the setting for `enough` tokens per GPU and microbatch instead of `rows`. parts: shards of the batch."""
     batch, accum = run.train.global_batch, run.train.grad_accum
     fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
     if fewer:
@@ -364,7 +365,7 @@ def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
 
 
 def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield exposed communication that occurs once a step, for any number of microbatches: the step is too short."""
+    """Yield a warning if a step is too short for its once-per-step communication, which is then exposed."""
     weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
     replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
     held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
@@ -384,7 +385,7 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
 
 
 def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
-    """Yield a pipeline with too few microbatches, so its bubble is too large."""
+    """Yield a warning if a pipeline has too few microbatches, so that its bubble is too large."""
     accum, groups = run.train.grad_accum, run.pipeline.groups
     bubble = schedule_of(run, stages).bubble
     if bubble <= IDLE:
@@ -400,7 +401,7 @@ def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
 
 
 def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
-    """Yield saved activations of a step that does not fit, if a remat policy would recompute them."""
+    """Yield a warning about the saved activations of a step that does not fit, if a remat policy would recompute them."""
     missing = memory.taken_gib - memory.usable_gib
     if missing <= 0 or run.remat.policy == "full":
         return
@@ -420,7 +421,7 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
 
 
 def _kept(policy: str, memory: Memory) -> float:
-    """Return the GiB of the saved activations that a policy saves too. Names of one shape share its GiB equally."""
+    """Return the GiB of those saved activations that `policy` saves too. Names of one shape share its GiB equally."""
     names = {"layer input", *activations.KEPT[policy]}
     total = 0.0
     for group, gib in memory.saved.items():

@@ -1,4 +1,4 @@
-"""The progress of plans that are made: a bar on a terminal, lines elsewhere."""
+"""The progress of plans while they are made: a bar on a terminal, lines elsewhere."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ class Show(Protocol):
 
 @contextlib.contextmanager
 def live(console: Console, title: str = "plans") -> Iterator[Show]:
-    """Yield the function to call after every change. The bar is gone when the block ends."""
+    """Yield the function to call after every change of progress. The bar disappears when the block ends."""
     if not console.is_terminal:
 
         def print_lines(completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:

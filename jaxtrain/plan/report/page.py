@@ -35,16 +35,16 @@ LANE_COLOURS = {
     "host copies": "--c6",
 }
 HEIGHT = 280  # px of the chart of memory; page.css has the same
-LETTER = 7.5  # px of an average letter of a label, a generous estimate
-NARROW, WIDE = 560, 900  # px of the chart at least: on a narrow page, and where .roomy is shown (page.css)
+LETTER = 7.5  # px: generous estimate of the average width of a letter
+NARROW, WIDE = 560, 900  # px: least width of the chart on a narrow page, and on a page that shows .roomy (page.css)
 
 
 def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[timeline.Stretch]] | None = None) -> str:
-    """Return the page.
+    """Return the page of a plan as HTML.
 
     Args:
-        steps: training steps of the config.
-        lanes: events of a layer (layer_schedule.read).
+        steps: training steps of the config, for the time to train.
+        lanes: lane -> events of a layer (layer_schedule.read).
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
@@ -95,7 +95,7 @@ def _tiles(plan: Plan) -> str:
 
 
 def schedule_of_layer(lanes: Mapping[str, Sequence[timeline.Stretch]]) -> Section:
-    """Return the timeline of a layer's forward and backward pass."""
+    """Return the section with the timeline of a layer's forward and backward pass."""
     ends = {name.partition(":")[0]: 0.0 for name in lanes}
     for name, lane in lanes.items():
         phase = name.partition(":")[0]
@@ -109,7 +109,7 @@ def schedule_of_layer(lanes: Mapping[str, Sequence[timeline.Stretch]]) -> Sectio
 
 
 def mesh_section(plan: Plan) -> Section:
-    """Return a picture of the mesh: nodes, their GPUs, and the coordinates of each along the axes of more than one device."""
+    """Return the section with a picture of the mesh: nodes, their GPUs, and each GPU's coordinates along the mesh axes."""
     axes = [(axis, n) for axis, n in plan.mesh.items() if n > 1]
     total = device_count(plan)
     if total == 1:
@@ -139,7 +139,7 @@ def _inner(axes: Sequence[tuple[str, int]]) -> int:
 
 
 def _gpus_of_a_node(topology: str, total: int) -> int:
-    """Return the GPUs of one node of h200:8 or h200:8x4."""
+    """Return the GPUs per node of a topology such as h200:8 or h200:8x4; `total` if its name has no count."""
     count = topology.partition(":")[2].partition("x")[0]
     return int(count) if count.isdecimal() and 0 < int(count) <= total else total
 
@@ -170,7 +170,7 @@ def schedule_section(plan: Plan) -> Section:
 
 
 def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (phase, first, last) of each range of the schedule in one phase."""
+    """Return (phase, first point, last point) of each range of consecutive points in one phase."""
     out, first = [], 0
     for phase, points in itertools.groupby(phases):
         n = len(list(points))
@@ -180,10 +180,10 @@ def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
-    """Return (class, colour, GiB at each point) from the bottom of the chart up; small classes are one."""
+    """Return (class, colour, GiB at each point) from the bottom of the chart up. Classes without a colour are summed."""
     m = plan.memory
     named = [c for c in m.over_time if c.name in CLASS_COLOURS]
-    # Classes that stay are at the bottom, so that the others do not move their edges.
+    # Classes of constant size are at the bottom, so that their edges are straight.
     named.sort(key=lambda c: max(c.gib) - min(c.gib))
     layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in named]
     rest = [value - sum(c.gib[i] for c in named) for i, (value, _) in enumerate(m.timeline)]
@@ -191,10 +191,10 @@ def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
 
 
 def memory_chart(plan: Plan) -> str:
-    """Return GiB over the schedule as SVG: classes stacked, phases, usable memory and the peak.
+    """Return the chart of memory over the schedule as SVG: stacked classes, phases, usable memory and the peak.
 
-    Positions along x are percentages, so the browser stretches the drawing and not the text. Only the curves are in a nested
-    svg that is stretched as a whole.
+    Positions along x are percentages, so the browser stretches the drawing and not the text. The curves are in a nested svg,
+    which is stretched as a whole.
     """
     m = plan.memory
     held = [value for value, _ in m.timeline]
@@ -220,7 +220,7 @@ def memory_chart(plan: Plan) -> str:
     )
     out = [f'<svg role="img" aria-label="{escape(alternative)}">']
     for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
-        # A point covers the range up to the next one, so bands meet there.
+        # A point covers the range up to the next point, so that bands of phases touch.
         begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
         if n % 2 == 0:
             out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
@@ -247,7 +247,7 @@ def memory_chart(plan: Plan) -> str:
     out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
 
     out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(m.usable_gib):.1f}" y2="{y(m.usable_gib):.1f}"/>')
-    # The two labels stay in opposite halves, so they never meet.
+    # The two labels are in opposite halves, so they never overlap.
     right = highest > last / 2
     edge, anchor = ("6", "start") if right else ("99.5%", "end")
     out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))

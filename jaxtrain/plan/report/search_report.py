@@ -1,4 +1,4 @@
-"""A search as text and as plain data: the formula's ten best at once, each plan when it is done, the line to paste."""
+"""The report of a search: the ten best settings by formula, each plan when it is done, and the overrides to paste."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +32,12 @@ ROUNDED = {
     "dtypes.v": "the second moment is rounded each step",
     "dtypes.grads": "gradients are rounded at each sum over microbatches",
 }
-FORMAT = 3  # of --json
+FORMAT = 3  # version of the JSON of a search
 
 
 @contextlib.contextmanager
 def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
-    """Yield an `on_progress` for `search`: a bar on a terminal, else a line for each plan."""
+    """Yield the `on_progress` callback of `search`. It shows a bar on a terminal, and prints a line per plan elsewhere."""
     printed = 0
     with live(console) as show:
 
@@ -55,13 +55,13 @@ def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
 
 
 def mesh(candidate: Candidate, topology: Topology) -> str:
-    """Return the mesh axes that shard anything, as fsdp=4 tensor=2."""
+    """Return the mesh axes of more than one device, such as "fsdp=4 tensor=2"."""
     sizes = mesh_sizes(candidate.run, topology)
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one GPU"
 
 
 def describe(candidate: Candidate, topology: Topology) -> str:
-    """Return a setting in one line."""
+    """Return mesh, microbatches and remat of a setting in one line."""
     t = candidate.run.train
     each = t.global_batch // t.grad_accum
     rows = f"{t.grad_accum} microbatch{'es' if t.grad_accum > 1 else ''} of {each} sequence{'s' if each > 1 else ''}"
@@ -98,7 +98,7 @@ def show(found: SearchResult, console: Console) -> None:
 
 
 def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], console: Console) -> None:
-    """Print one row for each setting: its plan, or else its formula."""
+    """Print a table with a row for each setting: figures of its plan, or of the formula if nothing is compiled."""
     if not some:
         return
     compiled = any(c.outcome for c in some)
@@ -129,7 +129,7 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
 
 
 def show_best(found: SearchResult, console: Console) -> None:
-    """Print the line to paste, and its origin."""
+    """Print the overrides of the best setting, and whether they are compiled or by formula."""
     best = found.best
     if best is None:
         none = "no setting was found that fits" if found.tried else "no setting probably fits by formula"
@@ -161,7 +161,7 @@ def _costs(candidate: Candidate) -> list[str]:
 
 
 def hints(found: SearchResult) -> tuple[str, ...]:
-    """Return the settings that a search found to fit, as hints of the plan that does not fit."""
+    """Return the settings that fit, as hints for the plan that does not fit."""
     fitting = [c for c in found.tried if c.fits]
     lines = [f"{' '.join(c.changes)}: {_came_of(c.outcome)} (compiled)" for c in fitting]
     if not fitting and (best := found.best):
@@ -170,7 +170,7 @@ def hints(found: SearchResult) -> tuple[str, ...]:
 
 
 def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: Topology, console: Console) -> tuple[str, ...]:
-    """Print that a config cannot fit, and the line of a setting that probably does. Return the printed lines, as hints."""
+    """Print that a config cannot fit, and commands of settings that probably fit. Return these commands, as hints."""
     need = f"at least {size(why.least_gib)} on each GPU, {size(why.usable_gib)} are usable"
     say(console, f"does not fit: {name} on {topology.name} needs {need}", "bold red")
     say(console, f"weights and moments alone take {size(why.state_gib)}; by formula, nothing was compiled")
@@ -194,9 +194,13 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
 def show_savings(
     plan: Plan, found: Mapping[str, Overrides], outcomes: Mapping[str, Outcome], plain: Any, console: Console
 ) -> tuple[str, ...]:
-    """Print the need for each saving of a config that fits. Return the lines, as hints.
+    """Print whether a config that fits needs each setting that saves memory. Return the printed lines, as hints.
 
-    found: `savings`. outcomes: the plan without each. plain: the run.
+    Args:
+        plan: the config's plan.
+        found: result of `savings`: setting that saves memory -> overrides without it.
+        outcomes: setting that saves memory -> the plan without it.
+        plain: the config's run.
     """
     lines = []
     for choice, instead in found.items():
@@ -212,7 +216,7 @@ def show_savings(
 
 
 def to_json(found: SearchResult) -> dict[str, Any]:
-    """Return plain data: the best setting, the formula's ten best, and every compiled setting with its figures."""
+    """Return a search as plain data: the best setting, the ten best by formula, and every compiled setting."""
 
     def data(c: Candidate) -> dict[str, Any]:
         out: dict[str, Any] = {"changes": list(c.changes), "verdict": c.verdict, "reason": c.reason}

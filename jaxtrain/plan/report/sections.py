@@ -19,7 +19,7 @@ from jaxtrain.plan.topology import CHIPS
 
 SECONDS_PER_DAY = 86_400
 TRILLION = 1e12
-SMALL = 0.002  # of the peak: classes of memory below it share a row
+SMALL = 0.002  # of the peak; smaller classes of memory share a row
 ROWS = 5  # collectives on a terminal
 PAGE_ROWS = 40  # kernels and arrays on the page
 ASSUMPTIONS = (
@@ -27,7 +27,7 @@ ASSUMPTIONS = (
     "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
     "slows the other; waits for data, checkpoints, stragglers and lower clocks are left out"
 )
-# A class of memory has the same colour in every plan; the others share the last one.
+# A class of memory has the same colour in every plan. All classes that are not listed have OTHER_CLASS.
 CLASS_COLOURS = {
     "saved activations": "var(--c1)",
     "gathered weights": "var(--c2)",
@@ -48,7 +48,7 @@ PART_COLOURS = {
 
 
 def notes(plan: Plan) -> list[Section]:
-    """Return warnings and hints; of a step that does not fit, the settings that would make it fit first."""
+    """Return warnings and hints. If the step does not fit, hints with settings that fit come first."""
     warnings = Section("Warnings", [Listing(plan.warnings, "warning")])
     if plan.fits:
         return [warnings, Section("Hints", [Listing(plan.hints)])]
@@ -56,7 +56,7 @@ def notes(plan: Plan) -> list[Section]:
 
 
 def summary(plan: Plan, steps: int | None = None) -> list[Section]:
-    """Return the sections that the terminal shows too. A step that does not fit has no speed.
+    """Return the sections that both terminal and page show. A step that does not fit has no speed.
 
     Args:
         steps: training steps of the config, for the time to train.
@@ -98,7 +98,7 @@ def verdict(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the speed in one line, the expected range first; or, if the step does not fit, a setting that does."""
+    """Return the speed in one line, expected range first. If the step does not fit, return a setting that fits."""
     if not plan.fits:
         return "no speed: the step does not fit"
     t = plan.time
@@ -118,7 +118,7 @@ def expected(plan: Plan) -> str:
 
 
 def expected_mfu(plan: Plan) -> str:
-    """Return the expected range of causal MFU, under FP8 of both peaks; "" without a range."""
+    """Return the expected range of causal MFU, under fp8 over the bf16 and the FP8 peak; "" without a range."""
     t = plan.time
     if t.expected_step_ms is None:
         return ""
@@ -131,7 +131,7 @@ def expected_mfu(plan: Plan) -> str:
 
 
 def no_range(plan: Plan) -> str:
-    """Return why a plan has no expected range: the ratios to published runs belong to published kernel rates."""
+    """Return the reason why a plan has no expected range: calibrated rates, or no comparable published run."""
     return "no comparable published run" if plan.rates.source == PUBLISHED else "calibrated rates, whose error is not known"
 
 
@@ -145,19 +145,19 @@ def range_source(plan: Plan) -> str:
 
 
 def mfu(plan: Plan) -> str:
-    """Return the causal MFU of the roofline, under FP8 of both peaks."""
+    """Return the causal MFU of the roofline, under fp8 over the bf16 and the FP8 peak."""
     t = plan.time
     of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
     return f"{percent(t.mfu_causal)} causal{of_fp8}"
 
 
 def span(low_high: tuple[float, float] | None) -> str:
-    """Return both ends of a range, to three digits; '-' without one."""
+    """Return both ends of a range, to three digits; '-' without a range."""
     return " to ".join(rough(end) for end in low_high) if low_high else "-"
 
 
 def expert_load(shares: float) -> str:
-    """Return a load of experts with at least one decimal: 1.0."""
+    """Return an expert load as text with at least one decimal: 1.0."""
     return f"{shares:.1f}" if round(shares, 1) == shares else f"{shares:g}"
 
 
@@ -181,9 +181,9 @@ def describe_remat(run: RunConfig) -> str:
 
 
 def command(plan: Plan) -> str:
-    """Return the command line that makes this plan again."""
+    """Return the command line that reproduces this plan."""
     overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
-    # A machine without a description in specs/ is the one on which the plan was made.
+    # A chip without a description in specs/ is that of the machine on which the plan was made, so --topology is left out.
     machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
     load = plan.experts.load if plan.experts else 1
     busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
@@ -205,7 +205,7 @@ def memory_classes(plan: Plan) -> list[tuple[str, float]]:
 
 
 def memory_section(plan: Plan) -> Section:
-    """Return memory at the peak by class."""
+    """Return the section of memory at the peak by class."""
     m = plan.memory
     names, values = zip(*memory_classes(plan), strict=True)
     classes = Column("class", names, total="peak", colours=[CLASS_COLOURS.get(name, OTHER_CLASS) for name in names])
@@ -219,7 +219,7 @@ def memory_section(plan: Plan) -> Section:
 
 
 def memory_details(plan: Plan) -> Section:
-    """Return the sources of the memory figures, and saved activations by name."""
+    """Return the section with the sources of the memory figures, and saved activations by name."""
     m = plan.memory
     parts: list[str | Table] = [f"the peak is in {label(m.peak_at)}"] if m.peak_at else []
     if m.workspace_gib:
@@ -238,20 +238,20 @@ def memory_details(plan: Plan) -> Section:
 
 
 def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: float | None = None) -> Drawing:
-    """Return the rows of a table as parts of one bar; `whole` is its full length."""
+    """Return one stacked bar of a table's rows. whole: GiB of the bar's full length."""
     tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
     label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
     return Drawing(stacked(label, list(zip(tips, sizes.values or (), names.colours, strict=True)), whole, mark))
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
-    """Return a column of GiB, or of MiB if all are small."""
+    """Return a column of values (GiB), in MiB if all are small."""
     unit = gib([*values, *([math.fsum(values)] if total else [])])[0]
     return numbers(unit, values, lambda vs: column([v * (1024 if unit == "MiB" else 1) for v in vs]), total=total)
 
 
 def arrays_section(plan: Plan) -> Section:
-    """Return the largest arrays at the peak, for the page."""
+    """Return the section of the largest arrays at the peak, for the page."""
     found = plan.memory.largest
     if not found:
         return Section("Largest arrays at the peak", [])
@@ -268,7 +268,7 @@ def arrays_section(plan: Plan) -> Section:
 def _scope(op_name: str, instruction: str) -> str:
     """Return the named scopes of an instruction, a line feed, and its name in the HLO.
 
-    XLA combines instructions and joins their paths as "prefix/(one:two)". Each path is shortened, and shown once.
+    XLA combines instructions and joins their paths as "prefix/(one:two)". Each of these paths is shortened, and shown once.
     """
     paths = op_name.removeprefix("jit(train_step)/").split(":")
     return f"{'; '.join(dict.fromkeys(filter(None, map(label, paths))))}\n{instruction}"
@@ -278,7 +278,7 @@ def _scope(op_name: str, instruction: str) -> str:
 
 
 def merged_collectives(plan: Plan) -> list[Collective]:
-    """Return the collectives of one kind, dtype, axis and source line as one, longest first; `instruction` is the longest's."""
+    """Return collectives merged by kind, dtype, axis and source line, longest first. `instruction` is that of the longest."""
     groups: dict[tuple[str, str, str, int, str], list[Collective]] = {}
     for c in sorted(plan.collectives, key=lambda c: -c.ms):
         groups.setdefault((c.kind, c.dtype, c.axis, c.group, c.source), []).append(c)
@@ -288,7 +288,7 @@ def merged_collectives(plan: Plan) -> list[Collective]:
 
 
 def collectives_section(plan: Plan) -> Section:
-    """Return the collectives of a step, with bytes on the wire, time and exposed time."""
+    """Return the section of the collectives of a step, with bytes on the wire, time and exposed time."""
     found = merged_collectives(plan)
     if not found:
         return Section("Collectives", ["none: the GPUs do not communicate"])
@@ -327,7 +327,7 @@ def step_parts(plan: Plan) -> list[tuple[str, float]]:
 
 
 def time_section(plan: Plan, steps: int | None) -> Section:
-    """Return the roofline of a step, and the time to train."""
+    """Return the section of the roofline of a step, and the time to train."""
     t = plan.time
     names, values = zip(*step_parts(plan), strict=True)
     kinds = Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names])
@@ -345,7 +345,7 @@ def time_section(plan: Plan, steps: int | None) -> Section:
 
 
 def training_table(plan: Plan, steps: int | None) -> Table:
-    """Return the time to train for the config's steps and for a trillion tokens, without saves, evaluations and restarts."""
+    """Return the table of the time to train, for `steps` and for a trillion tokens, without saves, evaluations and restarts."""
     works = [("this config", float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
     works.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
     step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
@@ -365,7 +365,7 @@ def training_table(plan: Plan, steps: int | None) -> Table:
 
 
 def host_waits(plan: Plan) -> str:
-    """Return how often the host waits for a value on the GPU, and for which; "" if it never does."""
+    """Return how often per step the host waits for a loop or branch on the GPU, and for which; "" if it never waits."""
     if not plan.host_waits:
         return ""
     most = sorted(plan.host_waits.items(), key=lambda item: -item[1])
@@ -375,7 +375,7 @@ def host_waits(plan: Plan) -> str:
 
 
 def matmuls(plan: Plan) -> str:
-    """Return the share of a layer's matmuls in FP8, and the peak that MFU refers to; "" without FP8."""
+    """Return the number of a layer's matmuls in FP8, and the peak of MFU and HFU; "" without FP8."""
     if not (m := plan.matmuls):
         return ""
     wide = f"; in bf16: {m.some_wide}" if m.wide else ""
@@ -383,7 +383,7 @@ def matmuls(plan: Plan) -> str:
 
 
 def kernels_section(plan: Plan) -> Section:
-    """Return the kernels of a step by time, without collectives."""
+    """Return the section of the kernels of a step by time, without collectives."""
     found = sorted((k for k in plan.kernels if k.kind != "communication"), key=lambda k: -k.ms)
     if not found:
         return Section("Kernels", [])
@@ -401,7 +401,7 @@ def kernels_section(plan: Plan) -> Section:
 
 
 def loops_section(plan: Plan) -> Section:
-    """Return the loops of the program. All other figures are multiplied out."""
+    """Return the section of the program's loops and their iterations. All other figures are multiplied out."""
     loops = sorted(plan.trip_counts.items(), key=lambda item: -item[1])
     if not loops:
         return Section("Loops", [])
@@ -413,7 +413,7 @@ def loops_section(plan: Plan) -> Section:
 
 
 def traffic_section(found: Sequence[Part]) -> Section:
-    """Return the memory traffic outside of matmuls and attention, with the least possible traffic."""
+    """Return the section of memory traffic outside of matmuls and attention, with the least possible traffic."""
     found = sorted(found, key=lambda part: -part.counted_gb)
 
     def layer(values: Sequence[float]) -> list[str]:
@@ -485,7 +485,7 @@ def experts(plan: Plan) -> list[str]:
 
 
 def rates(plan: Plan) -> str:
-    """Return the rates behind the times that this program uses, and their source."""
+    """Return the rates that the estimated times of this program use, and their source."""
     r = plan.rates
     pallas = plan.attention == "pallas"
     of_cudnn = PALLAS_ATTENTION if pallas else (1.0, 1.0)
@@ -511,7 +511,7 @@ def rates(plan: Plan) -> str:
 
 
 def work(plan: Plan) -> str:
-    """Return the FLOPs of a token by formula and of a step by the program, and the balance of attention over mesh.seq."""
+    """Return the FLOPs per token by formula and per step in the program, and the balance of attention over mesh.seq."""
     f = plan.flops
     more = f.hardware_per_step / f.expected_per_step - 1 if f.expected_per_step else math.nan
     against = f"{100 * more:+.1f}%" if math.isfinite(more) else "-"

@@ -12,7 +12,7 @@ def print_plan(plan: Plan, console: Console, *, steps: int | None = None) -> Non
     """Print the verdict, the speed, warnings, memory, time and the collectives that take longest.
 
     Args:
-        steps: training steps of the config.
+        steps: training steps of the config, for the time to train.
     """
     say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     say(console, headline(plan), "bold")
@@ -24,7 +24,7 @@ def print_plan(plan: Plan, console: Console, *, steps: int | None = None) -> Non
     print_sections([*notes(plan), *summary(plan, steps)], console)
     say(console, "\n--html=FILE adds kernels, arrays, saved activations and assumptions", "dim")
     say(console, "\nCommand of this plan", "bold")
-    console.print(Text(command(plan)), soft_wrap=True)  # in one line, to be copied
+    console.print(Text(command(plan)), soft_wrap=True)  # unwrapped, so that it can be copied
 
 
 def text(plan: Plan) -> str:

@@ -1,10 +1,10 @@
 """The formula of a layout's memory and step time, which orders every search.
 
-`Bound.memory_gib` is a lower bound of a plan's memory, so it refuses no layout that fits. `Bound.step_s` counts the same work
-at the same rates as a plan, and assumes that all communication overlaps that can. Per GPU, in one step:
+`Bound.memory_gib` is a lower bound of a plan's memory, so no layout that fits is refused. `Bound.step_s` counts the same work
+at the same rates as a plan, and assumes that all communication that can overlap does. Per GPU, in one step:
 
     GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; Muon's
-    attention      forward (twice if remat repeats it) and 2.5 x that backward, causal half
+    attention      forward (twice if remat repeats it), and backward with 2.5 x the FLOPs; the causal half of the scores
     memory-bound   optimizer, sums over microbatches, norms, SwiGLU, logits
     links          weights gathered and gradients reduced, by sharding.zero and sharding.gather; tensor, expert, seq and
                    stage traffic
@@ -15,8 +15,8 @@ at the same rates as a plan, and assumes that all communication overlaps that ca
                    + max(the loss: head, its float32 gradient, logits of one chunk;
                          the backward pass: new gradients, the largest gathered weight, recomputed activations)
 
-remat.policy=auto saves as much as probably fits; its lower bound saves only each layer's input. The workspace of
-cuDNN is left out of the bound.
+With remat.policy=auto, the formula saves as many activations as probably fit; the lower bound saves only each layer's input.
+The bound does not include cuDNN's workspace.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ from jaxtrain.train import auto_remat
 from jaxtrain.train.stages import Schedule
 
 BYTES = {"f32": 4, "bf16": 2}
-SIMPLIFIED = 0.99  # the formula and the compiled GEMMs agree within a percent
-# A plan needs this much more than the lower bound, without weights and moments: 70B 1.16, the shipped configs 1.0 to 1.5.
+SIMPLIFIED = 0.99  # XLA simplifies about 1% of the FLOPs of GEMMs away
+# A plan's memory over the lower bound, both without weights and moments: 1.16 for 70B, 1.0 to 1.5 for the shipped configs.
 ABOVE = 1.2
 # Parts of the model (flops.parameters), and the logical axes that shard their weights.
 PARTS = {
@@ -60,20 +60,20 @@ PARTS = {
     "mtp": ("embed",),
 }
 LAYERS = ("attention", "mlp", "experts", "router", "mtp")  # parts that are matrices of layers
-# The backward pass of a layer reads these in any case.
+# Activations that the backward pass of a layer always reads.
 READ_BACKWARD = {"attention_norm", "q", "k", "v", "attention_out", "attention_lse", "mlp_norm", "mlp_gate", "mlp_up"}
 ATTENTION = {"attention_out", "attention_lse"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The formula of one layout on its fullest GPU. All 0 for an unknown model.
+    """Step time and memory of one layout by formula, on the GPU with the most memory. All are 0 for an unknown model.
 
     Attributes:
         step_s: step time in seconds.
         memory_gib: lower bound of a plan's memory.
-        state_gib: weights and moments alone.
-        likely_gib: approximate memory of a plan; with remat.policy=auto, with the activations that it saves.
+        state_gib: memory of weights and moments.
+        likely_gib: approximate memory of a plan, which includes the activations that remat.policy=auto saves.
     """
 
     step_s: float
@@ -83,16 +83,15 @@ class Bound:
 
 
 def mesh_sizes(run: RunConfig, topology: Topology) -> dict[str, int]:
-    """Return the size of each mesh axis, with every -1 filled in. The mesh must be legal on this machine."""
+    """Return the size of each mesh axis, with -1 replaced. The mesh must be legal on this machine."""
     return config.mesh_sizes(run.mesh, topology.total, topology.gpus)
 
 
 def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
-    """Return the formula of a run on a machine.
+    """Return step time and memory of a run on a machine, by formula.
 
-    Returns:
-        zeros for a user's own model family, and for a run that trains only some weights. A user's own optimizer or loss counts
-        as 0.
+    All are 0 for a user's own model family, and for a run that trains only some weights. The memory and time of a user's own
+    optimizer or loss count as 0.
     """
     if not _has_formula(run):
         return Bound(0.0, 0.0)
@@ -109,10 +108,7 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
 
 
 def least_remat(run: RunConfig, topology: Topology) -> Remat:
-    """Return the remat with the least recomputation among those that may fit by the lower bound of their memory.
-
-    If no remat fits by this formula, it is "full".
-    """
+    """Return the remat with the least recomputation whose lower bound of memory fits; "full" if none fits."""
     layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
     usable = topology.usable_gib(run.train.memory_fraction) * 2**30
     found = auto_remat.choices(run.model, run.data.seq_len)
@@ -125,7 +121,7 @@ def _has_formula(run: RunConfig) -> bool:
 
 
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
-    """Return weights and moments in GiB, divided evenly over all GPUs: the least of every layout of the run on each GPU."""
+    """Return weights and moments in GiB, divided evenly over all GPUs: the minimum per GPU for every layout of the run."""
     if not _has_formula(run):
         return 0.0
     return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
@@ -150,24 +146,24 @@ class Layout:
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Return the trainer's map of logical axes to mesh axes. It uses only the sizes of the mesh, and no device."""
+        """Return the trainer's map of logical axes to mesh axes. It needs only the sizes of the mesh, and no devices."""
         mesh = AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes))
         return Placement(cast(Mesh, mesh), tuple(config.rules_in_use(self.run, self.sizes).items()))
 
     @functools.cached_property
     def shards(self) -> dict[str, int]:
-        """Return the number of devices that shard each logical axis of activations, and the vocabulary."""
+        """Return logical axis -> number of devices that shard it, for the axes of activations and the vocabulary."""
         return self.placement.activation_shards | {"vocab": self.placement.size(self.placement.mesh_axes("vocab"))}
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """Return the pipeline schedule; a trivial one without stages."""
+        """Return the pipeline schedule; without pipeline stages, that of one stage."""
         stages, p = self.shards["layers"], self.run.pipeline
         return Schedule(p.schedule, stages, p.groups if stages > 1 else 1, self.run.train.grad_accum)
 
     @property
     def layers(self) -> float:
-        """Return the mean number of layers on one device: the longest stage may have one more."""
+        """Return the mean number of layers on one device. The longest stage may have one layer more."""
         m = self.run.model
         return m.stacked_layers / self.shards["layers"] + m.dense_layers + m.mtp_layers
 
@@ -177,35 +173,35 @@ class Layout:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the least bytes of an element of a layer's gathered weight."""
+        """Return the bytes of an element of a layer's gathered weight; under fp8 the lower bound, 1."""
         return 1 if self.run.precision == "fp8" else self.compute_bytes
 
     @property
     def tokens(self) -> float:
-        """Return tokens of a step on each device, in attention and feed-forward blocks."""
+        """Return the tokens of a step on each device, inside attention and feed-forward blocks."""
         return self.run.tokens_per_step / self.shards["batch"] / self.shards["sequence"]
 
     @property
     def residual(self) -> float:
-        """Return elements of the residual stream per token of a device."""
+        """Return the elements of the residual stream per token on a device."""
         return self.run.model.d_model * self.shards["sequence"] / self.shards["residual"]
 
     @functools.cached_property
     def activations(self) -> dict[str, float]:
-        """Return bytes of the activations of one layer, per token of a device."""
+        """Return name -> bytes of an activation of one layer, per token on a device."""
         found = auto_remat.bytes_per_token(self.run, self.shards) | {"layer input": self.residual * self.compute_bytes}
-        # Only matmuls read the norms' outputs. Without a name they are saved in the dtype of the matmul.
+        # Only matmuls read the norms' outputs. Outputs without a checkpoint_name are saved in the dtype of the matmul.
         return found | dict.fromkeys(("attention_norm", "mlp_norm"), self.residual * self.weight_bytes)
 
     @functools.cached_property
     def whole(self) -> dict[str, float]:
-        """Return elements of each part of the model on a device that has gathered it."""
+        """Return part of the model -> its elements on a device after it is gathered."""
         count, p = flops.parameters(self.run.model), self.placement
         return {part: count[part] / math.prod(p.size(p.compute_axes(a)) for a in axes) for part, axes in PARTS.items()}
 
     @functools.cached_property
     def parameters(self) -> dict[str, float]:
-        """Return elements of each part of the model that one device stores."""
+        """Return part of the model -> its elements that one device stores."""
         p = self.placement
         return {part: count / p.size(p.gather_axes(*PARTS[part])) for part, count in self.whole.items()}
 
@@ -216,17 +212,17 @@ class Layout:
 
     @property
     def gradients(self) -> dict[str, float]:
-        """Return elements of each part's gradient on one device, until it is reduced over all axes."""
+        """Return part of the model -> elements of its gradient on one device, before the last reduction."""
         return self.whole if self.once else self.parameters
 
     @property
     def holds_all(self) -> bool:
-        """Return whether all gathered weights stay until the backward pass."""
+        """Return whether all gathered weights stay in memory until the backward pass."""
         return self.once or self.run.sharding.zero == 2
 
     @property
     def held(self) -> float:
-        """Return elements of gathered weights that are kept from the forward to the backward pass, or for the whole step."""
+        """Return the elements of gathered weights that stay in memory until the backward pass, or for the whole step."""
         whole = {part: count for part, count in self.whole.items() if self.placement.gather_axes(*PARTS[part])}
         if self.holds_all:
             # With one microbatch, XLA frees the embedding after the lookup.
@@ -235,20 +231,20 @@ class Layout:
 
 
 def master_bytes(layout: Layout) -> float:
-    """Return the least bytes of the master weights that one device stores: scales of norms are always float32."""
+    """Return the bytes of the master weights that one device stores. Scales of norms are always float32."""
     stored = BYTES[layout.run.dtypes.params]
     return sum(layout.parameters.values()) * stored + layout.parameters["norms"] * (BYTES["f32"] - stored)
 
 
 def moment_bytes(layout: Layout) -> float:
-    """Return the least bytes of all moments of one device. 8-bit blocks count without scales; Muon has one moment."""
+    """Return a lower bound of the bytes of all moments on one device. Scales of 8-bit blocks are left out."""
     run, params = layout.run, layout.parameters
     if run.optimizer.name not in groups.METHODS:
         return 0.0
     wide = params["embedding"] + params["head"] + params["norms"]
     rest = sum(params.values()) - wide
     muon = run.optimizer.name == "muon"
-    # Only the model shows which parameters a group moves to another optimizer.
+    # A group can move parameters to Muon, which has one moment. The formula cannot know which parameters.
     moved = any(optimizer == "muon" for _, optimizer in groups.moved(run.optimizer.groups))
     second = (0.0 if moved else wide, 0.0) if muon else (wide, rest)
     held = ((run.dtypes.m, wide, rest), (run.dtypes.v, *second))
@@ -256,7 +252,7 @@ def moment_bytes(layout: Layout) -> float:
 
 
 def _state_bytes(layout: Layout) -> float:
-    """Return bytes of weights, and of the moments that stay on the device."""
+    """Return the bytes of weights and moments on one device, without offloaded moments."""
     return master_bytes(layout) + (0.0 if layout.run.optimizer.offload == "moments" else moment_bytes(layout))
 
 
@@ -279,12 +275,12 @@ def _memory_bytes(layout: Layout) -> float:
     held_experts = max(1, m.num_experts) / shards["experts"]
     widths = m.d_ff * held_experts / shards["mlp"], m.num_heads * flops.head_dim(m) / shards["heads"]
     largest = m.d_model * max(widths) * layout.weight_bytes
-    # XLA may add each layer's gradients to the sum at once, or reduce them at once: if layers are unrolled, or by
-    # train.accumulate, or in a pipeline.
+    # With unrolled layers, train.accumulate=layer or a pipeline, XLA may add or reduce each layer's gradients at once, and then
+    # holds those of one layer.
     by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
     summed = by_layer and (run.train.grad_accum > 1 or layout.once)
     made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if summed else 1)
-    # A checkpoint of several layers recomputes, and holds at one time, all their activations; a checkpoint of one layer holds
+    # A checkpoint of several layers holds all their recomputed activations at the same time. A checkpoint of one layer holds
     # the inputs of its SwiGLU.
     again = READ_BACKWARD if run.remat.every > 1 else {"mlp_gate", "mlp_up"}
     recomputed = run.remat.every * sum(layout.activations[name] for name in again - kept(run.remat))
@@ -295,9 +291,9 @@ def _memory_bytes(layout: Layout) -> float:
 
 
 def saved_bytes(layout: Layout) -> float:
-    """Return the saved activations of a device's layers, in bytes per token of a microbatch: checkpoint inputs and named ones.
+    """Return the bytes of saved activations of a device's layers, per token of a microbatch.
 
-    Unnamed activations, and those in host memory, are left out.
+    Inputs of checkpoints and named activations count. Unnamed and offloaded activations are left out.
     """
     remat = layout.run.remat
     there = kept(remat)
@@ -326,7 +322,7 @@ def _step_s(layout: Layout, rates: Rates) -> float:
 
 
 def _arithmetic_s(layout: Layout, rates: Rates) -> float:
-    """Return seconds of matmuls and attention. Idle ticks of a pipeline stage lengthen the time of layers."""
+    """Return the seconds of matmuls and attention per step. The bubble of a pipeline lengthens the time of layers."""
     run, m = layout.run, layout.run.model
     devices, rows = math.prod(layout.sizes.values()), flops.expert_rows(run)
     gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
@@ -337,9 +333,9 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     forward = rates.attention_forward_tflops * fastest_attention(backward=False)
     backward = rates.attention_backward_tflops * fastest_attention(backward=True)
     if run.attention.forward == "fp8":
-        forward *= fp8_attention(run.data.seq_len)  # which rises with the length
+        forward *= fp8_attention(run.data.seq_len)  # the factor increases with the sequence length
     calls = 1 / forward, ATTENTION_BACKWARD / backward
-    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # it consists of matmuls
+    if run.attention.impl not in ("auto", "cudnn", "pallas"):  # consists of matmuls
         calls = 1 / max(forward, gemm), 2 / max(backward, gemm)
     repeated = attention * (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
     again = flops.recompute(m, run.remat, run.data.seq_len, rows).causal - repeated
@@ -352,7 +348,7 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
 
 
 def memory_bound_s(layout: Layout, rates: Rates) -> float:
-    """Return seconds of the optimizer, of sums of gradients, and of norms, SwiGLU and logits, by their memory traffic."""
+    """Return the seconds of optimizer, gradient accumulation, norms, SwiGLU and logits per step, by their memory traffic."""
     run, c = layout.run, layout.compute_bytes
     m, micro = run.model, run.train.grad_accum
     grads = BYTES[run.dtypes.grads] if micro > 1 else 2
@@ -361,7 +357,7 @@ def memory_bound_s(layout: Layout, rates: Rates) -> float:
         moved += 2 * (master_bytes(layout) + moment_bytes(layout))
     if micro > 1:
         moved += micro * sum(layout.gradients.values()) * (2 * grads + 2)
-    norms = 2 * (2 + 3) * layout.residual  # two norms access two rows forward and three backward
+    norms = 2 * (2 + 3) * layout.residual  # each of two norms accesses two arrays forward, three backward
     rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
     swiglu = (3 + 5) * rows / layout.shards["mlp"]
     moved += layout.tokens * layout.layers * c * (norms + swiglu)
@@ -370,15 +366,15 @@ def memory_bound_s(layout: Layout, rates: Rates) -> float:
     return moved / (rates.memory_tb_s * 1e12)
 
 
-# Mesh axes, bytes that each device sends in a step, launches, and the share for which the forward pass waits.
+# (mesh axes, bytes that each device sends in a step, launches in a step, exposed fraction).
 Traffic = tuple[tuple[str, ...], float, int, float]
 
 
 def _traffic(layout: Layout) -> Iterator[Traffic]:
-    """Yield the communication over each group of mesh axes.
+    """Yield the communication over each combination of mesh axes.
 
-    Matmuls of a layer wait for tensor and expert collectives, so the forward half of these is exposed. Other communication may
-    overlap.
+    Matmuls of a layer wait for tensor and expert collectives, so their forward half counts as exposed. Other communication
+    counts as overlapped.
     """
     run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
     p, shards, launches = layout.placement, layout.shards, 4 * layout.layers * run.train.grad_accum
@@ -386,23 +382,23 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
     if m.num_experts:
         yield from _weights(layout, ["experts"])
 
-    # A gather and a reduce-scatter around attention and around the feed-forward block, forward and backward.
+    # An all-gather and a reduce-scatter around attention and around the feed-forward block, forward and backward.
     axes = p.sequence_parallel_axes or p.mesh_axes("heads") or p.mesh_axes("mlp")
     row = m.d_model * c
     yield axes, 8 * layout.layers * layout.tokens * row * _others(p.size(axes)), int(2 * launches), 0.5
     if exchange := p.compute_axes("experts"):
-        # Each device of a tensor group sends complete rows. A capacity below 1 drops some.
+        # Each device of a tensor group sends complete tokens. A capacity factor below 1 drops some tokens.
         sent = layout.tokens * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * _others(p.size(exchange))
         yield exchange, 4 * layout.layers * sent, int(launches), 0.5
 
-    if s.stages > 1:  # in each tick the output of a group of layers to the next stage, and a gradient back
+    if s.stages > 1:  # each virtual stage sends its output to the next stage, and a gradient back
         yield p.mesh_axes("layers"), 2 * s.units * layout.tokens / s.microbatches * layout.residual * c, 2 * s.units, 0.0
 
     kv_heads = max(1, m.num_kv_heads // shards["kv_heads"])
     how = run.parallel.context, run.attention.ulysses, shards["sequence"], m.num_heads // shards["heads"], kv_heads
     context = make_context(*how)
     if context.size > 1 and not m.sliding_window:
-        # Keys and values are sent forward, and backward with their float32 gradients. Ulysses exchanges tokens for heads.
+        # A ring sends keys and values forward, and again backward with float32 gradients. Ulysses exchanges tokens for heads.
         u, r = context.ulysses, context.ring
         elements = layout.tokens * layout.layers * flops.head_dim(m)
         queries = elements * m.num_heads / shards["heads"]
@@ -413,12 +409,12 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
 
 
 def _others(group: int) -> float:
-    """Return the share of an array that is on the other devices of a group."""
+    """Return the fraction of an array that is on the other devices of a group of this size."""
     return (group - 1) / group
 
 
 def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
-    """Yield the gathers and reductions of the weights of these parts of the model, which are sharded equally."""
+    """Yield the gathers and reductions of the weights of these parts of the model. The parts have the same sharding."""
     run, p, micro = layout.run, layout.placement, layout.run.train.grad_accum
     params = {part: layout.parameters[part] for part in parts}
     split = p.gather_axes(*{axis: None for part in parts for axis in PARTS[part]})
@@ -431,7 +427,7 @@ def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
     elif run.sharding.zero == 2:
         gathered, wide, reduced = layers, everything - layers, micro * (layers + head)
     else:
-        # The embedding's rows are exchanged by its own kernel. The last layer's weights need not be gathered again.
+        # The embedding lookup exchanges rows and gathers nothing. The last layer's weights need not be gathered again.
         again = layers * (1 - 1 / layout.layers) if run.sharding.gather == "layer" else 0.0
         gathered, wide, reduced = micro * (layers + again), micro * head, micro * (layers + head)
     reduce = BYTES[run.dtypes.reduce]
@@ -440,7 +436,7 @@ def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
 
 
 def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
-    """Return the seconds of this traffic on each kind of link.
+    """Return link ("nvlink" or "network") -> seconds of this traffic in a step.
 
     In a ring over g devices on k nodes, at least (k - 1) / (g - 1) of the bytes cross nodes.
     """
@@ -448,7 +444,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
     if group == 1:
         return {"nvlink": 0.0, "network": 0.0}
     crossing = (_nodes(layout, axes) - 1) / (group - 1)
-    # A launch takes at least the time of the shortest message. A device in a group of two sends half of it.
+    # A launch takes at least the time of the curve's smallest message, of which a device in a group of two sends half.
     (shortest, part), *_ = rates.collective_curve
     nvlink = max(wire * (1 - crossing), launches * shortest / 2 / part) / (rates.nvlink_gb_s * 1e9)
     network = wire * crossing / (rates.network_gb_s * 1e9) + bool(crossing) * launches * rates.network_latency_us * 1e-6
@@ -456,7 +452,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
 
 def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
-    """Return the number of nodes in one group over these mesh axes. Neighbouring devices are along the right-most axis."""
+    """Return the number of nodes of one group over these mesh axes. Adjacent devices are along the last axis."""
     devices = np.arange(math.prod(layout.sizes.values())).reshape([layout.sizes.get(axis, 1) for axis in MESH_AXES])
     group = devices[tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)]
     return len(np.unique(group // layout.node))

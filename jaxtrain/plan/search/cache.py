@@ -1,4 +1,4 @@
-"""Plans on disk, so each is compiled once.
+"""Cached plans on disk, so that each plan is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
 reach the program, the machine, the rates, and the versions of the compiler and of jaxtrain's code.
@@ -28,9 +28,9 @@ from jaxtrain.resume import INPUTS, NOTHING, TIME, effect
 
 LOGGER = logging.getLogger("jaxtrain")
 
-# Effects of config keys that change neither the program of the train step nor its plan.
+# Effects (resume.TABLE) of config keys that change neither the program of the train step nor its plan.
 UNRELATED = (NOTHING, TIME, INPUTS)
-# Parts of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All other files count.
+# Modules of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All others are hashed.
 OTHER_CODE = (
     *("api", "bench", "checkpoint", "command_line", "corruption", "data", "divergence", "explain", "generation"),
     *("goodput", "hf", "ledger", "lm_eval", "lora", "main", "monitor", "page.sections", "parity", "position"),
@@ -40,12 +40,12 @@ OTHER_CODE = (
     *("plan.shardings"),
 )
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
-OWN = ("model.family", "loss.name", "optimizer.name")  # keys that may name a user's code
+OWN = ("model.family", "loss.name", "optimizer.name")  # keys whose value may be code of the user
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A plan to make. `name` and `overrides` label it. rates: None: those of rates.py."""
+    """A plan to make. `name` and `overrides` label the plan. rates: None for those of rates.py."""
 
     run: RunConfig
     topology: Topology
@@ -54,7 +54,7 @@ class Request:
     rates: Rates | None = None
 
     def label(self, plan: Plan) -> Plan:
-        """Return the plan with this label: an entry may have been made for another config."""
+        """Return the plan with this request's label, since a cached plan may have the label of another config."""
         return dataclasses.replace(plan, config=self.name, overrides=self.overrides)
 
 
@@ -78,7 +78,7 @@ class Cache:
         self.folder = Path(folder).expanduser()
 
     def path(self, request: Request, plan_one: str) -> Path:
-        """Return the file of a request. plan_one: the function that plans it."""
+        """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
         run, topology = request.run, request.topology
         own = {key: value for key, value in config.flatten(config.to_dict(run)) if key in OWN and ":" in value}
         facts = {
@@ -95,7 +95,7 @@ class Cache:
         return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
 
     def get(self, request: Request, plan_one: str) -> Outcome | None:
-        """Return the outcome of an earlier process, or None. A damaged entry gives a warning and None."""
+        """Return the cached outcome of a request, or None. If the file is damaged, log a warning and return None."""
         path = self.path(request, plan_one)
         try:
             tree = json.loads(gzip.decompress(path.read_bytes()))
@@ -109,7 +109,7 @@ class Cache:
         return None
 
     def put(self, request: Request, plan_one: str, outcome: Outcome) -> None:
-        """Write a plan or the error that planning raised, atomically. Other outcomes may be chance and are not written.
+        """Write a plan, or the error that planning raised, atomically. Other outcomes may not recur and are not written.
 
         If the folder cannot be written, log a warning.
         """
@@ -127,7 +127,7 @@ class Cache:
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
-    """Return the config keys that the program depends on. A mesh axis of -1 is the size that it has on this machine."""
+    """Return the config keys that the program depends on. A mesh axis of -1 is replaced by its size on this machine."""
     flat = dict(config.flatten(config.to_dict(run)))
     flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}
@@ -150,7 +150,7 @@ def _is_other(name: str) -> bool:
 
 
 def _digest_of_module(text: str) -> str:
-    """Return a digest of the file of `package.module:name`, or the name if there is no file."""
+    """Return a digest of the file of `package.module:name`; `text` itself if there is no file."""
     spec = importlib.util.find_spec(text.partition(":")[0])
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return text

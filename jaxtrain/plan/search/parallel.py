@@ -1,4 +1,4 @@
-"""Compile many plans at once, each in a separate Python process, so a crash of the compiler ends only one plan.
+"""Compile many plans at once, each in a separate Python process, so that a crash of the compiler loses only one plan.
 
 `concurrent.futures` is unsuitable: a process that the system kills for its memory ends the whole pool, and a pool that spawns
 its processes runs the user's script again in each.
@@ -22,10 +22,10 @@ from typing import Any
 from jaxtrain.plan.search.cache import Cache, Outcome, Request
 
 MAKE = "jaxtrain.plan.make:make_plan"
-TIMEOUT_S = 900.0  # of one plan; 8B takes some ten seconds on two cores, and 70B on 1,024 GPUs about the same
+TIMEOUT_S = 900.0  # time limit of one plan; 8B takes some ten seconds on two cores, as does 70B on 1,024 GPUs
 POLL_S = 0.1
 
-# A child's program. Before it imports anything large, it asks the kernel to kill it when its parent ends.
+# Program of a child process. Before large imports, it sets that the kernel kills it when its parent ends.
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 BEGIN = f"""
 import ctypes, os, sys
@@ -58,17 +58,17 @@ class Child:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C goes to the parent alone, which then ends its children
+                start_new_session=True,  # Ctrl-C interrupts only the parent, which then ends its children
             )
 
     def end(self) -> None:
-        """End the process if it still runs, and delete its files."""
+        """Kill the process if it still runs, and delete its files."""
         self._process.kill()
         self._process.wait()
         self._temporary.cleanup()
 
     def outcome(self) -> Outcome | None:
-        """Return the outcome, or None while it runs."""
+        """Return the outcome, or None while the process runs."""
         code = self._process.poll()
         if code is None:
             late = time.monotonic() - self._began > self._timeout_s
@@ -84,14 +84,14 @@ class Child:
 
 
 def work(folder: str) -> None:
-    """Make the plan of a `Child`, in its process."""
+    """Make the plan of a `Child` in its own process. folder: the child's folder, with the request."""
     with contextlib.suppress(OSError):  # some containers mount /proc read-only
-        Path("/proc/self/oom_score_adj").write_text("1000")  # if host memory runs out, the system ends a compile first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if host memory runs out, the kernel kills a compile first
     request, plan_one = pickle.loads((Path(folder) / "request").read_bytes())
     try:
         plan = pkgutil.resolve_name(plan_one)(request.run, request.topology, rates=request.rates)
         outcome = Outcome(request.label(plan), "planned")
-    # Every error is the outcome of this plan, and goes to the parent.
+    # Every error is returned to the parent as the outcome of this plan.
     except Exception as error:
         traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -101,7 +101,7 @@ def work(folder: str) -> None:
 
 
 def _kind(error: Exception) -> str:
-    """Return the kind of outcome. Only "failed" is cached: a full disk or too little memory may be temporary."""
+    """Return the kind of outcome of an error. Only "failed" is cached, since a full disk or full memory may be temporary."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "out of memory"
     return "crashed" if isinstance(error, OSError) else "failed"
@@ -109,7 +109,7 @@ def _kind(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _delayed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block. Within Popen it would leave a process that no caller can end."""
+    """Delay Ctrl-C to the end of the block. An interrupt inside Popen would leave a process that no caller can end."""
     if threading.current_thread() is not threading.main_thread():  # Python interrupts the main thread only
         yield
         return
@@ -132,16 +132,16 @@ def plan_each(
     plan_one: str = MAKE,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[tuple[Any, Outcome]]:
-    """Plan one request after the other, `jobs` at a time, from the cache if it is there. Yield the id and the outcome of each.
+    """Plan requests, `jobs` at a time, or read their plans from the cache. Yield (id, outcome) of each.
 
     Args:
-        following: returns the next request and its id, or None if there is none at present. Called again after each outcome.
-        jobs: compiles at a time; 0: the number of cores.
+        following: returns (id, next request), or None if there is no request now. Called again after each outcome.
+        jobs: number of compiles that run at the same time; 0: the number of cores.
         deadline: value of time.monotonic() at which running compiles are ended.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
 
     Raises:
-        TimeoutError: at the deadline, unless all are done by then.
+        TimeoutError: the deadline has passed before all requests are done.
     """
     running: dict[Child, tuple[Any, Request]] = {}
     try:
@@ -171,7 +171,7 @@ def plan_each(
 
 
 def _wait(running: Iterable[Child]) -> list[tuple[Child, Outcome]]:
-    """Wait a moment, and return the children that have ended by then."""
+    """Wait POLL_S, and return (child, outcome) of the children that have ended."""
     time.sleep(POLL_S)
     return [(child, outcome) for child in running if (outcome := child.outcome())]
 
@@ -188,7 +188,11 @@ def plan_many(
 ) -> dict[Any, Outcome]:
     """Return the plans of all requests, by their ids.
 
-    budget_s: seconds for all of them, after which the others have the kind "stopped"; 0: no limit. Others as for `plan_each`.
+    Args:
+        budget_s: seconds for all requests; 0: no limit. Requests without a plan by then have an outcome of kind "stopped".
+        on_done: called with (id, outcome) of each request when it is done.
+
+    Other arguments: see `plan_each`.
     """
     stopped = Outcome(None, "stopped", f"the budget of {budget_s:g} s was spent")
     todo, found = iter(requests.items()), dict.fromkeys(requests, stopped)

@@ -1,8 +1,8 @@
-"""The search: settings ordered by the formula of bound.py, then compiled in that order.
+"""The search: order settings by the formula of bound.py, then compile them in that order.
 
-Objective "speed" looks for the fastest layout that fits. Objective "fit" looks for the cheapest change that makes a config fit:
-changes that cost only time rank before those that round more of the state, and few changes before many. A setting whose lower
-bound of memory is above the usable memory is not compiled. `rank` takes seconds and compiles nothing.
+Objective "speed" searches for the fastest layout that fits. Objective "fit" searches for the cheapest change that makes a
+config fit: changes that cost only time rank before changes that round more of the state, and few changes before many. A setting
+is not compiled if its lower bound of memory exceeds the usable memory. `rank` takes seconds and compiles nothing.
 """
 
 import dataclasses
@@ -33,22 +33,22 @@ from jaxtrain.plan.search.space import (
 from jaxtrain.plan.topology import CHIPS, Topology
 
 Objective = Literal["speed", "fit"]
-SHOWN = 10  # of the formula's best
-MOST_FOR_FIT = 12  # plans of a search for what fits
-MOST_GPUS = 4096  # of a machine that is suggested
-# Steps that differ by less are equal: planned over published step time of six XLA runs has a standard deviation of 6%
-# (docs/evidence/planned_vs_published.md), of which layouts of one model share a part.
+SHOWN = 10  # number of best settings by formula in the report
+MOST_FOR_FIT = 12  # largest number of plans of a search with objective "fit"
+MOST_GPUS = 4096  # of the largest machine that is suggested
+# Step times that differ by less count as equal. The ratio of planned to published step time of six XLA runs has a standard
+# deviation of 6% (docs/evidence/planned_vs_published.md). Layouts of one model share a part of that error.
 ERROR = 0.05
 
 
 @dataclasses.dataclass(eq=False)
 class Candidate:
-    """A setting, its formula, and its plan once there is one.
+    """A setting, its figures by formula, and its plan after it is compiled.
 
     Attributes:
-        changes: overrides of the config, as "mesh.fsdp=8". (): the config's own setting.
-        rank: 0 if it costs only time; higher if it rounds more of the state.
-        verdict: best | equal | slower | too big | failed; "" before it is compiled.
+        changes: overrides of the config, such as "mesh.fsdp=8"; () for the config's own setting.
+        rank: 0 if the setting costs only time; higher if it rounds more of the state.
+        verdict: best | equal | slower | too big | failed; "" before the setting is compiled.
     """
 
     run: RunConfig
@@ -65,19 +65,19 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Return whether it was compiled and fits."""
+        """Return whether the setting is compiled and fits."""
         return self.plan is not None and self.plan.fits
 
 
 @dataclasses.dataclass
 class SearchResult:
-    """The state of a search, and its end.
+    """The state of a search, and the reason why it ended.
 
     Attributes:
         candidates: legal settings whose lower bound fits, best first by formula.
-        too_big: settings that cannot fit by their lower bound.
-        tried: compiled settings, best first at the end.
-        running: settings that compile now.
+        too_big: number of settings that cannot fit by their lower bound.
+        tried: compiled settings; best first after the search.
+        running: settings that are being compiled.
         ended: complete | found | most | budget | interrupted.
     """
 
@@ -96,12 +96,12 @@ class SearchResult:
     seconds: float = 0.0
 
     def sort(self, some: list[Candidate], above: float = ABOVE) -> None:
-        """Sort settings by formula: those that probably fit first, then the cheapest change, or the fastest layout.
+        """Sort settings by formula: settings that probably fit first, then by the cheapest change, or the fastest layout.
 
-        Steps that differ by less than ERROR count as equal. Of equal layouts those with fewer mesh axes come first.
+        Step times that differ by less than ERROR count as equal. Of equal layouts, fewer mesh axes come first.
 
         Args:
-            above: the memory of a plan over its bound, both without weights and moments.
+            above: ratio of a plan's memory to its lower bound, both without weights and moments.
         """
         fastest = min((c.bound.step_s for c in some if c.bound.step_s), default=1.0)
 
@@ -117,7 +117,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """Return the best compiled setting that fits, or the first by formula, or None. See `Candidate.fits`."""
+        """Return the best compiled setting that fits; else the first that probably fits by formula; else None."""
         compiled = next((c for c in self.tried if c.fits), None)
         return compiled or next((c for c in self.shown if c.outcome is None and c.bound.likely_gib <= self.usable_gib), None)
 
@@ -125,7 +125,7 @@ class SearchResult:
 def rank(
     run: RunConfig, name: str, topology: Topology, objective: Objective, check: Check, rates: Rates, most: int = MOST
 ) -> SearchResult:
-    """Order all settings by formula; compile nothing. Ctrl-C ends it early, with the formulas known by then."""
+    """Order all settings by formula; compile nothing. After Ctrl-C, return the settings that have been evaluated."""
     usable = topology.usable_gib(run.train.memory_fraction)
     found = SearchResult(name, topology, run, objective, usable, most, [])
     try:
@@ -169,17 +169,17 @@ def search(
     """Return the best settings of a config on a machine. The global batch stays.
 
     Args:
-        name: the config, as plans label it.
-        topology: a machine with a name for `topology.parse`, since other processes compile for it.
+        name: label of the config in plans.
+        topology: a machine whose name `topology.parse` accepts, since other processes compile for it by name.
         budget_s: seconds after which running compiles are ended; 0: no limit.
-        most: plans at most; 0: MOST, or MOST_FOR_FIT.
-        check: returns the problems of training; None: `training_check`.
+        most: largest number of plans; 0: MOST, or MOST_FOR_FIT.
+        check: returns the problems of training a config; None: `training_check`.
         rates: rates of the GPU; None: those of rates.py.
-        own: the plan of the config itself, if it is known.
+        own: the plan of the config itself, if it is made already.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
-        jobs: compiles at a time; 0: the number of cores.
+        jobs: number of compiles that run at the same time; 0: the number of cores.
         on_ranked: called once, before anything is compiled.
-        on_progress: called after each change.
+        on_progress: called after each start and end of a compile.
 
     Raises:
         TopologyError: the machine has no description.
@@ -189,7 +189,7 @@ def search(
     check, rates = check or training_check(topology), rates or rates_for(topology.gpu, run.precision)
     found = rank(run, name, topology, objective, check, rates, most or (MOST_FOR_FIT if objective == "fit" else MOST))
     on_ranked(found)
-    # The config's own setting comes first, to compare with.
+    # The config's own setting is compiled first, as the baseline.
     todo = sorted(found.candidates, key=lambda c: bool(c.changes))
     above = ABOVE
     if own and not own.fits:
@@ -229,15 +229,15 @@ def search(
 
 
 def _above(least: Bound, plan: Plan) -> float:
-    """Return the memory of a plan over its bound, both without weights and moments."""
+    """Return the ratio of a plan's memory to its lower bound, both without weights and moments."""
     rest = least.memory_gib - least.state_gib
     return (plan.memory.taken_gib - least.state_gib) / rest if rest > 0 else ABOVE
 
 
 def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
-    """Return whether further plans are not worth compiling: one fits, or the others are slower.
+    """Return whether the search can end. With objective "fit": a setting fits. With "speed": all other layouts are slower.
 
-    A layout counts as slower if it is slower even with the best ratio of planned time over formula so far.
+    A layout is slower if its time by formula, times the lowest ratio so far of planned time to formula, is above the fastest.
     """
     fitting = [c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits]
     if found.objective == "fit" or not fitting:
@@ -247,7 +247,7 @@ def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
 
 
 def _judge(found: SearchResult) -> None:
-    """Set the verdict and the reason of each compiled setting, and sort them: best first."""
+    """Set the verdict and the reason of each compiled setting, and sort the settings: best first."""
     fastest = min((c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits), default=0.0)
     order: dict[Candidate, tuple[float, ...]] = {}
     for c in found.tried:
@@ -271,7 +271,7 @@ def _judge(found: SearchResult) -> None:
         found.best.verdict = "best"
 
 
-# ---- what cannot fit
+# ---- configs that cannot fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,9 +279,9 @@ class Refusal:
     """A config that cannot fit on its machine, by formula.
 
     Attributes:
-        least_gib: memory of each GPU that it needs at least.
+        least_gib: lower bound of the memory that the config needs on each GPU.
         fix: a setting that probably fits on this machine, or None.
-        larger: the next larger machine that probably holds it, and the setting there; or None.
+        larger: the next larger machine on which the config probably fits, and its setting there; or None.
     """
 
     least_gib: float
@@ -292,9 +292,9 @@ class Refusal:
 
 
 def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
-    """Return why a config cannot fit and a setting that would, in about a second; None if it might fit, or is not legal here.
+    """Return why a config cannot fit, and settings that probably fit. None if it may fit, or is not legal on the machine.
 
-    A config that is not legal on the machine is refused only if its state is too big for any mesh.
+    A config that is not legal on the machine is refused only if its state is too big for every mesh. Takes about a second.
     """
     usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
     legal, state = not check(run), least_state_gib(run, topology)
@@ -309,7 +309,7 @@ def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
 
 
 def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[Topology, Candidate] | None:
-    """Return the next larger machine on which a config probably fits, and the setting: as it is, or sharded over all GPUs."""
+    """Return the next larger machine on which a config probably fits, as it is or sharded over all GPUs, and the setting."""
     total = topology.total
     while topology.chip in CHIPS and 2 * total <= MOST_GPUS:
         most = CHIPS[topology.chip][0]
@@ -327,7 +327,7 @@ def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[To
 
 
 def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
-    """Yield a run's own setting, and weights sharded over all GPUs with the same batch, or the next larger that divides."""
+    """Yield a run's own setting, then weights sharded over all GPUs, with the same or the next larger batch that divides."""
     yield ()
     try:
         sizes = mesh_sizes(run, machine)
@@ -343,11 +343,11 @@ def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
     yield *split_over(run, shared, sizes["tensor"]), ("train.global_batch", batch), ("train.grad_accum", accum)
 
 
-# ---- what each saving is needed for
+# ---- settings that save memory
 
 
 def savings(run: RunConfig, check: Check) -> dict[str, Overrides]:
-    """Return the settings of a config that save memory, and for each the setting without it."""
+    """Return setting of the config that saves memory -> overrides that undo it."""
     r, t, m = run.remat, run.train, run.mesh
     everything = (("remat.policy", "none"), ("remat.tensors", ""), ("remat.every", 1))
     more = everything if r.policy == "auto" else (("remat.policy", "auto"), *everything[1:])

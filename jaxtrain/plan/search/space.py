@@ -16,10 +16,10 @@ from jaxtrain.validate import validate_step
 Overrides = tuple[tuple[str, Any], ...]
 Check = Callable[[RunConfig], Sequence[Problem]]
 
-LONG = 32_768  # tokens from which sequences are also sharded over GPUs
-VIRTUAL_STAGES = 2  # of interleaved schedules that are tried
+LONG = 32_768  # tokens; from this length on, meshes with mesh.seq are tried
+VIRTUAL_STAGES = 2  # virtual stages of the interleaved schedules that are tried
 FEW_ROWS = 512  # loss.chunk that saves memory. Shorter chunks make small matmuls.
-# Storage dtypes of the state, by rank: higher ranks round more. Those narrower than the config's are tried.
+# Storage dtypes of the state; the index is the rank. Higher ranks round more. Dtypes narrower than the config's are tried.
 MOMENTS = (("dtypes.m", "bf16"), ("dtypes.v", "bf16"))
 STORAGE: tuple[Overrides, ...] = (
     (),
@@ -34,10 +34,10 @@ WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 
 
 def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
-    """Yield every way to divide the GPUs over data, fsdp, tensor (inside a node), expert, stage and seq.
+    """Yield every mesh of the GPUs over the axes data, fsdp, tensor (inside a node), expert, stage and seq.
 
-    Experts are sharded if the model has some. Sequences are sharded if they are long, or fewer than GPUs, or if the config
-    shards them. Stages are whole nodes, or any number if the config has stages.
+    mesh.expert exceeds 1 only for models with experts. mesh.seq exceeds 1 only for sequences that are long or fewer than the
+    GPUs, or if the config has it. A stage is one or more whole nodes, or any number of GPUs if the config has stages.
     """
     long = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
     for pipeline in _pipelines(run, topology):
@@ -64,15 +64,15 @@ def _pipelines(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
 
 
 def remat_policies(run: RunConfig) -> Iterator[Overrides]:
-    """Yield remat.policy=auto, and full remat of single layers and of pairs."""
+    """Yield remat.policy=auto, full remat of each layer, and full remat of each two layers."""
     for policy, every in (("auto", 1), ("full", 1), ("full", 2)):
         yield ("remat.policy", policy), ("remat.tensors", ""), ("remat.every", every)
 
 
 def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[Overrides]:
-    """Yield every layout that might be the fastest: mesh x microbatches x ZeRO stage x remat. The config's own comes first.
+    """Yield every layout that might be the fastest: mesh x microbatches x ZeRO stage x remat. The config's own is first.
 
-    The global batch stays, so step times compare as times per token do.
+    The global batch stays, so step times of layouts can be compared.
     """
     if not check(run):
         yield ()
@@ -85,7 +85,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
         shards = sizes["mesh.data"] * sizes["mesh.fsdp"] * sizes["mesh.expert"]
         sharded = sizes["mesh.fsdp"] * sizes["mesh.expert"] * sizes["mesh.seq"] > 1
         for accum in _divisors(run.train.global_batch):
-            # With fewer microbatches than stages a pipeline is idle for half of the step.
+            # With fewer microbatches than stages, a pipeline is idle for about half of the step.
             if run.train.global_batch % (accum * shards) or accum < sizes["mesh.stage"]:
                 continue
             placed = (*mesh, ("train.grad_accum", accum))
@@ -96,9 +96,9 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[tuple[int, Overrides]]:
-    """Yield (rank, settings that save memory). Rank 0 costs only time; higher ranks round more of the state.
+    """Yield (rank, overrides that save memory). Rank 0 costs only time; higher ranks round more of the state.
 
-    The knobs: microbatches, chunks of the loss, remat, a mesh with wider tensor and expert groups, ZeRO-3, STORAGE.
+    Overrides change microbatches, loss chunks, remat, larger tensor and expert groups, ZeRO-3, and dtypes (STORAGE).
     """
     now, experts, flat = mesh_sizes(run, topology), run.model.num_experts, _flat(run)
     usable, left = topology.usable_gib(run.train.memory_fraction), topology.total // (now["stage"] * now["seq"])
@@ -129,7 +129,7 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
-    """Return the mesh of `total` GPUs: tensor groups, and weights sharded over all other GPUs."""
+    """Return the overrides of a mesh of `total` GPUs: groups of `tensor` GPUs, and all other GPUs on fsdp."""
     return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
@@ -138,8 +138,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
-    """Return the run with some keys changed. Raises ConfigError for a key or a type that does not exist."""
-    # Only changed sections are converted to dicts and back: a search needs thousands of runs.
+    """Return the run with these overrides. Raises ConfigError for an unknown key or a value of a wrong type."""
+    # A search makes thousands of runs, so only changed sections are converted to dicts and back.
     tree: dict[str, Any] = {config.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
     for key, value in overrides:
         *sections, name = key.split(".")
@@ -156,7 +156,7 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
 
 
 def changes(run: RunConfig, overrides: Overrides, topology: Topology | None = None) -> tuple[str, ...]:
-    """Return the overrides that change the run, as "mesh.fsdp=8". topology: a mesh axis of -1 is the size that it has there."""
+    """Return the overrides that change the run, such as "mesh.fsdp=8". topology: replaces mesh axes of -1 by their size."""
     flat = _flat(run)
     if topology:
         flat = flat | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
@@ -169,7 +169,7 @@ def _flat(run: RunConfig) -> dict[str, Any]:
 
 
 def training_check(topology: Topology, source: str = "") -> Check:
-    """Return a function that lists the problems of training on this machine. source: names the machine in an error."""
+    """Return a function that returns the problems of training a run on this machine. source: the machine's name in errors."""
     where = source or topology.name
     devices = hardware.Devices(
         "gpu", topology.device_kind, topology.total, topology.memory_gib, where, topology.gpu.sm, topology.gpus
