@@ -70,9 +70,9 @@ removed then. Delete .venv to start anew.
   JAXTRAIN_DRY_RUN=1    print what would be installed and run, and do neither
   JAXTRAIN_VERBOSE=1    print the variables that run.sh sets for a run
 
-Training restarts from its newest checkpoint after exit 75 (a peer died, a signal to the trainer alone) and 124 (the watchdog
-ended a hang). It does not restart after a signal to run.sh, which is passed on; nor after train.max_minutes, counted from the
-first attempt; nor in the last ten minutes of a Slurm job.
+Training restarts from its newest checkpoint after exit 75 (a process was lost, or a signal came to the trainer alone) and after
+124 (the watchdog ended a hang). It does not restart after a signal to run.sh, which forwards it, after train.max_minutes (counted
+from the first attempt), or in the last ten minutes of a Slurm job.
 
   JAXTRAIN_RESTARTS=N       at most N restarts in a row without progress; default 3. 0: none, and the trainer replaces run.sh
   JAXTRAIN_RESTART_WAIT=S   seconds before the first of them, doubled up to 60; default 1

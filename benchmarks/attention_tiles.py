@@ -31,7 +31,10 @@ FACTS = ("registers", "spilled", "shared", "wgmma", "serialized")
 
 
 def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8, K: int = 2) -> None:
-    """Compile forward and backward for a described chip, and dump the compiler's files. With spec.fp8, forward is in e4m3."""
+    """Compile forward and backward ahead of time for a GPU that need not exist, and dump the compiler's files.
+
+    With spec.fp8, forward is in e4m3.
+    """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
     q, k = (jax.ShapeDtypeStruct((2, T, heads, spec.head_dim), jnp.bfloat16, sharding=whole) for heads in (N, K))

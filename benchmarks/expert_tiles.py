@@ -45,7 +45,10 @@ def products(R: int, D: int, F: int, E: int) -> dict[str, tuple[Any, list[tuple[
 
 
 def compile_into(folder: Path, chip: str, f: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> int:
-    """Compile a grouped matmul for a described chip, and dump the compiler's files. Return bytes of temporaries."""
+    """Compile a grouped matmul ahead of time for a GPU that need not exist, and dump the compiler's files.
+
+    Returns: bytes of temporaries.
+    """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P())) for shape, dtype in shapes]
     manual = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -295,8 +295,8 @@ def expert_rows(run: RunConfig) -> float:
     """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
     Without a capacity, it is the number of experts per token. With a capacity, it is multiplied by the capacity factor, since
-    buffers have the size of the capacity. That is also true for one expert per device, whose dense matmul covers its whole
-    buffer (kernels/experts/feed_forward.py).
+    buffers have the size of the capacity. Without a capacity and with one expert per device, it is multiplied by moe.buffer,
+    since the dense matmul of a device covers its whole buffer (kernels/experts/feed_forward.py).
     """
     e, m = run.moe, run.model
     alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"

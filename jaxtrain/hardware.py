@@ -1,4 +1,4 @@
-"""Properties of GPUs, the devices of this machine, and the memory budget of a run. Imports no jax, which starts later.
+"""Properties of GPUs, the devices of this machine, and the memory budget of a run. Imports no jax.
 
 Peaks are dense rates. Data sheets print rates with 2:4 sparsity, which are twice as high and which training never reaches.
 `lookup` returns None for a GPU that is not in the table: no MFU is better than an MFU of a wrong peak.

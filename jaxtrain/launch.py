@@ -167,10 +167,11 @@ AUTHORS = ("default", "file", "command line")  # origins of a value, in ascendin
 def fit_schedule(
     run: RunConfig, authors: Mapping[str, str], values: Mapping[str, Mapping[str, Any]]
 ) -> tuple[RunConfig, list[str]]:
-    """Fit the schedule to a shorter run or a lower peak, if the origin of its values ranks below that of the change.
+    """Shorten warm-up and decay to fit train.steps, and lower optimizer.lr_min to fit optimizer.lr.
 
     With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run. A
-    value whose origin ranks at least as high as that of train.steps is unchanged, and `validate` reports the contradiction.
+    value changes only if its origin (default, file, command line) ranks below that of train.steps or optimizer.lr. Otherwise
+    `validate` reports the contradiction.
 
     Args:
         run: the resolved config.

@@ -61,7 +61,12 @@ TABLE = (
     ),
     Row(("train.max_minutes", "train.timeouts"), "free", "training does not depend on it", NOTHING),
     Row(("train.sdc_check_every",), "free", "training does not depend on it", TIME),
-    Row(("train.on_divergence", "train.max_skipped_steps"), "free", "after skipped steps, a run stops or rolls back", INPUTS),
+    Row(
+        ("train.on_divergence", "train.max_skipped_steps"),
+        "free",
+        "decides only whether a run stops or rolls back after skipped steps",
+        INPUTS,
+    ),
     Row(("train.loss_spike_sigma",), "free", "applies to later steps; checkpoints have the earlier losses in any case"),
     Row(("env.*",), "free", "NCCL's algorithms add in different orders: values differ by rounding", NOTHING),
     Row(("train.deterministic",), "free", "other kernels: values differ by rounding", MACHINE),

@@ -25,9 +25,9 @@ NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Glo
 
 
 def set_environment(overlay: Overlay) -> None:
-    """Set the environment of a run, which has the memory fraction, before JAX starts the GPUs.
+    """Set the environment variables of a run, including JAX's memory fraction, before JAX initialises its GPU backend.
 
-    Raises ConfigError if JAX has started the GPUs of this process with other settings.
+    Raises ConfigError if this process has initialised the backend with other values.
     """
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
     if absent and _started_on_gpus():

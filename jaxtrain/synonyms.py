@@ -1,4 +1,4 @@
-"""Names of other trainers with jaxtrain's keys for them, and the nearest keys of a wrong key. Imports no jax."""
+"""Settings of other trainers with jaxtrain's key for each, and the nearest keys of a wrong key. Imports no jax."""
 
 import difflib
 import re

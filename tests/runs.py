@@ -166,7 +166,7 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
     """Read TensorBoard's events in a folder.
 
     Returns:
-        (step, wall time, {tag: number or text}) of every event with a summary, and the number of restarts.
+        (step, wall time, {tag: number or text}) of every event with a summary, and the number of events that mark a start.
     """
     from tensorboardX.proto import event_pb2
 

@@ -49,7 +49,7 @@ class Failed:
 
 @dataclasses.dataclass
 class _Times:
-    """Moments of a save, by time.perf_counter()."""
+    """Timestamps of a save, from time.perf_counter()."""
 
     began: float
     copying: float  # when copying began

@@ -201,7 +201,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
-    """Return tokens first..last-1 as text, or as ids without a tokenizer. ⟦ and ⟧ enclose tokens that do not count."""
+    """Return tokens first..last-1 as text, or as ids without a tokenizer. ⟦ and ⟧ enclose tokens without loss."""
 
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))

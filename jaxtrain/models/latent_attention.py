@@ -62,7 +62,7 @@ class LatentAttention(nnx.Module):
     def _queries(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the unrotated part (B, T, N, qk_nope_head_dim) and the rotated part (B, T, N, qk_rope_head_dim) of queries.
 
-        Both are multiplied by the model's factor of scores, beyond the 1 / sqrt(head_dim) of kernels.
+        Both are multiplied by the model's softmax scale times sqrt(head_dim), because kernels apply 1 / sqrt(head_dim).
         """
         m = self.model
         if m.q_lora_rank:

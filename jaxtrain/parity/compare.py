@@ -264,6 +264,6 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
-    """Return the norm of each tensor, or if it is larger, the tensor's share of the global norm, by its number of elements."""
+    """Return for each tensor the larger of its norm and (global norm) * sqrt(its elements / all elements)."""
     whole, size = _norm(gradients), sum(a.size for a in gradients.values())
     return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

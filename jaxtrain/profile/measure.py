@@ -210,7 +210,10 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
 
 
 def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Divide a CPU's events by executions of the program. The last are the steps `marked`; an earlier one is incomplete."""
+    """Divide a CPU's events by executions of the program.
+
+    The last len(marked) executions are the steps `marked`. An execution before them is incomplete: only its end is used.
+    """
     starts, ends = {}, {}
     for e in events:
         starts[e.run] = min(e.start, starts.get(e.run, e.start))

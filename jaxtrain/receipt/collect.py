@@ -1,4 +1,4 @@
-"""The software of a run: packages, driver, container, environment variables, source files, and the launcher's findings."""
+"""The software of a run: packages, driver, container, environment variables, source files, and the findings of run.sh."""
 
 import hashlib
 import importlib

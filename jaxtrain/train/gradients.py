@@ -27,7 +27,7 @@ Report = tuple[jax.Array, Sums]
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The number that a step minimises. Static."""
+    """The function of a microbatch that a step minimises: the loss and its auxiliary losses. Hashable, without arrays."""
 
     placement: Placement
     loss: Loss

@@ -76,7 +76,7 @@ class Loop:
         self._begin()
 
     def _begin(self) -> None:
-        """Start to read batches from `done` on, with the guard's counts of the state."""
+        """Start to read batches after step `done`, and take the counts of skipped steps from the state's guard."""
         source = Positioned(self.data, self.start.position)
         how = (self.program.batch, self.program.context, self.run.data.prefetch)
         self.feed = BatchFeed(source, self.start.position.step, *how)

@@ -386,7 +386,7 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield settings that a loss of pairs excludes."""
+    """Yield settings that a preference loss (loss.name=dpo) excludes."""
     if not run.loss.of_pairs:
         return
     if not run.data.masks_documents:

@@ -40,7 +40,7 @@ def git(folder: Path, *args: str) -> str:
 
 
 def token_file(folder: Path, text: bytes) -> Path:
-    """Write a token file under a fixed name. Its folder is no difference."""
+    """Write a token file under a fixed name. `receipt diff` ignores the folder."""
     folder.mkdir()
     byte = tokenizer.ByteTokenizer()
     with TokenWriter(folder / "text.tok", tokenizer.info(byte)) as writer:

@@ -70,7 +70,7 @@ def test_a_round_waits_for_all_of_the_last():
 
 @pytest.fixture
 def for_h200s(monkeypatch):
-    """Compile programs for described H200s instead of timing them. Returns the devices and the list of the programs' HLO."""
+    """Compile programs ahead of time for eight H200s instead of timing them. Returns the devices and the list of the HLO."""
     devices = topology.devices(topology.parse("h200:8"))
     kept: list[str] = []
 

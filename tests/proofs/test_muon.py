@@ -136,7 +136,7 @@ def test_first_three_steps_are_the_definitions(mesh, expected):
 
 
 def test_first_three_steps_of_a_run():
-    """The gradients are derived from the stored momentum. The run has clipping, a schedule, and named layers."""
+    """The gradients are derived from the stored momentum. The run has clipping and a schedule."""
     run = helpers.tiny(SMALL)
     rates = make_schedule(run.optimizer, run.train.steps)
     before, o = helpers.initial_tensors(run), run.optimizer

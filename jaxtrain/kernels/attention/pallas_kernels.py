@@ -222,7 +222,7 @@ def _belonging(ref: Any, layout: Any, optimized: bool = True) -> Belonging:
 
 
 def _visible(of_queries: Belonging, of_keys: Belonging, spec: Spec, shape: tuple[int, ...], turned: bool = False) -> jax.Array:
-    """Return the mask, bool (queries, keys), or turned (keys, queries), from the segments and positions of both."""
+    """Return the mask, bool (queries, keys), or its transpose if `turned`, from segments and positions of queries and keys."""
     over_queries, over_keys = (_columns, _rows) if turned else (_rows, _columns)
     same = over_queries(of_queries[0], shape) == over_keys(of_keys[0], shape)
     distance = over_queries(of_queries[1], shape) - over_keys(of_keys[1], shape)

@@ -293,7 +293,8 @@ def _memory_bytes(layout: Layout) -> float:
 def saved_bytes(layout: Layout) -> float:
     """Return the bytes of saved activations of a device's layers, per token of a microbatch.
 
-    Inputs of checkpoints and named activations count. Unnamed and offloaded activations are left out.
+    These are the inputs of each jax.checkpoint and the activations saved by name. Unnamed and offloaded activations are left
+    out.
     """
     remat = layout.run.remat
     there = kept(remat)
