@@ -114,7 +114,7 @@ def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, foun
 
 
 def prepared(kind: str, source: Path, out: Path, shard_size: str) -> Callable[[], None]:
-    """Return a function that runs the import or the export, after importing its modules."""
+    """Import the modules of the command (import or export), and return a function that runs it."""
     if kind == "import":
         from jaxtrain.hf.folder import open_folder
         from jaxtrain.hf.importing import import_folder

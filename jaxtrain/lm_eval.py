@@ -74,7 +74,7 @@ def harness_model() -> type:
 
         @property
         def prefix_token_id(self) -> int:
-            """Return the token before a text without a context: the harness allows one token."""
+            """Return the token that comes before a text without a context. The harness allows only one."""
             return self.ids.bos[-1] if self.ids.bos else self.ids.eot
 
         @property

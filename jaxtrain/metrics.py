@@ -160,7 +160,10 @@ class Tracker(Protocol):
     """A copy of a run's metrics in another tool, kept by process 0. `rewind` is called first. A failure never ends the run."""
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Continue from `step`, with these lines and samples up to it. `dropped` lines of later steps are removed."""
+        """Continue from `step`, with these lines and samples up to it.
+
+        dropped: number of lines of later steps that were removed from metrics.jsonl.
+        """
         ...
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:

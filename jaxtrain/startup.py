@@ -70,9 +70,9 @@ def set_compile_cache(run: RunConfig) -> None:
 def threads_for_cpus(count: int) -> None:
     """Give XLA more threads than its default for `count` CPU devices of one process, before JAX starts them.
 
-    The default is the number of devices or cores. A collective blocks a thread for each device until all devices have joined.
-    If all threads are blocked, the computation that the other devices wait for never runs: after 40 s XLA ends the process
-    ("Termination timeout for ... Expected 4 threads to join the rendezvous"). Seen with 8 devices on 2 cores.
+    The default follows from the numbers of devices and cores. A collective blocks a thread for each device until all devices
+    have joined. If all threads are blocked, the computation that the other devices wait for never runs: after 40 s XLA ends the
+    process ("Termination timeout for ... Expected 4 threads to join the rendezvous"). Seen with 8 devices on 2 cores.
     """
     if count > 1:
         here = os.environ.get(THREADS, "")

@@ -398,7 +398,7 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
 
 
 def _unique(settings: list[str]) -> list[str]:
-    """Return each key once: "precision=bf16" and "precision" are the same answer."""
+    """Return the first setting of each key: "precision=bf16" and "precision" have the same key."""
     found: dict[str, str] = {}
     for setting in settings:
         found.setdefault(setting.partition("=")[0], setting)

@@ -31,7 +31,7 @@ class Outcome:
     Attributes:
       verdict: GOOD; OFF (different from the plan, but no fault); BAD; or OUT (left out).
       found: the result in one line.
-      lines: lines of the part's section on the page.
+      lines: Markdown lines of the part's section in results.md.
       data: the result as JSON data.
     """
 

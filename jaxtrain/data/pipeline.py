@@ -46,7 +46,7 @@ class Batches:
       synthetic: whether the data is synthetic.
       tokens_per_epoch: tokens of all sources.
       masked_fraction: fraction of the tokens that `data.max_segments` masks.
-      max_segments: documents in a row at most; optional for a user's own sources.
+      max_segments: documents in a row at most; a user's own source may lack this attribute.
       truncated: number of conversations longer than a row, tokens that these lose, tokens of all conversations.
       sparse: files with much padding because of `max_segments` -> fraction of their rows that is not padding.
       fingerprint: JSON, the data that was read, for receipts.

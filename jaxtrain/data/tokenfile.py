@@ -71,7 +71,9 @@ def open_locked(path: Path) -> BinaryIO:
 
 
 class TokenWriter:
-    """A writer of a token file: it streams documents, in constant memory. Finish with `close` (`seal`, `publish`) or `abort`.
+    """A writer of a token file: it streams documents, in constant memory.
+
+    Finish with `close` (`seal`, then `publish`), or with `abort`.
 
     Writes `path + suffix` and renames that file when it is completely on the disk. As a context manager the writer closes, or
     aborts on an exception.

@@ -163,8 +163,8 @@ def gated_linear(
     """Return down(activation(gate(x)) * up(x)), (B, T, D): `dot` three times, with fewer passes over gradients.
 
     The scales of both projections' gradients come from a bound of their elements: the largest gradient of the gated product
-    times the largest factor. So one pass computes and rounds the gradients. Scales from their largest elements would need two
-    more passes.
+    times SLOPE times the largest element of the other projection. So one pass computes and rounds the gradients. Scales from
+    their largest elements would need two more passes.
 
     activation: 0 at 0, with a slope of at most SLOPE.
     """

@@ -178,7 +178,10 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 
 
 def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """Return the transformation that adds weight decay and then multiplies by the rate factor, by each parameter's `Choice`."""
+    """Return the transformation that adds weight decay and then multiplies by a factor of the learning rate.
+
+    Both are in each parameter's `Choice`.
+    """
     chosen = choices(optimizer, axes)
 
     def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:

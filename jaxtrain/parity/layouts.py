@@ -158,7 +158,7 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 
 
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
-    """Return the problems of a comparison of runs that are possible one by one: data, optimizer, experts, memory."""
+    """Return why these runs, each of them valid, cannot be compared: data, optimizer, experts, memory."""
     run = runs[0]
     problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
     if run.optimizer.name not in METHODS:

@@ -50,7 +50,10 @@ def read_plan(
     overrides: tuple[str, ...] = (),
     experts_load: float = 1.0,
 ) -> Plan:
-    """Return the plan of a compiled step. run: the config that was compiled. Other arguments: see `make_plan`."""
+    """Return the plan of a compiled step.
+
+    run: the config before `remat.policy=auto` was resolved. Other arguments: see `make_plan`.
+    """
     kept = auto_remat.words(compiled.run) if run.remat.policy == "auto" else ""
     run = compiled.run
     rates = rates or rates_for(topology.gpu, run.precision)

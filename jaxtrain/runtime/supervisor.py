@@ -191,7 +191,7 @@ class Supervisor:
         options: its arguments and options.
         environ: the environment of the processes that it starts.
         program: the command that runs a module.
-        patience_s: seconds in which the processes of other nodes end after this one.
+        patience_s: seconds to wait for the processes of other nodes after this node's process has ended.
     """
 
     def __init__(

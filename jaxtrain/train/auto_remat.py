@@ -24,7 +24,7 @@ GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), (
 
 
 def layers_kept(run: RunConfig, stages: int) -> int:
-    """Return the number of layers whose activations of a microbatch are saved on a device, over all units in flight."""
+    """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight."""
     how = Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if stages > 1 else 1)
     if stages == 1:
         return how.places
@@ -35,7 +35,7 @@ def expert_room(run: RunConfig, ranks: int) -> float:
     """Return the capacity of a device's expert buffers, in rows per token of the device.
 
     It is the number of experts per token, times the capacity factor. Without a capacity factor, and with experts on several
-    devices (`ranks`), it is the number of experts per token times the size of the first round.
+    devices (`ranks`), it is the number of experts per token times `moe.buffer`, the size of the first round over an even load.
     """
     m, x = run.model, run.moe
     shares = (

@@ -255,8 +255,8 @@ def compile_train(
 def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:
     """Mark the moments among a lowered step's arguments as host memory, as jax does for devices with host memory.
 
-    Described devices have no memories, so no sharding can name one (see `state.abstract_state`); the compiler itself needs only
-    this attribute. The memory of results is part of the program.
+    Devices of a topology (jax.experimental.topologies) have no memories, so no sharding can have a memory kind (see
+    `state.abstract_state`). The compiler itself needs only this attribute. The memory of results is part of the program.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((program.state, program.batch))]
     module: Any = lowered.compiler_ir("stablehlo")

@@ -88,7 +88,10 @@ class StageLayers:
         return jax.lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.asarray(list(order), jnp.int32))[0]
 
     def through[C](self, step: Callable[[C, Any, Kind, jax.Array], C], carry: C, group: jax.Array) -> C:
-        """Return step(carry, layer, kind, slot in the stack) over a group's layers. Saves no activations."""
+        """Return the carry after `step(carry, layer, kind, index of the layer on this stage)` for each layer of a group.
+
+        The layers run in turn. Saves no activations.
+        """
 
         def one(carry: C, q: jax.Array) -> C:
             i = group * self._per_group + q

@@ -97,7 +97,8 @@ def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool) -> list[float
 
         F = P max(exp(d) / sum of P exp(-d) - 1, 1 - exp(-d) / sum of P exp(d)) + (S + 16) e P
 
-    and rounding them, the largest at most 256, adds R = max(2^-4 (P + F), 2^-18 of the largest of all weights).
+    and rounding them to e4m3, scaled so that the largest is at most 256, adds R = max(2^-4 (P + F), 2^-18 of the largest of all
+    weights).
     """
     worst = [0.0, 0.0]
     for row, head in np.ndindex(B, N):

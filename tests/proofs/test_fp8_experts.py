@@ -254,7 +254,7 @@ ROUTER = 3  # matmuls of a layer's router, in float32
 
 @pytest.mark.more
 def test_products_of_uneven_rows_are_fp8_calls():
-    """All matmuls are FP8 calls except those of three weights' gradients."""
+    """All matmuls are FP8 calls, except the router's and those of the experts' three weight gradients."""
     made = planned("--config.mesh.expert=2", "--config.mesh.fsdp=4")
     assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (18.0, 21.0 + ROUTER)
     assert not [w for w in made.warnings if "fp8" in w]

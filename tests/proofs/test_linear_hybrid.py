@@ -90,8 +90,8 @@ def bound(q, k, v, log_decay, beta, segments):
 
     To first order in the roundoff e, with lengths of vectors and Frobenius norms of matrices. A sum of C log decays has an
     error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1): so a decay's error is at most ((C + 1) / exp(1) + 4) e. Sums of C
-    or K products, and the factors of each, add up to c = (C + K + 4) e + 2 (the error of a decay). For a chunk that begins with
-    the state S, with X the inverse of 1 + A and r = beta (|v| + |k| |S|):
+    or K products, and the factors of each, add up to c = (C + K + 4) e + 2 x (the error of a decay). For a chunk that begins
+    with the state S, with X the inverse of 1 + A and r = beta (|v| + |k| |S|):
 
         A    c beta_i |k_i| |k_j|
         X    dX, as `inverse_and_error` computes it

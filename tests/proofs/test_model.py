@@ -239,7 +239,10 @@ def test_offloaded_tensors_go_to_host_memory():
 
 
 def residuals(overrides: dict) -> collections.Counter:
-    """Return (shape, dtype) of the arrays that the loop over layers saves. bf16 tells gathered weights from activations."""
+    """Return (shape, dtype) of the arrays that the loop over layers saves.
+
+    Gradients are float32, so a gathered weight (bf16) differs from a gradient buffer of the same shape.
+    """
     run = helpers.tiny(SMALL | REMAT | {"precision": "bf16", "dtypes.reduce": "f32"} | overrides)
     program, batch = helpers.program(run), helpers.host_batch(run, 0)
     definition, zero = program.definition, make_zero(run, program.placement, numerics_of(run))

@@ -16,7 +16,7 @@ from jaxtrain.plan.topology import parse
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the files of --out: one small step of ours, under the names of all steps."""
+    """Write the files that `peer_maxtext --out` writes. Every case has the same small step of jaxtrain."""
     out = tmp_path_factory.mktemp("peer")
     run = tiny({"model.num_layers": 2, "mesh.fsdp": 8, "precision": "bf16", "attention.impl": "cudnn"})
     compiled = compile_step(run, parse(peer_maxtext.TOPOLOGY))

@@ -252,7 +252,10 @@ def test_stages_and_experts_communicate_what_their_formulas_say():
 
 
 def test_an_uneven_load_of_experts_is_priced():
-    """One expert has three even shares, and its neighbour a third: 1.67 together, so one round of 1.5 and another of 0.25."""
+    """One expert has three times an even load, and the other expert of its device a third of one.
+
+    So their device has 1.67 times its even load: one round of 1.5 and another of 0.25.
+    """
     (_, even), (_, uneven) = routed(), routed(3.0)
     assert (even.experts.load, even.experts.rounds, uneven.experts.load, uneven.experts.rounds) == (1.0, 1, 3.0, 2)
     assert {n for name, n in uneven.trip_counts.items() if "further_rounds" in name} == {1}

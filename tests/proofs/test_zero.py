@@ -63,7 +63,7 @@ LAYERS = 2
 
 
 def sizes(state) -> dict[str, int]:
-    """Return the numbers of elements of the weights, by their use."""
+    """Return the number of weights of each part of the model."""
     count = {k: sum(a.size for a in jax.tree.leaves(v)) for k, v in state.params.items()}
     return {"table": count["embed"], "head": count["head"], "layers": count["layers"], "all": sum(count.values())}
 

@@ -100,7 +100,7 @@ def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
 
 
 def test_what_fits_rounds_more_of_the_state_at_each_rank():
-    """Rank 0 changes no storage type. The type of the weights changes last."""
+    """Rank 0 of `fitting_space` changes no dtype of the state. The dtype of the weights changes last."""
     run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
     found = [(rank, dict(o)) for rank, o in space.fitting_space(run, H200, space.training_check(H200))]
     types = {rank: {key for r, o in found if r == rank for key in o if key.startswith("dtypes.")} for rank, _ in found}

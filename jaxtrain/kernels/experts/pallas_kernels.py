@@ -161,7 +161,9 @@ def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, sta
     total = used[0] * along
 
     def place(index: Any) -> tuple[Any, ...]:
-        """Return the tile's expert, first row, own rows (from, up to), first column, and steps."""
+        """Return the tile's expert, first row, rows of the expert (from, up to), first column, and number of steps over the
+        contracted dimension.
+        """
         visit, column = _neighbours(index, used[0], along)
         expert, first, start, stop = (visits[visit, i] for i in range(4))
         first = pl.multiple_of(first, ALIGNED)
@@ -217,7 +219,9 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
     across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)
 
     def place(index: Any) -> tuple[Any, ...]:
-        """Return the expert, its rows (from, up to), the tile's first row and column, the first row loaded, and the steps."""
+        """Return the expert, its token rows (from, up to), the first row and column of its tile of the result, the first
+        token row loaded, and the number of steps over the token rows.
+        """
         expert, within = index // (across * along), index % (across * along)
         i, j = _neighbours(within, across, along)
         start, stop = bounds[expert, 0], bounds[expert, 1]

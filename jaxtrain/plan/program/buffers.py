@@ -360,8 +360,8 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is XLA's own, with the workspace that is in the assignment. `by_class` sums to the peak. Host memory is separate.
-    Arguments and temporaries are allocated memory: their sum exceeds the peak by the heap's gaps.
+    The peak is that of XLA's buffer assignment, with cuDNN's workspace. `by_class` sums to the peak. Host memory is separate.
+    Arguments plus temporaries are the allocated memory: the peak plus fragmentation.
 
     Args:
       assignment, module, workspace: read from the program's compiled step.

@@ -257,7 +257,7 @@ def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: 
     Args:
       inside: the kernel's computation.
       arguments, made_type: types of arguments and output in the caller, since only these have the memory space.
-      made: FLOPs.
+      made: the kernel's FLOPs.
     """
     demand = _demand(inside)
     moved: list[tuple[float, Shape]] = []

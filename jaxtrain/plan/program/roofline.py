@@ -154,7 +154,7 @@ class _Schedule:
         return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
     def walk(self, where: Computation, clock: Clock, times: float) -> None:
-        """Run a computation once. times: runs per step; for the branch of a kind of layer, the mean."""
+        """Run a computation once. times: runs per step, a mean over layers in the branch of one kind of layer."""
         pending: dict[str, tuple[str, str, float]] = {}  # start -> (stream, name that its wait is counted under, end)
         for i in where.instructions:
             if i.opcode == "while":

@@ -292,9 +292,10 @@ class Refusal:
 
 
 def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
-    """Return why a config cannot fit, and settings that probably fit. None if it may fit, or is not legal on the machine.
+    """Return why a config cannot fit, and settings that probably fit. None if it may fit.
 
-    A config that is not legal on the machine is refused only if its state is too big for every mesh. Takes about a second.
+    If training on this machine would reject the config, only its state is checked: refused if it is too big for every mesh.
+    Takes about a second.
     """
     usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
     legal, state = not check(run), least_state_gib(run, topology)
