@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def act(parsed: Parsed) -> int:
-    """List the traces of a run, or print and write the report of one trace."""
+    """Run the mode of the command line: list the traces (--list), open one in xprof (--xprof), or report one."""
     with quiet():  # jax's libraries print a warning about a missing driver when they are loaded
         import jax.profiler  # noqa: F401 - loads them
 

@@ -1,8 +1,9 @@
 """The time of a step from the events of a trace, by kind, part, operation and device, and the comparison of two traces.
 
-Each nanosecond of a step counts once on each device. Operations that compute or copy at that time share it equally. If none
-runs, the time is exposed communication, else an exposed copy to or from the host, else idle. Communication and host copies
-during computation are overlapped. Operations inside loops and calls count, but loops and calls themselves do not.
+Each nanosecond of a step counts once on each device. Operations that compute or copy inside the device at that time share it
+equally. If no such operation runs, the time is exposed communication if a collective runs, else an exposed host copy if one
+runs, else idle. At all other times, collectives and host copies are overlapped. Operations inside loops and calls count, but
+loops and calls themselves do not.
 
 A step lasts from the end of the previous step to its own end, so gaps between steps count. The first step of a trace begins
 with its first operation if the trace has no event of the previous step.
@@ -39,7 +40,7 @@ NS_PER_MS = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """Operations of one kind, part and source line, summed over a step. Figures are means over devices and steps."""
+    """One `Operation` of a step, summed over its launches. Figures are means over devices and steps."""
 
     kind: str  # one of KINDS without "exposed", or of LINKS
     part: str
@@ -49,7 +50,7 @@ class Op:
     count: float  # launches
     ms: float  # share of the step's time, divided among concurrent operations; for LINKS only exposed time
     ran_ms: float  # time from start to end, summed over launches
-    overlapped_ms: float  # time of LINKS during computation
+    overlapped_ms: float  # time of LINKS that is not exposed
     gflop: float | None  # from the program's HLO; None if unknown
     gb: float | None  # device memory traffic; for communication, bytes on the wire
     planned_ms: float | None  # at the rates that plans use for this GPU
@@ -57,7 +58,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The mean step of one device, ms."""
+    """The mean times of a step on one device, in ms."""
 
     device: int
     step_ms: float
@@ -68,7 +69,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """The time of a step from a trace. `--json` writes these fields."""
+    """The time of a step from a trace. `--json` writes all fields but `lanes`."""
 
     name: str  # name of the run, or of the trace file
     trace: str  # path of the trace
@@ -77,7 +78,7 @@ class Profile:
     step_ms: float  # mean over steps and devices
     step_range_ms: tuple[float, float]  # shortest and longest
     by_kind: dict[str, float]  # ms of a step; sums to step_ms
-    overlapped: dict[str, float]  # ms of LINKS during computation
+    overlapped: dict[str, float]  # ms of LINKS that are not exposed
     by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
     named: float  # fraction of the busy and exposed time in operations with a part
     ops: tuple[Op, ...]  # longest first
@@ -127,7 +128,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Facts of the run of a trace. Fields but `name` are empty if the trace is not in a run's folder."""
+    """Facts about the traced run. If the trace is not in a run's folder, all fields but `name` have their defaults."""
 
     name: str
     device_kind: str = ""
@@ -138,7 +139,7 @@ class Run:
 
 
 def run_around(target: Path) -> Run:
-    """Return the run of a trace: the nearest folder, from `target` upwards, that has a config and a receipt."""
+    """Return the run whose folder is the nearest, from `target` upwards, that has a config and a receipt."""
     start = target.resolve()
     for folder in (start, *start.parents):
         if (folder / "config.json").is_file() and (folder / "receipt.json").is_file():
@@ -210,9 +211,9 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
 
 
 def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Divide a CPU's events by executions of the program.
+    """Return the steps of a CPU device: one for each execution of the program.
 
-    The last len(marked) executions are the steps `marked`. An execution before them is incomplete: only its end is used.
+    The last len(marked) executions have the step numbers `marked`. An earlier execution is incomplete, so only its end is used.
     """
     starts, ends = {}, {}
     for e in events:
@@ -228,7 +229,7 @@ def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: M
 
 
 def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Divide a GPU's events, which have no execution number, after the last operation that runs once per step."""
+    """Return the steps of a GPU, whose events have no execution id. The last operation that runs once per step ends a step."""
     counts = Counter(e.op for e in events if e.op)
     if module:  # in scheduled order, without operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
@@ -251,7 +252,7 @@ type Sums = dict[Operation, np.ndarray]
 
 
 def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
-    """Return the operation of an event; None for a loop or a call."""
+    """Return the operation of an event; None for a loop or a call. main: id of the main program. known: its operations."""
     if event.program == main and event.op in known:
         return known[event.op]
     if event.op.split(".")[0] in CONTROL:
@@ -263,7 +264,7 @@ def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Ope
 def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple[Event, Operation]]]:
     """Return device -> its (event, operation) pairs, ordered by start.
 
-    A CPU has threads instead of streams. Each of its events is assigned to the first lane that is free.
+    A CPU has threads instead of streams. So each event of a CPU gets the first free lane, "CPU lane 1" and up, as its stream.
     """
     main, known = trace.main_program, program.operations if program else {}
     found = {}
@@ -281,7 +282,7 @@ def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple
 def divide_time(
     events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
 ) -> Sums:
-    """Divide the time of one device's steps among its operations.
+    """Return operation -> its sums over one device's steps.
 
     Args:
         events: (event, operation) pairs, ordered by start.
@@ -445,7 +446,7 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
 
 
 def diff(before: Profile, after: Profile) -> dict[str, Any]:
-    """Compare two profiles. Operations are matched by label and source file, since the compiler's names change.
+    """Compare two profiles. Operations are matched by label, kind and source file, since the compiler's names change.
 
     Returns:
         "before" and "after": the paths of the traces. "changes": "step", "kind", "part" or "operation" -> changes, largest

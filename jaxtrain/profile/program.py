@@ -1,8 +1,8 @@
 """The compiled program of a trace: kind, part and work of its operations, and its planned step.
 
 The part of an operation is its `jax.named_scope`, set in the step, in jaxtrain's models, or in your own model. Operations that
-the compiler adds have no scope. A fusion gets the scope of the operations in it. Any other operation without a scope gets that
-of its users, else that of its operands.
+the compiler adds have no scope. A fusion without a scope gets that of its matmul or of its last operation. Any other operation
+without a scope gets that of its nearest user, else that of its nearest operand.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The traced program's planned times, at the rates of its GPU."""
+    """The planned times of the traced program, at the rates of the traced GPU."""
 
     step_ms: float
     by_kind: dict[str, float]  # ms; sums to step_ms
@@ -67,7 +67,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program."""
+    """A compiled program, with the operation and the cost of each instruction."""
 
     module: Module
     operations: dict[str, Operation]  # by instruction
@@ -119,7 +119,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
 
 
 def part_of(op_name: str) -> str:
-    """Return the part of an operation from its scopes: `mlp`, `loss`, or `layers` for the loop over layers; "" if none."""
+    """Return the part of an operation from its scopes: `mlp`, `loss`, or `layers` for the loop over layers; else ""."""
     last = op_name.rsplit("/", 1)[-1]
     found = [p for p in roofline.path(op_name) if "->" not in p]  # the equation of an einsum is a scope too
     if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:

@@ -75,7 +75,7 @@ def facts(found: Profile) -> list[tuple[str, str, str]]:
 
 
 def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list[Section]:
-    """Return the sections of a profile's report. diff: changes since another trace, which are a section too."""
+    """Return the sections of a profile's report. diff: result of `measure.diff`, for the section "Changes"."""
     return [
         Section("Timeline of a step", [Drawing(_timeline(found))]),
         Section("Time by kind", [_kinds(found)]),
@@ -214,7 +214,7 @@ def _colour(kind: str) -> str:
 
 
 def _timeline(found: Profile) -> str:
-    """Return the timelines of the planned step and of the median step as HTML."""
+    """Return the timeline as HTML: lanes of the planned step, then lanes of the median traced step."""
     lanes = (found.planned.lanes if found.planned else {}) | found.lanes
     return timeline.draw(lanes, COLOURS, verdict(found))
 

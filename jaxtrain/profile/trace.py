@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The operations and programs of a trace."""
+    """The events of a trace, by device, and the numbers of its steps."""
 
     path: Path
     platform: str  # cpu | gpu
@@ -51,7 +51,7 @@ class Trace:
 
     @functools.cached_property
     def main_program(self) -> int:
-        """Return the id of the program with the most time."""
+        """Return the id of the program whose events take the most time."""
         time: dict[int, float] = defaultdict(float)
         for event in (e for events in self.devices.values() for e in events):
             time[event.program] += event.end - event.start
@@ -76,7 +76,7 @@ def find(target: Path) -> list[Path]:
 
 
 def read(path: Path) -> Trace:
-    """Return the operations and programs of a trace.
+    """Return the events and the step numbers of a trace.
 
     Raises:
         TraceError: the file is not a trace, or has no operation of a compiled program.
