@@ -1,1 +1,1 @@
-"""Parts of HTML reports: plan, profile and report write their pages with them."""
+"""Components of the HTML reports of jaxtrain.plan, jaxtrain.profile and jaxtrain.report."""

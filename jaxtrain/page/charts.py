@@ -1,8 +1,9 @@
 """Bars and line charts as inline SVG, and the data of their cursors.
 
-A line chart is drawn once for each x axis (step, tokens, time), and again with a logarithmic scale. `controls` returns the
-inputs that select one of these views by CSS alone, for all charts of a page. page.js adds a cursor that shows values.
-Positions are percentages, so the browser stretches a drawing and keeps the size of its letters. Each colour is CSS.
+A line chart is drawn once for each x axis (step, tokens, time). If `LineChart.log` is set and all values are positive, the
+chart is drawn again with a logarithmic y axis. `controls` returns the inputs that select one of these views by CSS alone, for
+all charts of a page. page.js adds a cursor that shows values. Positions are percentages, so the browser stretches a drawing
+and keeps the size of its letters. Each colour is a CSS colour.
 
 A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
 The page holds the thinned curves with every digit, as JSON next to each chart.
@@ -48,7 +49,7 @@ class Curve:
         x: increasing positions, a sequence for each x axis of the chart.
         y: a value for each position. None is a gap. NaN and infinities are marked instead of drawn.
         colour: CSS colour.
-        kind: CSS class: "raw" and "smooth" of a curve that can be smoothed, "limit" of a dashed line.
+        kind: CSS class: "raw" and "smooth" for the two versions of a smoothed curve, "limit" for a dashed line, else "".
     """
 
     name: str
@@ -65,7 +66,7 @@ class LineChart:
     Attributes:
         zero: whether the y axis starts at 0.
         log: whether there is a view with a logarithmic y axis.
-        kind: CSS class: "first" has the full width of the page.
+        kind: CSS class: "first" for the full width of the page, else "".
     """
 
     title: str
@@ -102,7 +103,7 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, m
 
 
 def cursor_data(data: object) -> str:
-    """Return a script element with the data that page.js shows at the cursor. data: texts at equal distances, or curves."""
+    """Return a script element with JSON that a script shows at the cursor. data: texts, curves, or lanes of events."""
     # "<" is escaped in the JSON, so no name can end the script element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
@@ -141,7 +142,7 @@ def controls(axes: Sequence[str], *, log: bool) -> str:
 
 
 def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
-    """Return a chart with its title and legend; "" if no curve has a value."""
+    """Return a chart with its title and legend as HTML; "" if no curve has a value. axes: names of the x axes."""
     curves = [thin(c, columns) for c in chart.curves]
     measured = [c for c in curves if c.kind != "limit"]
     if not any(is_number(v) for c in measured for v in c.y):
@@ -179,7 +180,11 @@ def is_number(value: float | None) -> TypeGuard[float]:
 
 
 def thin(c: Curve, columns: int) -> Curve:
-    """Return a curve thinned to the lowest and highest point, a gap and a NaN or infinity in each range of the first x axis."""
+    """Return a curve with at most four points in each of `columns` equal ranges of the first x axis, and both ends.
+
+    The points of a range are the lowest, the highest, a gap, and a NaN or infinity. A curve of at most 2 x `columns` points is
+    returned as it is.
+    """
     at = c.x[0]
     if len(at) <= 2 * columns:
         return c
@@ -212,7 +217,7 @@ def short(value: float) -> str:
 
 
 def _y_scale(values: Sequence[float], zero: bool, log: bool) -> Scale:
-    """Return the y axis for these values, with 6% of space at both ends."""
+    """Return the y axis for these values, with 6% of space at both ends, but none below an axis that starts at 0."""
     low, high = min(values), max(values)
     if log:
         space = (high / low) ** 0.06 if high > low else 1.5
@@ -240,7 +245,7 @@ def _grid(x: Scale, y: Scale, name: str) -> str:
 
 
 def _stretches(c: Curve, axis: int) -> list[list[tuple[float, float]]]:
-    """Return the (x, y) points of a curve in pieces, divided at gaps."""
+    """Return the (x, y) points of a curve in lists that are divided at gaps, NaN and infinities."""
     out: list[list[tuple[float, float]]] = [[]]
     for place, value in zip(c.x[axis], c.y, strict=True):
         if is_number(value):
@@ -278,7 +283,7 @@ def _word(value: float) -> str:
 
 
 def _legend(chart: LineChart) -> str:
-    """Return the legend with the names of the curves; "" for a single curve, whose name is the title."""
+    """Return the legend with the names of the curves; "" for a single curve of finite values."""
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]

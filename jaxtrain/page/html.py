@@ -1,6 +1,6 @@
-"""The document of an HTML report and its small parts: tiles, paragraphs, keys.
+"""The document of an HTML report, and its small elements: tiles, paragraphs, legends.
 
-A page is one file that needs no network and is complete without scripts. Functions return markup and escape all text.
+A page is one file that needs no network. Only a timeline needs scripts. Functions return markup and escape all text.
 Tables are in `jaxtrain.page.sections`, charts in `jaxtrain.page.charts`.
 """
 
@@ -46,12 +46,12 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def swatch(colour: str) -> str:
-    """Return a small square of a CSS colour, for keys and tables; for "" an outline."""
+    """Return a small square of a CSS colour, for legends and tables; an outlined square if `colour` is empty."""
     return f'<span class="swatch" style="background:{colour}"></span>' if colour else '<span class="swatch outline"></span>'
 
 
 def key(parts: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
-    """Return the legend of a chart. parts: (name, CSS colour) of each part. notes: texts after the parts."""
+    """Return the legend of a chart. parts: (name, CSS colour) of each entry. notes: texts after the entries."""
     shown = [f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in parts]
     shown += [f"<span>{escape(note)}</span>" for note in notes]
     return f'<p class="key">{" &ensp; ".join(shown)}</p>'

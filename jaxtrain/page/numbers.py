@@ -17,7 +17,7 @@ def decimals(values: Iterable[float]) -> int:
 
 
 def column(values: Sequence[float]) -> list[str]:
-    """Return numbers of one unit as texts with equal decimals. A number that would round to zero is '<0.1'."""
+    """Return numbers of one unit as texts with equal decimals. A number that would round to zero is shown as '<0.1'."""
     places = decimals(values)
     return [number(v, places) for v in values]
 

@@ -1,4 +1,4 @@
-"""Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page.
+"""Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page, Markdown tables.
 
 A report builds its sections once. The terminal has the first rows of a long table and a row with the sum of the remaining rows.
 The page has more rows, swatches, scopes and drawings.
@@ -59,7 +59,7 @@ class Table:
     Attributes:
         title: the caption.
         rows: number of rows on a terminal; another row has the sums of the remaining rows. None: all.
-        page_rows: the same for the page.
+        page_rows: `rows` of the page.
         style: CSS class: "sortable" or "small".
     """
 
@@ -91,7 +91,7 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """HTML that is only on the page."""
+    """HTML that the page shows and the terminal leaves out."""
 
     html: str
 
@@ -236,7 +236,7 @@ def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], s
 
 
 def _least_width(c: Column) -> int:
-    """Return the characters that a column needs on a terminal, including the space after it."""
+    """Return the number of characters that a column needs on a terminal, including the space after the column."""
     if c.kind == "bar":
         return BAR + 2
     cells = [shorten_source(cell) if c.kind == "source" else cell for cell in c.cells]
@@ -255,7 +255,7 @@ def _terminal_cell(c: Column, i: int, console: Console) -> str:
 
 
 def place(source: str) -> str:
-    """Return file:line relative to the folder that the package is installed in."""
+    """Return a source (file:line), relative to site-packages or to the parent folder of jaxtrain."""
     for package, kept in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
         before, found, inside = source.rpartition(package)
         source = kept + inside if found else source

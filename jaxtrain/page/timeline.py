@@ -21,11 +21,11 @@ class Stretch(NamedTuple):
 
 
 def draw(lanes: Mapping[str, Sequence[Stretch]], colours: Mapping[str, str], description: str) -> str:
-    """Return the timeline as HTML, with its style and script. A page may have one timeline.
+    """Return the timeline as HTML, with its style and script. A page can have at most one timeline.
 
     Args:
         lanes: name -> events. Every lane has events.
-        colours: kind of an event -> CSS variable, such as --c1. The key has the same order.
+        colours: kind of an event -> CSS variable, such as --c1. The legend has the same order.
         description: the timeline in words, for screen readers.
     """
     kinds = [kind for kind in colours if any(s.kind == kind for lane in lanes.values() for s in lane)]
