@@ -1,4 +1,4 @@
-"""Plans of runs on described machines: the train step, compiled for GPUs that this machine does not have."""
+"""Plan a run: compile its train step for GPUs that need not be present, and estimate memory and step time."""
 
 import sys
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _rule_of_load(text: str) -> str:
-    """Return the rule that an expert load breaks, or ""."""
+    """Return the rule that the text of --experts-load breaks; "" if the text is valid."""
     try:
         return "" if 1 <= float(text) < math.inf else "must be a number from 1, which is an even load"
     except ValueError:
@@ -35,7 +35,7 @@ def _rule_of_load(text: str) -> str:
 
 
 def _rule_of_cache(text: str) -> str:
-    """Return the reason why plans cannot be cached in a folder, or ""."""
+    """Return the reason why the folder of --cache cannot be used; "" if it can."""
     try:
         folder = Path(text).expanduser().absolute()
         above = next(p for p in (folder, *folder.parents) if p.exists())
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(parsed: Parsed) -> list[Problem]:
-    """Return problems of the command line that are known before anything is imported or compiled."""
+    """Return the problems of the command line that can be found before JAX is imported."""
     options, loaded, problems = parsed.options, parsed.config, []
     here, found = not options["topology"], hardware.probe()
     if parsed.mode == "calibrate":
@@ -171,10 +171,10 @@ def _check(parsed: Parsed) -> list[Problem]:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command line with its machine.
+    """A parsed command line of a plan, and the machine to plan for.
 
     Attributes:
-        check: returns the problems of a config on the machine.
+        check: function of a config that returns the problems of training it on the machine.
         jobs: number of compiles that run at the same time; 0: the number of cores.
         budget_s: time limit of a search in seconds; 0: no limit.
     """
@@ -208,7 +208,7 @@ class Job:
 
 
 def _act(parsed: Parsed) -> int:
-    """Start JAX and run the command. The code before this call must be fast."""
+    """Start JAX, run the parsed command, and return its exit code."""
     here = not parsed.options["topology"]
     cudnn = None
     if not parsed.mode and not here:  # before JAX starts: XLA searches for its libraries only once
@@ -249,7 +249,7 @@ def _act(parsed: Parsed) -> int:
 
 
 def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
-    """Run the mode of the command line for its machine."""
+    """Run the mode that the command line selects (all but --calibrate), and return the exit code."""
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search.cache import Cache
     from jaxtrain.plan.search.space import training_check
@@ -278,7 +278,10 @@ def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
 
 
 def _load_cudnn(source: str) -> cudnn_library.Library | None:
-    """Return cuDNN's library, or None for the formula. Raises ConfigError for --cudnn=library without a library."""
+    """Return cuDNN's library for --cudnn=`source`; None if a formula is to compute workspaces.
+
+    If the library cannot be loaded, "auto" returns None and "library" raises ConfigError.
+    """
     if source == "formula":
         return None
     try:
@@ -295,7 +298,10 @@ def _fail(why: str) -> int:
 
 
 def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
-    """Plan one layout. If it does not fit, search for settings that fit."""
+    """Plan the layout of the config, print the plan, write its files, and return the exit code.
+
+    If the plan does not fit, search for settings that fit, unless --no-fit is given or the chip has no file in specs/.
+    """
     from jaxtrain.page.sections import print_sections
     from jaxtrain.plan import layer_schedule
     from jaxtrain.plan.compile import compile_step
@@ -359,9 +365,9 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
 
 
 def _refused(job: Job) -> bool:
-    """Print that a config cannot fit by formula, and settings that probably fit. Return whether it was refused.
+    """Return whether the config cannot fit by formula. If so, print this, and settings that probably fit.
 
-    A config is not refused if it may fit, or if an option (--hlo, --html, --traffic, --no-fit) needs its program.
+    With --hlo, --html, --traffic or --no-fit, which need the compiled program, return False.
     """
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse
@@ -379,7 +385,10 @@ def _refused(job: Job) -> bool:
 
 
 def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
-    """Plan a config once without each setting that saves memory. Return further hints, and whether Ctrl-C interrupted it."""
+    """For each setting of the config that saves memory (`savings`), plan the config without the setting.
+
+    Return a hint for each setting, and whether Ctrl-C interrupted the planning. plan: the plan of the config itself.
+    """
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
     from jaxtrain.plan.search.search import savings
@@ -400,7 +409,7 @@ def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _search(job: Job) -> int:
-    """Search for the fastest layout that fits."""
+    """Search for the fastest layout that fits, print and write the result, and return the exit code."""
     from jaxtrain.plan.report import search_report
     from jaxtrain.plan.search.search import refuse, search
 

@@ -1,8 +1,9 @@
-"""Measures the rates of this machine's GPUs and stores them. Plans then use them in place of published kernel rates.
+"""Measure the rates of this machine's GPUs and store them. Plans for these GPUs then use the measured rates.
 
     python -m jaxtrain.plan --calibrate
 
-It runs the measurements of bench/microbenchmarks.py in one process, on the GPUs of one node. The network is not measured.
+The command runs the measurements of bench/microbenchmarks.py in one process, on the GPUs of one node. The network between nodes
+is not measured.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ MEASURED = {
 
 
 class CalibrationError(ValueError):
-    """This machine's GPUs cannot be calibrated, or a measured rate is impossible."""
+    """This machine's GPUs cannot be calibrated, or a measured rate is implausible."""
 
 
 def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[Reading]:
@@ -85,10 +86,11 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
 
 
 def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:
-    """Measure the devices of this process, print the readings, store the rates for plans, and return the file.
+    """Measure the devices of this process, print the readings, store the rates for plans, and return the path of the file.
 
     Raises:
-        CalibrationError: without a GPU, in one of several processes, or for a GPU without a data sheet in jaxtrain/hardware.py.
+        CalibrationError: JAX finds no GPU, the run has several processes, jaxtrain/hardware.py has no data sheet of the GPU, or
+            `to_rates` raises.
     """
     console = console or rich.console.Console()
     devices = jax.local_devices()
@@ -118,16 +120,20 @@ def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | No
 
 
 def rate(readings: Sequence[Reading]) -> float:
-    """Return the sum of weight x work over the sum of weight x seconds, of all readings; 0 if the seconds are 0."""
+    """Return the rate of several readings: sum(weight x work) / sum(weight x seconds), or 0 if all seconds are 0."""
     seconds = sum(r.weight * r.seconds for r in readings)
     return sum(r.weight * r.work for r in readings) / seconds if seconds else 0.0
 
 
 def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
-    """Return the rates for plans. A rate without a successful measurement stays the published one; `source` lists these.
+    """Return the rates for plans, from readings on one node.
+
+    If a measurement of a rate fails, the published rate is used and `source` names it. A missing FP8 rate is 0, which
+    `rates.rates_for` replaces by the published rate.
 
     Raises:
-        CalibrationError: a rate is not positive or above the data sheet's, or no measurement succeeded.
+        CalibrationError: a rate is not positive or above PLAUSIBLE x the data sheet's, a collective took no time, or no
+            measurement succeeded.
     """
     sheet = rates.datasheet(gpu, "bf16")
     # Attention's rates are measured with packed sequences, as in training, if cuDNN supports them; else without packing.
@@ -173,7 +179,7 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
 
 
 def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
-    """Return the data sheet's figure for each measured rate, in that rate's unit."""
+    """Return key of MEASURED -> the data sheet's rate, in the unit of MEASURED."""
     sheet = rates.datasheet(gpu, "bf16")
     return {
         "gemm_tflops": gpu.bf16,
@@ -187,7 +193,7 @@ def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
 
 
 def table(readings: Iterable[Reading], gpu: hardware.Gpu, title: str) -> rich.table.Table:
-    """Return the table of readings and the data sheet's figures."""
+    """Return a table of readings, with the data sheet's rate beside each."""
     limits = ceilings(gpu)
     keys = {kind: key for key, (kinds, _, _) in MEASURED.items() for kind in kinds}
     out = rich.table.Table(title=title, title_justify="left")

@@ -1,6 +1,6 @@
-"""Compile a run's train step for described GPUs. A plan reads the scheduled program and XLA's buffer assignment.
+"""Compile a run's train step for GPUs that need not be present.
 
-The compiled step cannot be run.
+A plan reads the scheduled program and XLA's buffer assignment. It never runs the step.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ NO_TUNING: dict[str, str | bool] = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A train step, compiled for a described machine."""
+    """A train step that is compiled for a topology, with everything that a plan reads from it."""
 
     program: Program
     executable: jax.stages.Compiled
@@ -50,7 +50,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Switch off Python's cyclic garbage collector.
+    """Switch off Python's cyclic garbage collector inside a block or a decorated function.
 
     Tracing and parsing a program create millions of objects that stay alive. The collector would scan them and free nothing.
     """
@@ -65,12 +65,13 @@ def no_garbage_collection() -> Iterator[None]:
 
 @no_garbage_collection()
 def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
-    """Compile the train step of a run as training on that machine would, except for NO_TUNING.
+    """Compile the train step of a run as training on this topology would, except for the options NO_TUNING.
 
-    With remat.policy=auto, compiles with fewer saved activations until the step fits.
+    With remat.policy=auto, compile again with fewer saved activations until the step fits or saves only layer inputs.
 
     Args:
-      cudnn: the library that computes the workspaces of attention; None: a formula computes them.
+      cudnn: cuDNN's library, from which XLA gets the workspaces of attention for GPUs that are not present; None: plans compute
+        these workspaces by formula.
 
     Raises LayoutError or Unsupported for a config that cannot be trained, RuntimeError without XLA's GPU compiler.
     """
@@ -103,7 +104,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
 
 
 def _newest_dump(folder: str) -> bytes:
-    """Return the buffer assignment of the program that was compiled last."""
+    """Return the serialized HloProto, with the buffer assignment, of the program that was dumped last."""
     found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_mtime_ns)
     if not found:
         raise RuntimeError("XLA dumped no buffer assignment; is xla_dump_to set in XLA_FLAGS?")

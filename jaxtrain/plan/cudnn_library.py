@@ -1,4 +1,4 @@
-"""cuDNN on a machine without a GPU: its library is loaded by path, and XLA gets the workspace of attention from it.
+"""Load cuDNN on a machine without a GPU, so that XLA can ask cuDNN for the workspace of attention.
 
 With the compiler option COMPILE, XLA builds the graphs of the attention kernels and writes their workspace into the program.
 Compilation fails if cuDNN has no kernel for a graph. The extra `plan-cudnn` installs the libraries. They link to the CUDA
@@ -63,14 +63,16 @@ class LibraryError(RuntimeError):
 
 
 class Library:
-    """cuDNN, loaded into this process. `name` is its name in reports, such as "cudnn 9.19.0"."""
+    """cuDNN, loaded into this process. `name` is its name in reports, such as "cudnn 9.23.2"."""
 
     def __init__(self, runtime: ctypes.CDLL):
         self.name = f"cudnn {VERSION.rpartition('.')[0]}"
         self._capability = (ctypes.c_int * 2).in_dll(runtime, "jaxtrain_capability")
 
     def options(self, description: str) -> dict[str, str | bool]:
-        """Return the compiler options with which XLA calls cuDNN. description: `Topology.description`.
+        """Set the compute capability that the stub reports to cuDNN, and return the options with which XLA calls cuDNN.
+
+        description: `Topology.description`.
 
         Raises LibraryError for a description without a compute capability.
         """
@@ -82,7 +84,7 @@ class Library:
 
 
 def load() -> Library:
-    """Load cuDNN. Call it before JAX starts, in a process that uses no GPU.
+    """Load cuDNN. Call this function before JAX is imported, in a process that uses no GPU.
 
     Raises LibraryError if JAX is imported already, if a package, its version or a C compiler is missing, or if a library cannot
     be loaded.
@@ -119,7 +121,7 @@ def _path(package: str, file: str) -> Path:
 
 
 def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
-    """Build a stub of a library and load it. The dynamic loader then uses the stub for libraries that need the real one."""
+    """Compile C source to a stub library at `path`, and load it. Libraries that link to a library of this name then use it."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
     subprocess.run(build, input=source, text=True, capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

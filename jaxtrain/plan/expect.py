@@ -1,6 +1,6 @@
-"""The plan of a run's compiled executable, and a warning if the run's measurements differ from it.
+"""Plan the time and memory of a run's compiled step, and warn if the run's measurements differ.
 
-The receipt has the planned and the measured figures, so every run on a GPU checks the plan.
+The run's receipt has the planned and the measured figures.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class Expected:
 
     @property
     def longest_s(self) -> float | None:
-        """Return the longest expected step time. None at published kernel rates without a comparable published run."""
+        """Return the longest of `range_s`. Without a range: `step_s` at calibrated rates, None at published kernel rates."""
         if self.range_s:
             return self.range_s[1]
         return None if self.rates == PUBLISHED else self.step_s
 
     def is_unexpected(self, step_s: float) -> bool:
-        """Return whether a step time is outside `range_s`. Without a range: whether it is more than APART from `step_s`.
+        """Return whether a step time is outside `range_s`. Without a range: whether it is more than APART off the plan.
 
         At published kernel rates without a range, only a shorter step is unexpected.
         """
@@ -75,7 +75,10 @@ class Watch:
         self.told = False
 
     def note(self, step_s: float | None, peak_gib: float | None) -> list[str]:
-        """Add a line of metrics. Return the warnings of the comparison, once, after FIRST + ENOUGH lines."""
+        """Add the step time and peak memory of a line of metrics. Return warnings if they differ from the plan; else [].
+
+        The comparison is made once, when ENOUGH step times follow the first FIRST lines.
+        """
         self.seen += 1
         self.peak_gib = peak_gib
         if step_s is not None and self.seen > FIRST:
@@ -100,7 +103,7 @@ class Watch:
         )
 
     def measured(self) -> dict[str, float | None]:
-        """Return the median step time (s) and the peak memory (GiB) so far; None without a measurement."""
+        """Return the median step time (s) after FIRST lines, and the latest peak memory (GiB); None if not measured."""
         return {"step_s": statistics.median(self.steps) if self.steps else None, "peak_gib": self.peak_gib}
 
     def record(self) -> dict[str, Any]:

@@ -13,17 +13,19 @@ LINKS = ("communication", "host copies")
 
 
 def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates, layers: float) -> dict[str, list[Stretch]]:
-    """Return the events of one typical layer in the forward pass and of one in the backward pass, by lane.
+    """Return the events of the layer of median duration, in the forward pass and in the backward pass.
 
-    A layer lasts from the start of its attention to the start of the next layer's. Both begin at 0 ms.
+    A layer lasts from the start of its attention kernel to the start of the next layer's attention kernel. Times start at 0 ms
+    in each pass.
 
     Args:
         module: the scheduled program.
-        mesh: size of each axis.
-        layers: passes of one device through a layer in a step: its layers times microbatches.
+        mesh: axis -> size.
+        layers: passes of one device through a layer in a step: layers on the device x microbatches.
 
     Returns:
-        name of the lane -> its events; {} for a program without attention kernels, or of one layer.
+        name of the lane ("forward: computation", "backward: links") -> its events. {} for a program without attention kernels,
+        or if `layers` is 1.
     """
     events: list[Stretch] = []
 
@@ -51,7 +53,7 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
 
 
 def _window(starts: Sequence[float], layers: float) -> tuple[float, float] | None:
-    """Return (start, end) of the layer of median duration, from the starts of attention kernels; None below two layers."""
+    """Return (start, end) of the layer of median duration; None below two layers. starts: of a pass's attention kernels."""
     kernels = max(1, round(len(starts) / layers))  # attention kernels of one layer: a ring has several
     marks = starts[::kernels]
     pairs = list(zip(marks, marks[1:], strict=False))

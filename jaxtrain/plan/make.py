@@ -31,9 +31,10 @@ def make_plan(
       run: a config that training accepts (`validate.validate_step`).
       rates: rates of the machine's GPUs; None: a calibration if there is one, else published kernel rates.
       name, overrides: name and overrides of the config, shown in the plan.
-      experts_load: the load of the busiest expert of every layer over an even load, 1 or more.
+      experts_load: load of the busiest expert of each layer, as a multiple of an even load; 1 or more.
 
-    Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
+    Raises LayoutError, Unsupported, RuntimeError (see `compile_step`), and HloError or AssignmentError for a program that
+    cannot be read.
     """
     how = {"rates": rates, "name": name, "overrides": overrides, "experts_load": experts_load}
     return read_plan(compile_step(run, topology), run, topology, **how)
@@ -50,9 +51,9 @@ def read_plan(
     overrides: tuple[str, ...] = (),
     experts_load: float = 1.0,
 ) -> Plan:
-    """Return the plan of a compiled step.
+    """Return the plan of a compiled step. For the other arguments see `make_plan`.
 
-    run: the config before `remat.policy=auto` was resolved. Other arguments: see `make_plan`.
+    run: the config that was compiled, in which remat.policy may still be auto.
     """
     kept = auto_remat.words(compiled.run) if run.remat.policy == "auto" else ""
     run = compiled.run
@@ -160,7 +161,7 @@ def _name(i: hlo.Instruction) -> str:
 
 
 def _loops(module: hlo.Module) -> dict[str, int]:
-    """Return the trip count of each loop, by its name."""
+    """Return name of a loop -> its trip count. Loops of equal names are numbered."""
     out: dict[str, int] = {}
     for i, _, _, _ in hlo.walk(module):
         if i.opcode == "while":
@@ -170,7 +171,7 @@ def _loops(module: hlo.Module) -> dict[str, int]:
 
 
 def _host_waits(module: hlo.Module) -> dict[str, int]:
-    """Return loop or branch -> times per step that the host waits there for a value on the GPU."""
+    """Return name of a loop or conditional -> times per step that the host waits for its predicate or branch index."""
     out: Counter[str] = Counter()
     for i, times in hlo.host_waits(module):
         out[_name(i)] += times

@@ -102,8 +102,9 @@ SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     """Return the kind of published runs that are comparable with a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
-    A comparable run trains all weights of a dense model with AdamW over data and fsdp axes, on Hopper SXM GPUs, with cuDNN's
-    attention in 16 bits over all tokens, and offloads nothing to host memory.
+    A comparable run trains all weights of a dense model with AdamW over data and fsdp axes, with cuDNN's attention in 16 bits,
+    without sliding windows and without offload to host memory. Its GPUs, their number and its sequence length are within
+    COMPARED_GPUS, SIZES and LONGEST.
 
     Args:
         gpus: number of GPUs on all nodes.
@@ -153,13 +154,13 @@ def over_length(keys: int, backward: bool) -> float:
 
 
 def fp8_attention(keys: int) -> float:
-    """Return the forward rate of attention in FP8 over that in 16 bits, interpolated in log keys (FA3_FORWARD)."""
+    """Return attention's forward rate in FP8 over its rate in 16 bits, interpolated in log keys (FA3_FORWARD)."""
     gains = [eight / sixteen for sixteen, eight in FA3_FORWARD.values()]
     return float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in FA3_FORWARD], gains))
 
 
 def fastest_attention(backward: bool) -> float:
-    """Return the largest `over_length`: times the rate at ATTENTION_AT, it bounds the rate of any call."""
+    """Return the largest `over_length` of any call: an upper bound of attention's rate over its rate at ATTENTION_AT keys."""
     return max(over_length(keys, backward) for keys in CUDNN_H100)
 
 
@@ -195,10 +196,10 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
 
 
 def fraction(curve: result.Curve, size: float) -> float:
-    """Return the fraction of a curve at `size` bytes, interpolated linearly in the logarithms of size and fraction.
+    """Return the fraction of the full rate at `size` bytes: linear between the curve's entries, in log size and log fraction.
 
-    Below the first entry the time is that of the first entry, so the fraction falls with the size. Above the last entry the
-    fraction is that of the last entry.
+    A size below the first entry takes the first entry's time, so its fraction is proportional to the size. A size above the
+    last entry has the last entry's fraction.
     """
     sizes = [s for s, _ in curve]
     at = bisect.bisect_right(sizes, size)
@@ -226,7 +227,7 @@ def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Pat
 
 
 def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
-    """Return the calibration of a GPU, or None. Raises ValueError for a file that is damaged or of another GPU."""
+    """Return the calibration of a GPU; None without a file. Raises ValueError for a damaged file or one of another GPU."""
     file = path(gpu_name, folder)
     if not file.exists():
         return None

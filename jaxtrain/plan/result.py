@@ -27,14 +27,14 @@ class Rates:
     host_gb_s: float  # to and from pinned host memory
     network_latency_us: float  # of a hop between nodes, and through the next node
     source: str  # "published kernel rates" or "calibrated on NVIDIA H200, 2026-11-21"
-    fp8_tflops: float = 0.0  # matmuls in 8-bit floating point; 0 if the GPU has none
+    fp8_tflops: float = 0.0  # matmuls in 8-bit floating point; 0 if the GPU has none or they were not measured
     collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.fraction)
     network_curve: Curve = ANY_SIZE  # of network_gb_s, by the bytes that each GPU sends to another node
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, summed over a step: loops are multiplied out."""
+    """One collective instruction of the program, summed over all its launches in a step."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
     dtype: str  # on the wire; the dtypes of arrays combined into one launch are joined by "+"
@@ -44,7 +44,7 @@ class Collective:
     wire_gib: float  # sent by each GPU in a step over all launches
     network_gib: float  # each GPU's share of the bytes that leave its node; 0 if groups are within a node
     ms: float  # time on the link, over all launches
-    exposed_ms: float  # exposed part of `ms`
+    exposed_ms: float  # wait of the compute stream for these launches, also while the link is busy with others
     source: str  # file:line of its Python code
     op_name: str  # its path of named scopes
     instruction: str  # its name in the HLO
@@ -69,7 +69,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryClass:
-    """One class of memory over the schedule."""
+    """Memory of one class, such as gradients, over the schedule."""
 
     name: str
     gib: tuple[float, ...]  # at each point of Memory.timeline
@@ -77,7 +77,7 @@ class MemoryClass:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """GiB on one device."""
+    """Memory of one device in a step, in GiB."""
 
     hbm_gib: float  # memory of the GPU
     reserve_gib: float  # for memory that the compiler does not count: NCCL, CUDA context, fragmentation
@@ -97,7 +97,7 @@ class Memory:
 
     @property
     def taken_gib(self) -> float:
-        """Return the allocated memory: the peak, and the gaps of the compiler's heap, which is one allocation."""
+        """Return the allocated memory: arguments and temporaries, which are the peak plus fragmentation."""
         return self.arguments_gib + self.temp_gib
 
 
@@ -110,7 +110,7 @@ class Flops:
     hardware_per_step: float  # FLOPs that a device executes in a step: GEMMs and attention in the program
     expected_per_step: float  # hardware_per_step by formula, with the remat policy's recomputation
     attention_per_step: float = 0.0  # part of hardware_per_step in fused attention kernels
-    attention_by_rank: tuple[float, ...] = ()  # FLOPs inside the causal mask, by rank of mesh.seq; () if mesh.seq is 1
+    attention_by_rank: tuple[float, ...] = ()  # FLOPs inside the causal mask, by index along mesh.seq; () if mesh.seq is 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,18 +141,18 @@ SHOWN = 6  # names in one line of the report
 
 @dataclasses.dataclass(frozen=True)
 class Matmuls:
-    """The matmuls of layers under precision=fp8, for each layer and microbatch.
+    """The number of matmuls per layer and microbatch under precision=fp8.
 
     A dense layer has seven weights, and so 21 matmuls, forward and backward. Routers and recomputation add more.
     """
 
-    products: float
+    products: float  # all matmuls
     eight: float  # matmuls in 8-bit floating point
     wide: tuple[str, ...]  # matmuls in 16 bits, most frequent first: operation, source line, count per step
 
     @property
     def some_wide(self) -> str:
-        """Return the most frequent matmuls in 16 bits, as text."""
+        """Return the SHOWN most frequent matmuls in 16 bits, as text."""
         more = [f"and {len(self.wide) - SHOWN} more"] if len(self.wide) > SHOWN else []
         return "; ".join([*self.wide[:SHOWN], *more])
 
@@ -179,7 +179,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The placement of experts under expert parallelism."""
+    """The experts of a model: their sharding, the rows that they compute, and their all-to-alls."""
 
     experts: int  # experts of a layer
     per_token: int
@@ -196,7 +196,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Instructions of one kind, scope and source line, summed over a step."""
+    """The kernels of one kind, scope and source line, summed over a step."""
 
     kind: str  # gemm | attention | memory | communication | host
     op_name: str  # the innermost named scope, with forward, backward or recompute in front
@@ -285,7 +285,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def from_json(tree: dict[str, Any]) -> Plan:
-    """Return the plan of `to_json`'s data. Raises ValueError for another format."""
+    """Return the plan whose `to_json` is `tree`. Raises ValueError if the format is not FORMAT."""
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
     memory = {name: value for name, value in tree["memory"].items() if name != "taken_gib"}
@@ -293,7 +293,7 @@ def from_json(tree: dict[str, Any]) -> Plan:
 
 
 def rates_from_json(tree: dict[str, Any]) -> Rates:
-    """Return rates from plain data."""
+    """Return the rates whose fields are in `tree`, as read from JSON."""
     return _decoded(Rates, tree)
 
 
@@ -301,7 +301,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _decoded(kind: Any, data: Any) -> Any:
-    """Return plain data converted to type `kind`: dicts become its dataclasses, lists become its tuples."""
+    """Return data from JSON converted to the type `kind`: dicts to its dataclasses, lists to its tuples."""
     if isinstance(kind, typing.TypeAliasType):
         return _decoded(kind.__value__, data)
     if dataclasses.is_dataclass(kind):

@@ -1,8 +1,8 @@
 """The sharding of every array of a train step: a row for each parameter, moment, gradient, gathered weight and activation.
 
 Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
-from the traced step: inside its shard_map each array has the shape of a device's shard. The trace does not have the global
-layout of these shards, so it comes from the logical axes of jaxtrain/activations.py.
+from the traced step: inside its shard_map each array has the shape of a device's shard. The trace lacks the global layout of
+these shards, which comes from the logical axes of jaxtrain/activations.py.
 
     found = jaxtrain.shardings("llama3_8b", "h200:8", mesh={"fsdp": 4, "tensor": 2})
     found.filter(name="mlp", kind="parameter")
@@ -66,8 +66,9 @@ class Row:
         local_shape: shape of a device's shard.
         axes: logical axis of each dimension, if they are known.
         sharding: None: the global layout of the shards is unknown, and so is the global shape.
-        copies: number in memory at the same time, such as one for each layer that saves it for the backward pass.
-        saved: keep | offload | recompute, of activations and saved gathered weights; "offload" also of moments.
+        copies: arrays of this shape in memory at the same time, such as one for each layer that saves the activation.
+        saved: keep | offload | recompute for activations; keep for saved gathered weights; offload for moments in host memory;
+            else "".
     """
 
     name: str
@@ -128,7 +129,7 @@ class Row:
 
     @property
     def layout(self) -> str:
-        """Return "logical axis→mesh axes" of each dimension, as text."""
+        """Return "logical axis→mesh axes" of each dimension; "each device's own" if the global layout is unknown."""
         if self.mesh_axes is None:
             return "each device's own"
         axes = self.axes or ("?",) * len(self.mesh_axes)
@@ -199,7 +200,7 @@ PLAIN = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local_s
 
 @dataclasses.dataclass(frozen=True)
 class Shardings:
-    """The arrays of a train step. notes: lines about the layers of each stage and the experts of each device."""
+    """A table of arrays, such as those of a train step. notes: the layers of each stage, and the experts of each device."""
 
     entries: tuple[Row, ...]
     title: str
@@ -213,11 +214,11 @@ class Shardings:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> Row:
-        """Return the row of this name; if several kinds have the name, the parameter. Raises ConfigError if there is none."""
+        """Return the row of this name: the parameter, if several kinds have the name. Raises ConfigError if no row has it."""
         return self.row(name)
 
     def diff(self, other: "Shardings", title: str = "") -> sections.Table:
-        """Return a table of the arrays whose sharding or size on a device differs in `other`."""
+        """Return a table of the arrays that `other` lacks, adds, shards differently, or has in another size on a device."""
         return changes(self, other, title)
 
     def to_pandas(self) -> Any:
@@ -262,7 +263,7 @@ class Shardings:
         return dataclasses.replace(self, entries=tuple(filter(matches, self.entries)))
 
     def row(self, name: str, kind: str = "") -> Row:
-        """Return the row of this name and kind; without `kind`, the first, a parameter if there is one. Raises ConfigError."""
+        """Return the row of this name and kind; without `kind`, the first. Raises ConfigError if no row matches."""
         for row in self.entries:
             if row.name == name and kind in ("", row.kind):
                 return row
@@ -270,7 +271,7 @@ class Shardings:
         raise ConfigError([Problem("name", name, f"no {kind or 'array'} of this table is called so", nearest(name, known))])
 
     def table(self) -> sections.Table:
-        """Return a table with a line for each array. Its column "held": bytes of all copies on one device."""
+        """Return a table with a line for each array. Column "held": copies x bytes of one copy, on a device or its host."""
         headings = ("name", "kind", "array", "logical axis→mesh axes", "on a device", "held", "replicas")
         cells = []
         for row in self.entries:
@@ -309,7 +310,7 @@ class Shardings:
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        """Return the tree as HTML for a notebook. Kinds and modules fold."""
+        """Return the tree as HTML for a notebook. Kinds and modules can be collapsed."""
         parts = [f"<b>{escape(self.title)}</b>"]
         for kind, rows in self._by_kind().items():
             total = _size(sum(row.held_bytes for row in rows))
@@ -335,7 +336,7 @@ def _details(summary: str, body: str, is_open: bool = False) -> str:
 
 
 def _branch(rows: Sequence[tuple[list[str], Row]]) -> str:
-    """Return rows as nested HTML, by the parts of their names."""
+    """Return rows as nested HTML, one level for each component of a dotted name. rows: (components left to nest, row)."""
     groups: dict[str, list[tuple[list[str], Row]]] = {}
     for (first, *rest), row in rows:
         groups.setdefault(first, []).append((rest, row))
@@ -361,7 +362,7 @@ def _size(count: int) -> str:
 
 
 def changes(before: Shardings, after: Shardings, title: str = "") -> sections.Table:
-    """Return a table of the arrays whose sharding or size on a device differs."""
+    """Return a table of the arrays that differ in sharding or in size on a device, or that only one side has."""
     title = title or f"{before.title}  ⇒  {after.title}"
     old, new = ({(row.name, row.kind): row for row in found} for found in (before, after))
     cells = []
@@ -432,11 +433,11 @@ def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     """Return the sharding of every array of a run's train step.
 
     Args:
-        topology: a machine, or a list of devices, real or described.
+        topology: a machine, or a list of devices, which need not be present.
 
     Raises:
         LayoutError, Unsupported: the layout is impossible.
-        TopologyError: the machine is unknown.
+        RuntimeError: the GPUs are not present, and XLA's GPU compiler is not installed.
     """
     devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)
     name = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
@@ -496,7 +497,7 @@ def _global_row(name: str, kind: str, a: Any, axes: Axes | None, dtype: Any = No
 
 
 def _leaves(tree: Any, **how: Any) -> dict[str, Any]:
-    """Return dotted name -> leaf. Indices of tuples are left out."""
+    """Return dotted name -> leaf of a pytree. The names leave out indices of tuples."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, **how):
         names = [str(getattr(key, "name", None) or getattr(key, "key", "")) for key in path]
@@ -552,7 +553,7 @@ Saved = dict[tuple[str, tuple[int, ...], str, str], int]  # (name, shape on a de
 
 
 def _named_activations(program: Program) -> Named:
-    """Return the arrays that the model names, in the order of the traced step."""
+    """Return the arrays that the model names by `checkpoint_name`, in the order of the traced step."""
     found: Named = {}
 
     def walk(jaxpr: Jaxpr) -> None:
@@ -595,7 +596,7 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
     """Return the rows of activations in the order of the model. Activations without a name are last.
 
     The global layout is unknown for the tokens of a device's experts, for arrays without a name, and for arrays inside Ulysses
-    attention, where the ranks of a group exchange tokens for heads.
+    attention, where the devices of a group exchange tokens for heads.
     """
 
     def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:

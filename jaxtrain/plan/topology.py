@@ -83,7 +83,7 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError for other names."""
+    """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError for any other text."""
     form = re.fullmatch(r"\s*([\w.-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
     if not form:
         raise TopologyError(f"topology {text!r}: not of the form {FORM}.")
@@ -116,7 +116,10 @@ def _read(chip: str) -> dict[str, Any]:
 
 
 def here() -> Topology:
-    """Return the machine of this process. Raises TopologyError if it has no GPUs, or if GPUs or nodes differ."""
+    """Return the machine that consists of all devices of JAX.
+
+    Raises TopologyError if these are not GPUs, if they differ in kind, or if nodes differ in the number of GPUs.
+    """
     found = jax.devices()
     if found[0].platform != "gpu":
         raise TopologyError(
@@ -149,7 +152,8 @@ def _toolkits() -> list[Path]:
 def devices(topology: Topology) -> list[Any]:
     """Return the devices to compile for, ordered by id, node by node. `process_index` is the number of the node.
 
-    Programs can be compiled for described devices, but cannot run on them. Raises RuntimeError without XLA's GPU compiler.
+    Without a description, the devices are those of JAX. Else they exist only for the compiler, and cannot run programs. Raises
+    RuntimeError without XLA's GPU compiler.
     """
     if not topology.description:
         return jax.devices()

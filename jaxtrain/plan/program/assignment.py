@@ -4,15 +4,15 @@ XLA assigns memory before a program runs. Arguments, constants and results have 
 heap, sized by a simulation of the schedule: a trace of buffers that are allocated and freed. The largest sum of live bytes in
 that trace, with everything outside the heap, is XLA's peak (`memory_analysis().peak_memory_in_bytes`), byte for byte.
 
-The heap is a little larger than the most live bytes, because of gaps into which no buffer fits. At run time the heap is one
-allocation. The allocated memory of a step is arguments + heap: the peak, and the heap's gaps.
+The heap is a little larger than its largest sum of live bytes, because of fragmentation. At run time the heap is one
+allocation. The allocated memory of a step is the heap and everything outside of it: the peak plus fragmentation.
 
 On GPUs the assignment is not part of the executable. It is in the dump of the module after optimization (compiler options
 xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
 
 If XLA compiled a program with cuDNN (on a GPU, or with `plan.cudnn_library`), the last result of each backward attention call
-is its workspace, u8[bytes]. Without cuDNN that result is u8[0]. Then a formula computes the workspace
-(kernels.attention.cudnn.workspace_bytes), and `read` adds it to the heap.
+is its workspace, u8[bytes]. Without cuDNN that result is u8[0]. In that case a formula computes the workspace
+(kernels.attention.cudnn.workspace_bytes), and `read` adds the workspace to the heap.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory on the device outside of the heap."""
+    """One allocation of device memory outside of the heap."""
 
     size: int  # bytes
     parameter: int | None  # number of the entry computation's parameter; also of a result that aliases that parameter
@@ -121,7 +121,7 @@ class Assignment:
     values: dict[int, Value]  # by id
     heap: tuple[Event, ...]  # on the device, in the order of the schedule; a loop body occurs once
     outside: tuple[Allocation, ...]
-    allocated: int  # bytes on the device, the heap's gaps included
+    allocated: int  # bytes on the device, fragmentation included
     on_host: int  # bytes of pinned host memory of one device: offloaded activations and moments
 
 
@@ -207,10 +207,10 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 
 def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
-    """Yield (live bytes, live values) after each event. Live values: the value a buffer was allocated for -> values in it.
+    """Yield (live bytes, live values) after each event. Live values: value that a buffer is made for -> values in the buffer.
 
-    A buffer is freed with the last value that shares it. A value can share a freed buffer, which is then allocated again. The
-    yielded dict is updated in place.
+    A buffer is freed when the last value in it is freed. If a later value shares a freed buffer, the buffer is allocated again.
+    The yielded dict is updated in place.
     """
     owner: dict[int, int] = {}
     alive: dict[int, dict[int, None]] = {}
@@ -252,7 +252,7 @@ class Workspace:
 
     @property
     def missing(self) -> Mapping[str, int]:
-        """Return the workspaces that the program itself does not contain."""
+        """Return the workspaces that `read` must add to the heap: `bytes` if they are by formula, else {}."""
         return self.bytes if self.by == "formula" else {}
 
 
@@ -276,7 +276,7 @@ def read_workspace(module: hlo.Module, options: Mapping[str, str | bool]) -> Wor
 
 
 def _formula(call: hlo.Instruction, operands: list[hlo.Type], deterministic: bool) -> int:
-    """Return the bytes by formula. operands: queries (B, T, N, H), keys (B, S, K, H), values, softmax statistics (E, N, T)."""
+    """Return the bytes of a call. operands: queries (B, T, N, H), keys (B, S, K, H), values, softmax statistics (E, N, T)."""
     shapes = [o.dims for o in operands[:4] if isinstance(o, hlo.Shape)]
     if [len(dims) for dims in shapes] != [4, 4, 4, 3]:
         raise hlo.HloError(f"{call.name}: not queries, keys, values and statistics of softmax: {shapes}")
@@ -287,7 +287,7 @@ def _formula(call: hlo.Instruction, operands: list[hlo.Type], deterministic: boo
 def _with_workspace(assignment: Assignment, workspace: Mapping[str, int]) -> Assignment:
     """Return the assignment with the workspaces in its heap: each is allocated after its call's last result, then freed.
 
-    The size of the heap's gaps is assumed to stay the same.
+    Fragmentation is assumed to stay the same.
     """
     results = {e.instruction: at for at, e in enumerate(assignment.heap) if e.kind != FREE}  # instruction -> its last result
     if lost := workspace.keys() - results.keys():

@@ -50,11 +50,10 @@ _SAME_VALUE = ("reduce_precision", "device_put", "optimization_barrier", "conver
 
 
 def kept_activations(program: Program) -> tuple[Kept, ...]:
-    """Return the activations that the train step saves. If it has a loop over layers, return only those that the loop saves.
+    """Return the activations that the train step saves; in a step with a loop over layers, only those that the loop saves.
 
-    They are read from the jaxpr, which still has names. An activation without a `checkpoint_name` is named after the operation
-    that computes it. The input of a layer is named "layer input". A gathered weight, which only a repeated forward pass saves,
-    is named "weight".
+    The jaxpr has the names. An activation without a `checkpoint_name` is named after the operation that computes it. The
+    input of a layer is named "layer input". A gathered weight, which only a repeated forward pass saves, is named "weight".
     """
     found = saved_activations(program)
     # With a loop over layers, the backward pass of the last layer follows at once, so that layer's activations are soon freed.
@@ -63,7 +62,7 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
-    """Return all saved activations: `kept_activations`, and after a loop over layers also those of the last layer."""
+    """Return all saved activations: those that a loop over layers saves, and those of layers outside of the loop."""
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
@@ -105,14 +104,14 @@ def _maker(jaxpr: Any, var: Any) -> Any:
 
 
 def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
-    """Return the activation that a loop writes into an array with a slot for every layer, or for a pipeline's microbatches."""
+    """Return the activation that a loop writes into a buffer, in a slot per layer or (in a pipeline) per microbatch."""
     made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
     name, aval = _activation(jaxpr, made.invars[0] if made is not None else update.invars[1]), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
 
 def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
-    """Yield the activations that a layer outside of loops saves."""
+    """Yield the activations that a layer outside of loops saves. remat: the operation of its backward pass."""
     makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for var in remat.invars:
         made = makers.get(id(var))
@@ -154,10 +153,10 @@ def _activation(jaxpr: Any, var: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts that `classify` uses."""
+    """The facts about a program that `classify` uses."""
 
     module: hlo.Module
-    weights: frozenset[tuple[int, ...]]  # `_plain` dimensions of weights and their gradients on a device
+    weights: frozenset[tuple[int, ...]]  # `_plain` shapes of weights: gathered or sharded, stacked or of one layer
     shards: frozenset[tuple[int, ...]]  # `_plain` dimensions of sharded parameters, all layers stacked
     # Names of saved activations, by (stacked, again, dtype, `_plain` local dimensions).
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
@@ -271,7 +270,7 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def _saved(names: tuple[str, ...]) -> tuple[str, str]:
-    """Return (class, name) of saved activations that share one shape, and so cannot be told apart. names: all their names."""
+    """Return (class, name) of a saved array. names: those of all saved arrays of its shape, which cannot be told apart."""
     return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
 
 
@@ -360,7 +359,7 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is that of XLA's buffer assignment, with cuDNN's workspace. `by_class` sums to the peak. Host memory is separate.
+    The peak is that of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to the peak.
     Arguments plus temporaries are the allocated memory: the peak plus fragmentation.
 
     Args:

@@ -153,7 +153,7 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
 
 
 def _hops(kind: str, nodes: int) -> int:
-    """Return the number of successive hops between nodes."""
+    """Return the number of successive hops between nodes in a collective whose group covers `nodes` nodes."""
     if kind in _TO_OTHERS:
         return min(nodes - 1, 1)
     return 2 * math.ceil(math.log2(nodes)) if kind == "all-reduce" else nodes - 1
@@ -169,7 +169,7 @@ def _ring(kind: str, size: int, n: int) -> float:
 
 
 def _merged(parts: list[Found]) -> Found:
-    """Merge the collectives that one instruction launches."""
+    """Return one `Found` for the collectives that one instruction launches, with the sum of their bytes."""
     first = parts[0]
     if len({(p.kind, p.axis, p.group) for p in parts}) > 1:
         several = "; ".join(f"{p.kind} over {p.axis}" for p in parts)
@@ -233,7 +233,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _named(match: re.Match[str]) -> np.ndarray:
-    """Return device groups along axes of the compiler's own mesh. `'a':(2)4` is a sub-axis of size 4 after a major one of 2."""
+    """Return device groups along axes of the compiler's own mesh. `'a':(2)4` is the size-4 sub-axis of a, minor to one of 2."""
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
     if not match[2]:
         devices = np.arange(math.prod(axes.values()))
@@ -313,7 +313,7 @@ class _Mesh:
         return axes, whole.shape[1], leaves_node
 
     def _places(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the group of each device, and its position in the group."""
+        """Return (number of the group, position in the group) of each device. whole: devices of each group."""
         number, position = np.empty(self.devices, int), np.empty(self.devices, int)
         number[whole], position[whole] = np.indices(whole.shape)
         return number, position

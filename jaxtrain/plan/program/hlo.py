@@ -125,14 +125,14 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """Return the parameters by number."""
+        """Return the parameters in the order of their numbers."""
         found = [i for i in self.instructions if i.parameter_number is not None]
         return tuple(sorted(found, key=lambda i: i.parameter_number or 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole program of one device."""
+    """The program that each device runs."""
 
     name: str
     computations: dict[str, Computation]
@@ -411,9 +411,9 @@ def _part(module: Module, loop: Instruction, part: str) -> Computation:
 def trip_count(module: Module, loop: Instruction) -> int:
     """Return the trip count of a while loop.
 
-    XLA's passes record the count. Without a record, the loop's counter is evaluated, if it starts from a constant and depends
-    only on itself, as in the step of Qwen3's experts. A loop that runs only for uneven expert loads has the module's
-    `further_rounds` iterations; a loop around it runs at most once. Raises HloError if any other count depends on data.
+    XLA's passes record the count. Without a record, this function evaluates a counter that starts from a constant and depends
+    only on itself, as in the step of Qwen3's experts. A loop over further rounds of an expert dispatch has the module's
+    `further_rounds` iterations; a loop around such a loop has at most one. Raises HloError if any other count depends on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])
@@ -451,7 +451,7 @@ _SAME = ("copy", "bitcast", "convert")
 
 
 def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Value, ...], known: dict[str, Value]) -> Value:
-    """Return the value of one instruction, computed from constants and `arguments`; None if it is not a scalar operation."""
+    """Return the value of one instruction, computed from constants and `arguments`; None if these do not determine it."""
     if name in known:
         return known[name]
     i, out = where.by_name[name], None

@@ -105,7 +105,7 @@ class Work:
 
 
 def of_experts(i: Instruction) -> bool:
-    """Return whether an instruction is one of jaxtrain's grouped matmuls."""
+    """Return whether an instruction is one of jaxtrain's grouped matmuls of experts."""
     return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
 
 
@@ -121,7 +121,7 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
 
     Args:
       wires: instruction -> its collective.
-      filled: the fraction of the experts' capacity that holds tokens.
+      filled: fraction of the rows of the expert buffers that have tokens.
     """
     if is_collective(module, i):
         if i.name not in wires:
@@ -227,7 +227,7 @@ def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
 
 
 def _experts(where: Computation, i: Instruction, filled: float) -> Work:
-    """Return the cost of a grouped matmul: (R, D) x (E, D, F), or per expert (R, D) transposed x (R, F). R: rows of tokens."""
+    """Return the cost of a grouped matmul: (R, D) x (E, D, F), or for weight gradients (D, R) x (R, F). R: rows of tokens."""
     left, right = (leaves(where.by_name[o].type)[0] for o in i.operands[-2:])
     made = leaves(i.type)[0]
     width = math.prod(left.dims[1:]) * (right.dims[1] if len(right.dims) == 2 else made.dims[1])
@@ -309,8 +309,8 @@ def _bytes(array: Shape, elements: float) -> float:
 def _demand(inside: Computation) -> dict[str, float]:
     """Return instruction -> number of its elements that a fusion computes, from the root backwards.
 
-    A fusion computes only elements that its output needs. Of a sliced array it reads only the slice. Two users of an array are
-    assumed to need different slices.
+    A fusion computes only elements that its output needs, and reads only the slice of a sliced array. Two users of an array
+    are assumed to need different slices.
     """
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)
@@ -326,7 +326,7 @@ def _demand(inside: Computation) -> dict[str, float]:
 
 
 def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tuple[Instruction, float]]:
-    """Yield (operand, elements of it that are needed) for `here` elements of an instruction."""
+    """Yield (operand, number of its elements that are read) to compute `here` elements of an instruction."""
     operands = [inside.by_name[o] for o in i.operands]
     part = here / max(_elements(i), 1)
     if i.opcode in UPDATES:

@@ -1,4 +1,4 @@
-"""Pipeline stages and experts in a plan: bubble, capacity, and communication between them."""
+"""Figures of a plan about pipeline stages and experts: bubble, capacity, and communication."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ SMALL = 0.5  # times the bytes of the largest permutation: smaller permutations 
 
 
 def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
-    """Return the pipeline's figures of a run; None without stages. moved: every collective of a step."""
+    """Return the figures of a run's pipeline; None if it has one stage. moved: every collective of a step."""
     schedule = schedule_of(run, placement.size(STAGE))
     if schedule.stages == 1:
         return None
@@ -62,7 +62,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
     """Return the fraction of passes through a stage that have no microbatch.
 
     After each pass, forward or backward, a stage sends activations or gradients to a neighbour once. The program has the count
-    of these permutations. Each microbatch needs one per virtual stage and direction.
+    of these sends. A microbatch needs one send per virtual stage and direction; all other sends are of idle passes.
     """
     largest = max((c.wire_gib / c.count for c in permutes), default=0.0)
     passes = sum(c.count for c in permutes if c.wire_gib / c.count > SMALL * largest)
@@ -70,7 +70,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
 
 
 def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
-    """Return the figures of expert parallelism; None without experts. load: the busiest expert's load over an even load."""
+    """Return the figures of a model's experts; None for a dense model. load: of the busiest expert, over an even load."""
     m = run.model
     if not m.num_experts:
         return None

@@ -6,8 +6,8 @@ on a second stream, asynchronous copies inside the device on a third, and copies
 asynchronous operation begins when its stream is free, and its `-done` instruction waits for its end.
 
 The model simplifies: collectives and matmuls do not slow each other down; all matmuls of a dtype run at one rate, for any
-shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch. Attention of
-layers of several kinds in one loop is the exception: each branch counts by the share of its kind among the layers.
+shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch. If one
+loop has layers with several kinds of attention, each branch is weighted by the fraction of layers of its kind.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ def predict(
     Args:
       wires: instruction -> the collective that it launches (`collectives.read`).
       record: called with the start and end of each run of an instruction.
-      filled: the fraction of the experts' capacity that holds tokens.
+      filled: fraction of the rows of the expert buffers that have tokens.
 
     Raises HloError for an unscheduled module, an unknown instruction, a collective that is not in `wires`, and an asynchronous
     start without a `-done` in the same computation.
@@ -154,7 +154,7 @@ class _Schedule:
         return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
     def walk(self, where: Computation, clock: Clock, times: float) -> None:
-        """Run a computation once. times: runs per step, a mean over layers in the branch of one kind of layer."""
+        """Simulate one run of a computation. times: runs per step; in a branch for one kind of layer, the mean over layers."""
         pending: dict[str, tuple[str, str, float]] = {}  # start -> (stream, name that its wait is counted under, end)
         for i in where.instructions:
             if i.opcode == "while":
@@ -178,7 +178,7 @@ class _Schedule:
             raise HloError(f"{next(iter(pending))}: started in the computation {where.name} and not ended there")
 
     def execute(self, where: Computation, i: Instruction, clock: Clock, times: float, pending: dict) -> None:
-        """Run a kernel on the compute stream, or start one on another stream."""
+        """Simulate one instruction: run its kernel on the compute stream, or start it on another stream."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.known:
             self.known[i.name] = work(self.module, where, i, self.wires, self.filled)
@@ -220,7 +220,10 @@ class _Schedule:
             self.record(name, kind, start, end)
 
     def loop(self, i: Instruction, clock: Clock, times: float) -> None:
-        """Run iterations one by one while a stream is busy with earlier work. All later iterations take the same time."""
+        """Simulate a loop's iterations one by one while a stream is busy with earlier work, or if events are recorded.
+
+        Otherwise simulate one iteration. All remaining iterations take the same time.
+        """
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
         while left:
@@ -231,7 +234,11 @@ class _Schedule:
             left -= alike
 
     def branches(self, i: Instruction, clock: Clock, times: float) -> None:
-        """Run the slowest branch. For kinds of layers, run each branch by its share of the layers, except in a timeline."""
+        """Simulate the slowest branch.
+
+        If the kind of a layer selects the branch, weight each branch by the fraction of layers of its kind, unless events are
+        recorded.
+        """
         shares = self.module.kind_shares
         if KIND_SWITCH in i.op_name and len(shares) == len(i.called) and not self.record:
             ends_of_streams = dict.fromkeys(clock, 0.0)
@@ -376,7 +383,7 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
 
 
 def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
-    """Return attention's FLOPs inside the causal mask in a step, by rank of mesh.seq: forward, backward and recomputed."""
+    """Return attention's FLOPs inside the causal mask (forward, backward, recomputed) per step, by index along mesh.seq."""
     backward, _ = _ATTENTION[attention]
     out = [0.0] * context.size
     for kind, layers in windows.layers_by_kind(run.model):
@@ -394,7 +401,7 @@ def _attention_repeats(run: RunConfig) -> int:
 
 
 def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
-    """Return attention's FLOPs in a ring over those on one device. A ring computes whole blocks; a window needs halos."""
+    """Return attention's FLOPs in a ring over those on one device. A ring skips masked blocks; a window adds halo tokens."""
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0

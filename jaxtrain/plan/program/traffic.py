@@ -53,7 +53,7 @@ OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One row: gigabytes that each GPU reads and writes in a step."""
+    """The gigabytes that each GPU reads and writes in a step for one part of the model."""
 
     name: str
     counted_gb: float
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
-    """Return the traffic of every part of a step, and the remaining traffic. kernels: those of this run's plan."""
+    """Return the traffic of each part of PARTS, and the other traffic as OTHER. kernels: those of this run's plan."""
     least = least_bytes(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:

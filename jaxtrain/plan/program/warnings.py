@@ -52,7 +52,10 @@ NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 def program_warnings(
     run: RunConfig, program: Program, module: Module, found: Collection[Found], moved: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
-    """Return the warnings about a compiled program: one for each line of Python, costliest first within each kind.
+    """Return the warnings about a compiled program.
+
+    Float32 collectives, repeated gathers and resharding have a warning for each line of Python, costliest first. Replicated
+    state and exposed communication have one warning each.
 
     Args:
       module: the compiled program of `program`.
@@ -73,7 +76,7 @@ def program_warnings(
 def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
-    The compiler may leave a loop without an op_name. The loop is recognised by its collectives outside of inner loops.
+    The compiler may leave a loop without an op_name. So the loop is recognised by its collectives outside of inner loops.
     """
     if run.train.grad_accum == 1:
         return frozenset()
@@ -329,7 +332,7 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
 
 
 def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
-    """Yield a warning if microbatches are too small to overlap the communication of weights, or reading them from memory."""
+    """Yield a warning if microbatches are too small to overlap the communication of weights, or the reads of weights."""
     tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
     parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
     rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))  # tokens of a microbatch on a GPU
@@ -365,7 +368,7 @@ def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
 
 
 def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield a warning if a step is too short for its once-per-step communication, which is then exposed."""
+    """Yield a warning if communication that runs once per step is exposed, because the step has too few microbatches."""
     weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
     replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
     held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
@@ -421,7 +424,7 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
 
 
 def _kept(policy: str, memory: Memory) -> float:
-    """Return the GiB of those saved activations that `policy` saves too. Names of one shape share its GiB equally."""
+    """Return the GiB of those saved activations that `policy` saves too. Names that share an entry count equally."""
     names = {"layer input", *activations.KEPT[policy]}
     total = 0.0
     for group, gib in memory.saved.items():

@@ -1,4 +1,4 @@
-"""A plan as one page that can be mailed, printed and opened anywhere: it needs no network and no scripts."""
+"""A plan as one HTML page that needs no network. Only the timeline of a layer needs scripts."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[t
 
     Args:
         steps: training steps of the config, for the time to train.
-        lanes: lane -> events of a layer (layer_schedule.read).
+        lanes: result of `layer_schedule.read`; None: no timeline of a layer.
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
@@ -64,7 +64,7 @@ def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[t
 
 
 def _tiles(plan: Plan) -> str:
-    """Return the tiles: memory, and for a step that fits its expected speed with the roofline below it."""
+    """Return the tiles: allocated memory, and the speed and communication of a step that fits, else the missing memory."""
     t, m = plan.time, plan.memory
     memory = ("memory allocated", size(m.taken_gib), f"of {size(m.usable_gib)} usable")
     if not plan.fits:

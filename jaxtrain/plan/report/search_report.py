@@ -161,7 +161,7 @@ def _costs(candidate: Candidate) -> list[str]:
 
 
 def hints(found: SearchResult) -> tuple[str, ...]:
-    """Return the settings that fit, as hints for the plan that does not fit."""
+    """Return hints for a plan that does not fit: the compiled settings that fit, else the best setting by formula."""
     fitting = [c for c in found.tried if c.fits]
     lines = [f"{' '.join(c.changes)}: {_came_of(c.outcome)} (compiled)" for c in fitting]
     if not fitting and (best := found.best):
@@ -200,7 +200,7 @@ def show_savings(
         plan: the config's plan.
         found: result of `savings`: setting that saves memory -> overrides without it.
         outcomes: setting that saves memory -> the plan without it.
-        plain: the config's run.
+        plain: the config.
     """
     lines = []
     for choice, instead in found.items():

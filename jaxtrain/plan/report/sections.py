@@ -56,7 +56,7 @@ def notes(plan: Plan) -> list[Section]:
 
 
 def summary(plan: Plan, steps: int | None = None) -> list[Section]:
-    """Return the sections that both terminal and page show. A step that does not fit has no speed.
+    """Return the sections that both terminal and page show: for a step that does not fit, only memory.
 
     Args:
         steps: training steps of the config, for the time to train.
@@ -98,7 +98,7 @@ def verdict(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the speed in one line, expected range first. If the step does not fit, return a setting that fits."""
+    """Return the speed in one line, expected range first; for a step that does not fit, that there is no speed."""
     if not plan.fits:
         return "no speed: the step does not fit"
     t = plan.time
@@ -195,7 +195,7 @@ def command(plan: Plan) -> str:
 
 
 def memory_classes(plan: Plan) -> list[tuple[str, float]]:
-    """Return (class, GiB) at the peak, largest first. Classes below SMALL share one entry."""
+    """Return (class, GiB) at the peak, largest first. Two or more classes below SMALL share one entry."""
     m = plan.memory
     ordered = sorted(m.by_class.items(), key=lambda item: -item[1])
     small = [value for _, value in ordered if value < SMALL * m.peak_gib]
@@ -245,7 +245,7 @@ def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: f
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
-    """Return a column of values (GiB), in MiB if all are small."""
+    """Return a column of values (GiB), in MiB if all are below 1 GiB."""
     unit = gib([*values, *([math.fsum(values)] if total else [])])[0]
     return numbers(unit, values, lambda vs: column([v * (1024 if unit == "MiB" else 1) for v in vs]), total=total)
 
@@ -278,7 +278,10 @@ def _scope(op_name: str, instruction: str) -> str:
 
 
 def merged_collectives(plan: Plan) -> list[Collective]:
-    """Return collectives merged by kind, dtype, axis and source line, longest first. `instruction` is that of the longest."""
+    """Return collectives merged by kind, dtype, axis, group size and source line, longest first.
+
+    The merged collective has the instruction and the scope of the longest.
+    """
     groups: dict[tuple[str, str, str, int, str], list[Collective]] = {}
     for c in sorted(plan.collectives, key=lambda c: -c.ms):
         groups.setdefault((c.kind, c.dtype, c.axis, c.group, c.source), []).append(c)
@@ -401,7 +404,7 @@ def kernels_section(plan: Plan) -> Section:
 
 
 def loops_section(plan: Plan) -> Section:
-    """Return the section of the program's loops and their iterations. All other figures are multiplied out."""
+    """Return the section of the program's loops and their iterations, which all other figures include."""
     loops = sorted(plan.trip_counts.items(), key=lambda item: -item[1])
     if not loops:
         return Section("Loops", [])

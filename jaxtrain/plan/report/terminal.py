@@ -1,4 +1,4 @@
-"""A plan on a terminal."""
+"""Print a plan on a terminal."""
 
 from rich.console import Console
 from rich.text import Text

@@ -67,7 +67,7 @@ ATTENTION = {"attention_out", "attention_lse"}
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Step time and memory of one layout by formula, on the GPU with the most memory. All are 0 for an unknown model.
+    """Step time and memory per GPU of one layout, by formula. All are 0 for a run without a formula (see `bound`).
 
     Attributes:
         step_s: step time in seconds.
@@ -129,7 +129,7 @@ def least_state_gib(run: RunConfig, topology: Topology) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A run on a mesh: local sizes of everything that is sharded.
+    """A run on a mesh, with the sizes of weights and activations on one device.
 
     Attributes:
         sizes: the size of each mesh axis.
@@ -195,13 +195,13 @@ class Layout:
 
     @functools.cached_property
     def whole(self) -> dict[str, float]:
-        """Return part of the model -> its elements on a device after it is gathered."""
+        """Return part of the model -> number of its weights on a device after they are gathered."""
         count, p = flops.parameters(self.run.model), self.placement
         return {part: count[part] / math.prod(p.size(p.compute_axes(a)) for a in axes) for part, axes in PARTS.items()}
 
     @functools.cached_property
     def parameters(self) -> dict[str, float]:
-        """Return part of the model -> its elements that one device stores."""
+        """Return part of the model -> number of its weights that one device stores."""
         p = self.placement
         return {part: count / p.size(p.gather_axes(*PARTS[part])) for part, count in self.whole.items()}
 
@@ -212,7 +212,7 @@ class Layout:
 
     @property
     def gradients(self) -> dict[str, float]:
-        """Return part of the model -> elements of its gradient on one device, before the last reduction."""
+        """Return part of the model -> number of elements of its gradient on one device, before the last reduction."""
         return self.whole if self.once else self.parameters
 
     @property
@@ -222,7 +222,7 @@ class Layout:
 
     @property
     def held(self) -> float:
-        """Return the elements of gathered weights that stay in memory until the backward pass, or for the whole step."""
+        """Return the number of gathered weights that stay in memory at least until the backward pass."""
         whole = {part: count for part, count in self.whole.items() if self.placement.gather_axes(*PARTS[part])}
         if self.holds_all:
             # With one microbatch, XLA frees the embedding after the lookup.

@@ -45,7 +45,7 @@ OWN = ("model.family", "loss.name", "optimizer.name")  # keys whose value may be
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A plan to make. `name` and `overrides` label the plan. rates: None for those of rates.py."""
+    """A plan to make. `name` and `overrides` label the plan. rates: None for `rates.rates_for`."""
 
     run: RunConfig
     topology: Topology

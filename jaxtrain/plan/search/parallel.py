@@ -68,7 +68,7 @@ class Child:
         self._temporary.cleanup()
 
     def outcome(self) -> Outcome | None:
-        """Return the outcome, or None while the process runs."""
+        """Return the outcome; None while the process runs within its time limit."""
         code = self._process.poll()
         if code is None:
             late = time.monotonic() - self._began > self._timeout_s
@@ -186,7 +186,7 @@ def plan_many(
     timeout_s: float = TIMEOUT_S,
     on_done: Callable[[Any, Outcome], None] = lambda ident, outcome: None,
 ) -> dict[Any, Outcome]:
-    """Return the plans of all requests, by their ids.
+    """Return id -> outcome of each request.
 
     Args:
         budget_s: seconds for all requests; 0: no limit. Requests without a plan by then have an outcome of kind "stopped".

@@ -74,8 +74,9 @@ class SearchResult:
     """The state of a search, and the reason why it ended.
 
     Attributes:
-        candidates: legal settings whose lower bound fits, best first by formula.
+        candidates: settings whose lower bound fits, best first by formula. Each is checked before it is shown or compiled.
         too_big: number of settings that cannot fit by their lower bound.
+        shown: the first SHOWN legal candidates.
         tried: compiled settings; best first after the search.
         running: settings that are being compiled.
         ended: complete | found | most | budget | interrupted.
@@ -96,9 +97,9 @@ class SearchResult:
     seconds: float = 0.0
 
     def sort(self, some: list[Candidate], above: float = ABOVE) -> None:
-        """Sort settings by formula: settings that probably fit first, then by the cheapest change, or the fastest layout.
+        """Sort settings by formula: settings that probably fit first, then by cheapest change ("fit") or step time ("speed").
 
-        Step times that differ by less than ERROR count as equal. Of equal layouts, fewer mesh axes come first.
+        Step times that differ by less than ERROR count as equal. Of layouts with equal times, fewer mesh axes come first.
 
         Args:
             above: ratio of a plan's memory to its lower bound, both without weights and moments.
@@ -166,7 +167,7 @@ def search(
     on_ranked: Callable[[SearchResult], None] = lambda found: None,
     on_progress: Callable[[SearchResult], None] = lambda found: None,
 ) -> SearchResult:
-    """Return the best settings of a config on a machine. The global batch stays.
+    """Search for the best setting of a config on a machine. No setting changes the global batch.
 
     Args:
         name: label of the config in plans.
@@ -235,9 +236,9 @@ def _above(least: Bound, plan: Plan) -> float:
 
 
 def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
-    """Return whether the search can end. With objective "fit": a setting fits. With "speed": all other layouts are slower.
+    """Return whether the search can end. With objective "fit": a setting fits. With "speed": no layout of `todo` can be faster.
 
-    A layout is slower if its time by formula, times the lowest ratio so far of planned time to formula, is above the fastest.
+    A layout's time is at least its time by formula, times the lowest ratio so far of planned time to time by formula.
     """
     fitting = [c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits]
     if found.objective == "fit" or not fitting:
@@ -292,9 +293,9 @@ class Refusal:
 
 
 def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
-    """Return why a config cannot fit, and settings that probably fit. None if it may fit.
+    """Return why a config cannot fit, and settings that probably fit; None if the config may fit.
 
-    If training on this machine would reject the config, only its state is checked: refused if it is too big for every mesh.
+    A config that training on this machine would reject is refused only if its weights and moments are too big for every mesh.
     Takes about a second.
     """
     usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
@@ -328,7 +329,7 @@ def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[To
 
 
 def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
-    """Yield a run's own setting, then weights sharded over all GPUs, with the same or the next larger batch that divides."""
+    """Yield a run's own setting, then weights sharded over all GPUs, with a global batch that the shards divide."""
     yield ()
     try:
         sizes = mesh_sizes(run, machine)

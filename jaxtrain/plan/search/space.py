@@ -1,4 +1,4 @@
-"""The settings that a search tries. The config's checks select the legal ones."""
+"""The settings that a search tries. Checks of the config leave out illegal settings."""
 
 import dataclasses
 import functools
@@ -36,8 +36,9 @@ WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
     """Yield every mesh of the GPUs over the axes data, fsdp, tensor (inside a node), expert, stage and seq.
 
-    mesh.expert exceeds 1 only for models with experts. mesh.seq exceeds 1 only for sequences that are long or fewer than the
-    GPUs, or if the config has it. A stage is one or more whole nodes, or any number of GPUs if the config has stages.
+    mesh.expert exceeds 1 only for models with experts. mesh.seq exceeds 1 only for sequences of LONG tokens, for fewer
+    sequences in a step than GPUs, or if the config sets mesh.seq. A stage is one or more whole nodes; if the config sets
+    mesh.stage, any number of GPUs.
     """
     long = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
     for pipeline in _pipelines(run, topology):
@@ -64,15 +65,16 @@ def _pipelines(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
 
 
 def remat_policies(run: RunConfig) -> Iterator[Overrides]:
-    """Yield remat.policy=auto, full remat of each layer, and full remat of each two layers."""
+    """Yield remat.policy=auto, full remat of each layer, and full remat of every two layers together."""
     for policy, every in (("auto", 1), ("full", 1), ("full", 2)):
         yield ("remat.policy", policy), ("remat.tensors", ""), ("remat.every", every)
 
 
 def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[Overrides]:
-    """Yield every layout that might be the fastest: mesh x microbatches x ZeRO stage x remat. The config's own is first.
+    """Yield every layout that might be the fastest: mesh x microbatches x ZeRO x remat.
 
-    The global batch stays, so step times of layouts can be compared.
+    The config's own layout is first if it is legal. All layouts have the config's global batch, so their step times can be
+    compared.
     """
     if not check(run):
         yield ()
@@ -96,7 +98,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[tuple[int, Overrides]]:
-    """Yield (rank, overrides that save memory). Rank 0 costs only time; higher ranks round more of the state.
+    """Yield (cost rank, overrides that save memory). Rank 0 costs only time; higher ranks round more of the state.
 
     Overrides change microbatches, loss chunks, remat, larger tensor and expert groups, ZeRO-3, and dtypes (STORAGE).
     """
@@ -129,7 +131,7 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
-    """Return the overrides of a mesh of `total` GPUs: groups of `tensor` GPUs, and all other GPUs on fsdp."""
+    """Return the overrides of a mesh of `total` GPUs with this size of the tensor axis, and all other GPUs on fsdp."""
     return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
