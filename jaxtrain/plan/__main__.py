@@ -176,7 +176,7 @@ class Job:
     Attributes:
         check: function of a config that returns the problems of training it on the machine.
         jobs: number of compiles that run at the same time; 0: the number of cores.
-        budget_s: time limit of a search in seconds; 0: no limit.
+        budget_s: seconds for all compiles of --search, --why, or the search for settings that fit; 0: no limit.
     """
 
     loaded: Loaded

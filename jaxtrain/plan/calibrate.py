@@ -43,7 +43,7 @@ class CalibrationError(ValueError):
 
 
 def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[Reading]:
-    """Return all readings on these devices. Links between GPUs are measured only if there are several devices.
+    """Measure the first of these devices, and collectives over all of them if there are several. Return the readings.
 
     If a measurement fails, its reading has the error, and the next measurement runs.
 

@@ -1,4 +1,4 @@
-"""Plan the time and memory of a run's compiled step, and warn if the run's measurements differ.
+"""Plan the time and memory of a run's compiled step, and warn if the run's measurements differ from the plan.
 
 The run's receipt has the planned and the measured figures.
 """

@@ -233,7 +233,7 @@ class Shardings:
         """Return the rows that meet all conditions.
 
         Args:
-            name: a part of the name, or a pattern with * and ?.
+            name: a substring of the name, or a pattern with * and ?.
             kind: one of KINDS.
             axis: a mesh axis that shards the array, or a logical axis that it has.
             saved: keep | offload | recompute.

@@ -139,7 +139,10 @@ class Run:
 
 
 def run_around(target: Path) -> Run:
-    """Return the run whose folder is the nearest, from `target` upwards, that has a config and a receipt."""
+    """Return the run whose folder is the nearest, from `target` upwards, that has a config and a receipt.
+
+    Without such a folder, return a run that has only a name.
+    """
     start = target.resolve()
     for folder in (start, *start.parents):
         if (folder / "config.json").is_file() and (folder / "receipt.json").is_file():

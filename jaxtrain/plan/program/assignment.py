@@ -187,10 +187,10 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return instruction id -> (name in the HLO text, index of its value in that instruction's result).
+    """Return instruction id -> (name in the HLO text, index of the instruction's value in the result of that name).
 
-    An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment it is an
-    instruction within a separate computation.
+    An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment such a
+    call is an instruction within a separate computation.
     """
     started = {
         c: i.name for made in module.computations for i in made.instructions if i.opcode == "async-start" for c in i.called

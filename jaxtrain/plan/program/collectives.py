@@ -277,7 +277,7 @@ class _Mesh:
     def groups(self, i: Instruction) -> tuple[str, int, int]:
         """Return (axes, devices in a group, fewest devices that a group has in one of its nodes) of a collective.
 
-        If a group covers a part of an axis, its devices are evenly spaced along that axis.
+        Raises HloError for a group over a part of an axis whose devices are not evenly spaced along the axis.
         """
         key = str([i.attributes.get(k) for k in ("replica_groups", "device_ids", "channel_id", "use_global_device_ids")])
         key += i.opcode.removesuffix("-start")

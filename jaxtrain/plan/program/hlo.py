@@ -288,7 +288,7 @@ def _top_level(text: str) -> list[str]:
 
 
 def _attributes(text: str) -> dict[str, str]:
-    """Parse `, name=value, name=value`. Commas inside brackets and strings do not separate."""
+    """Return name -> value of `, name=value, name=value`. Commas inside brackets and strings do not separate."""
     depth, starts = 0, []
     for token in _SPLIT.finditer(text):
         c = token[0][0]
@@ -365,7 +365,7 @@ def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, C
     Args:
       fusions: whether to enter fusions. If not, a fusion is one instruction.
 
-    Raises HloError if a loop's trip count depends on data.
+    Raises HloError for a loop whose `trip_count` cannot be found.
     """
     yield from _walk(module, module.entry, 1, (), fusions)
 
@@ -388,7 +388,7 @@ def host_waits(module: Module) -> Iterator[tuple[Instruction, int]]:
     """Yield (loop or conditional for which the host waits for a value on the device, waits per step).
 
     For a while loop of unknown trip count, XLA:GPU copies the predicate to the host before each iteration and after the last.
-    For a conditional it copies the branch index each time. It launches no kernel before the copy is done.
+    For a conditional it copies the branch index each time. The host launches no kernel before the copy is done.
     """
     for i, _, times, _ in walk(module):
         if i.opcode == "while" and not _count_is_known(i):

@@ -176,7 +176,7 @@ def gemm_flops(where: Computation, i: Instruction) -> float:
 
 
 def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
-    """Return the query-key pairs inside a mask, by the convention of `flops.attention`.
+    """Return the number of query-key pairs inside a mask, by the convention of `flops.attention`.
 
     A packed sequence counts as one document, which is an upper bound: the program does not have the documents' lengths.
     """

@@ -349,9 +349,9 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
 
     Args:
       devices: number of devices of the run.
-      attention: name of the attention kernel (`Program.kernel`). Its recomputation is that of `flops.recompute`.
+      attention: name of the attention kernel (`Program.kernel`).
       context: how the kernel shards a sequence (`Program.context`).
-      stages: above 1, the FLOPs of the bubble and of padding layers of a stage count too.
+      stages: number of pipeline stages. FLOPs of the bubble and of padding layers count.
 
     Returns 0 for a model family that states its own FLOPs, since the FLOPs that remat recomputes are unknown.
 

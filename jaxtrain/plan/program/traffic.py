@@ -53,7 +53,7 @@ OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The gigabytes that each GPU reads and writes in a step for one part of the model."""
+    """The gigabytes that each GPU reads and writes in one part of a step."""
 
     name: str
     counted_gb: float

@@ -92,7 +92,7 @@ def _cost(f: Found) -> str:
 
 
 def _by_line(found: Sequence[Found]) -> list[Found]:
-    """Merge collectives of one kind and line of Python, since an unrolled loop repeats them. Return the costliest first."""
+    """Merge collectives of one kind, dtype, axis and line of Python, which an unrolled loop repeats. Costliest first."""
     groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
     for f in found:
         groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
@@ -187,7 +187,7 @@ def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
 
 
 def _replicated(program: Program) -> Iterator[str]:
-    """Yield a warning about replicated state, with one name for an array of all layers."""
+    """Yield a warning about replicated state. An array that several layers have is named once."""
     # One of an adapter's two matrices has no dimension that is sharded over the batch's axes. It is small.
     tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
     sizes = {name: math.prod(a.shape) * a.dtype.itemsize for name, a in tensors.items()}  # bytes
@@ -308,7 +308,7 @@ def _size(mesh: Mesh, axes: set[str]) -> int:
 
 
 def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield a warning for each axis that communicates in every layer and spans several nodes."""
+    """Yield a warning for each axis among tensor, seq and expert (they communicate in every layer) that spans nodes."""
     nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
     for axis, fix in (
@@ -358,7 +358,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
 
 
 def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
-    """Return the setting for `enough` tokens per GPU and microbatch instead of `rows`. parts: shards of the batch."""
+    """Return the fix that gives each GPU `enough` tokens a microbatch instead of `rows`. parts: shards of the batch."""
     batch, accum = run.train.global_batch, run.train.grad_accum
     fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
     if fewer:
@@ -404,7 +404,7 @@ def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
 
 
 def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
-    """Yield a warning about the saved activations of a step that does not fit, if a remat policy would recompute them."""
+    """Yield a warning about saved activations if the step does not fit and another remat policy saves at least 1 GiB less."""
     missing = memory.taken_gib - memory.usable_gib
     if missing <= 0 or run.remat.policy == "full":
         return

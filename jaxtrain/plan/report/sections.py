@@ -172,7 +172,7 @@ def device_count(plan: Plan) -> int:
 
 
 def describe_remat(run: RunConfig) -> str:
-    """Return the remat policy; for policy "custom", the activations that it saves."""
+    """Return the remat policy, or the activations that "custom" saves; then the layers of a checkpoint, if above one."""
     r = run.remat
     every = f", {r.every} layers each" if r.every > 1 else ""
     if r.policy != "custom":
@@ -378,7 +378,7 @@ def host_waits(plan: Plan) -> str:
 
 
 def matmuls(plan: Plan) -> str:
-    """Return the number of a layer's matmuls in FP8, and the peak of MFU and HFU; "" without FP8."""
+    """Return the number of a layer's matmuls in FP8, and the peak to which MFU and HFU relate; "" without FP8."""
     if not (m := plan.matmuls):
         return ""
     wide = f"; in bf16: {m.some_wide}" if m.wide else ""

@@ -3,14 +3,15 @@
 `Bound.memory_gib` is a lower bound of a plan's memory, so no layout that fits is refused. `Bound.step_s` counts the same work
 at the same rates as a plan, and assumes that all communication that can overlap does. Per GPU, in one step:
 
-    GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; Muon's
+    GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; Muon's too
     attention      forward (twice if remat repeats it), and backward with 2.5 x the FLOPs; the causal half of the scores
     memory-bound   optimizer, sums over microbatches, norms, SwiGLU, logits
     links          weights gathered and gradients reduced, by sharding.zero and sharding.gather; tensor, expert, seq and
                    stage traffic
-    step_s         max(GEMMs + attention + memory-bound + forward tensor and expert collectives, traffic of one link)
+    step_s         max(GEMMs + attention + memory-bound + forward tensor and expert collectives, traffic of one link,
+                   copies of offloaded moments)
 
-    memory_gib     weights and moments + gathered weights that are kept + summed gradients (with accumulation)
+    memory_gib     weights and moments + gathered weights that stay + summed gradients (with accumulation)
                    + saved activations, in a pipeline of every microbatch in flight
                    + max(the loss: head, its float32 gradient, logits of one chunk;
                          the backward pass: new gradients, the largest gathered weight, recomputed activations)

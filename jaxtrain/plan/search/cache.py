@@ -1,7 +1,7 @@
 """Cached plans on disk, so that each plan is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
-reach the program, the machine, the rates, and the versions of the compiler and of jaxtrain's code.
+reach the program, the machine, rates and published ranges, XLA_FLAGS, the compiler's versions, and the code.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ class Cache:
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
-    """Return the config keys that the program depends on. A mesh axis of -1 is replaced by its size on this machine."""
+    """Return config key -> value, for keys that the program depends on. Mesh axes have their sizes on this machine."""
     flat = dict(config.flatten(config.to_dict(run)))
     flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
     return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}

@@ -293,7 +293,7 @@ class Refusal:
 
 
 def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
-    """Return why a config cannot fit, and settings that probably fit; None if the config may fit.
+    """Return the reason why a config cannot fit, and settings that probably fit; None if the config may fit.
 
     A config that training on this machine would reject is refused only if its weights and moments are too big for every mesh.
     Takes about a second.

@@ -36,7 +36,7 @@ WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
     """Yield every mesh of the GPUs over the axes data, fsdp, tensor (inside a node), expert, stage and seq.
 
-    mesh.expert exceeds 1 only for models with experts. mesh.seq exceeds 1 only for sequences of LONG tokens, for fewer
+    mesh.expert exceeds 1 only for models with experts. mesh.seq exceeds 1 only for sequences from LONG tokens, for fewer
     sequences in a step than GPUs, or if the config sets mesh.seq. A stage is one or more whole nodes; if the config sets
     mesh.stage, any number of GPUs.
     """
@@ -100,7 +100,8 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[tuple[int, Overrides]]:
     """Yield (cost rank, overrides that save memory). Rank 0 costs only time; higher ranks round more of the state.
 
-    Overrides change microbatches, loss chunks, remat, larger tensor and expert groups, ZeRO-3, and dtypes (STORAGE).
+    The overrides set more microbatches, shorter loss chunks, another remat, larger tensor and expert groups, ZeRO-3, and
+    narrower dtypes (STORAGE).
     """
     now, experts, flat = mesh_sizes(run, topology), run.model.num_experts, _flat(run)
     usable, left = topology.usable_gib(run.train.memory_fraction), topology.total // (now["stage"] * now["seq"])
