@@ -18,7 +18,7 @@ ALIGNED = 128  # tokens of a tile of the kernels
 
 
 def applies(spec: Spec, tokens: int, split: Split) -> bool:
-    """Return whether the window is shorter than a sequence. tokens: tokens of a ring rank, in both chunks."""
+    """Return whether there is a window shorter than a sequence. tokens: tokens of a ring rank, in both chunks."""
     return 0 < spec.window < tokens * split.context.ring
 
 
@@ -57,7 +57,7 @@ def attention(
 
 
 def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
-    """Return the number of tokens to fetch before a chunk: the window's reach, in whole tiles if chunks are whole tiles."""
+    """Return the number of tokens in a chunk's halo: window - 1, rounded up to whole tiles if chunks are whole tiles."""
     step = math.gcd(chunk, ALIGNED)
     return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)
 
