@@ -215,7 +215,7 @@ class ChatTemplate:
     def _check_written(self, talk: Conversation, plain: str) -> None:
         """Raise RowError if the template does not write the tools, the tool calls, or the thoughts of a conversation.
 
-        The check renders the conversation without them: the text must differ.
+        The check renders the conversation without each of these: the text must differ.
 
         Args:
           plain: the text of the whole conversation.

@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Return a tokenizer for each place of a text. Some tokenizers put a space before a text, at some places only."""
+        """Return a tokenizer for each place in `encode_batch`. Some tokenizers put a space before texts at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -255,7 +255,7 @@ def read_definition(spec: str) -> bytes:
 def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
     """Load `byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
 
-    `eot` names the token that ends a document if it is not one of the known names.
+    `eot` names the token that ends a document; "": the first of EOT_NAMES in the vocabulary.
     """
     if spec == "byte":
         if eot:
