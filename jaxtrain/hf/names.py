@@ -81,7 +81,7 @@ class Entry:
         return both
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of one of the checkpoint's arrays with jaxtrain's axes."""
+        """Return a view of one of the checkpoint's arrays, reshaped and transposed to jaxtrain's axes."""
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         x = x.reshape([self.sizes[a] for a in theirs])
         if "2" in theirs:
@@ -175,7 +175,7 @@ def match(
         wanted: `entries` of the model.
         shapes: shapes of the folder's tensors by name.
         rule: the first line of the error.
-        model: tensors of layers after its last one may be unused (`Format.beyond`). None: no tensor may be unused.
+        model: tensors of layers after the model's last layer may be unused (`Format.beyond`). None: no tensor may be unused.
 
     Raises:
         HuggingFaceError: tensors are missing, or have wrong shapes or unknown names. The error lists these tensors.
