@@ -264,7 +264,7 @@ def _load_keys(
 
 
 def _last_first(visits_ref: Any) -> jax.Array:
-    """Return the tile of queries of this program. The first program has the last tile, because it attends to most keys."""
+    """Return the tile of queries of this program. The first program has the last tile, which has the most keys."""
     return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
 
 

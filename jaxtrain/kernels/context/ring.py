@@ -172,7 +172,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return x[:rows], x[rows:]
 
     def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
-        """Return gradients of the queries, and of the concatenated keys and values: a pair each, by the two chunks' rows."""
+        """Return gradients of queries, and of keys and values together, each as (rows of the first block, of the second)."""
         q, out, lse, do = queries
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
         return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
@@ -209,7 +209,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
 def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:
     """Reduce-scatter gradients of keys and values to the ranks that own the keys.
 
-    by_distance: for the keys of each rank, by its distance before this rank, this rank's term of their gradients.
+    by_distance: item d is this rank's term of the gradients for the keys of the rank d ranks before this rank.
     """
     r = split.context.ring
     by_place = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(r)) % r, axis=0)

@@ -1,6 +1,6 @@
 """The ranks that shard a sequence, and the collectives between them.
 
-Call them inside a shard_map over the whole mesh. A rank is a device's index on the mesh axis that shards the sequence.
+Call its functions inside a shard_map over the whole mesh. A rank is a device's index on the mesh axis that shards the sequence.
 """
 
 import dataclasses

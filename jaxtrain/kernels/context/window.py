@@ -76,6 +76,6 @@ def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
 
 
 def _previous_chunks(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Return the previous chunk of each of this rank's chunks: ranks 0 ... r-1 hold early chunks, r-1 ... 0 late."""
+    """Return the chunk before each of this rank's chunks. The order is: early chunks of ranks 0 ... r-1, late of r-1 ... 0."""
     earlier = jnp.where(split.place == 0, 0, split.around(early))
     return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))

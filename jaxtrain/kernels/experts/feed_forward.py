@@ -50,11 +50,11 @@ class Spec:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Return the mesh axes that shard the experts in use."""
+        """Return the mesh axes that shard the experts of gathered weights."""
         return self.placement.compute_axes("experts")
 
     def exchange(self, chosen_Tk: jax.Array) -> Exchange:
-        """Return the layout of the exchange of this device's tokens."""
+        """Return the `Exchange` that dispatches this device's tokens."""
         (T, k), p = chosen_Tk.shape, self.placement
         devices = p.token_axes + tuple(a for a in self.split if a not in p.token_axes)
         parts = p.size(self.split)
