@@ -208,7 +208,7 @@ def rotary_factor(model: Model) -> float:
 
 
 def score_factor(model: Model) -> float:
-    """Return DeepSeek's factor of attention scores under YaRN, the square of mscale; 1 without rope_mscale_all_dim.
+    """Return DeepSeek's factor of attention scores with YaRN, the square of YaRN's mscale; 1 without rope_mscale_all_dim.
 
     Only multi-head latent attention multiplies scores by this factor. Its heads have dimensions that are not rotated, to which
     the factor of the rotary tables does not apply.

@@ -68,7 +68,7 @@ class HfTensor:
 
     @property
     def each(self) -> str:
-        """Return the axes of one tensor of the checkpoint, in jaxtrain's order."""
+        """Return the axes of one checkpoint tensor in jaxtrain's order: without E if each expert has its own tensor."""
         return self.ours.removeprefix("E ") if self.each_expert else self.ours
 
 

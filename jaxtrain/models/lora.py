@@ -37,7 +37,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Return the factor of the adapters' outputs."""
+        """Return alpha / rank, the factor of the adapters' outputs."""
         return self.alpha / self.rank
 
 
