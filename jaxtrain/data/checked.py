@@ -66,7 +66,7 @@ class OpenFile:
             raise self.refuse("has changed")
 
     def changed(self) -> str:
-        """Return the differences between the open file and its state when it was opened; empty if there are none."""
+        """Return in words how the file has changed since it was opened; "" if it has not."""
         now = os.fstat(self.fd)
         if now.st_size != self.size:
             how = "cut off" if now.st_size < self.size else "added to"

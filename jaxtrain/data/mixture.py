@@ -165,7 +165,7 @@ class Mixture:
           stored: `state` of the checkpoint; None for a new run.
           tokens: tokens that the run has read so far.
           begin: number of the first row that begins a batch, after `tokens` tokens.
-          row_at: returns the number of the first row that is read after a number of steps, which is at least `step`.
+          row_at: returns the number of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
           The number of each opened source.

@@ -321,7 +321,7 @@ def open_mixture(
     """Open the token files of a source and of a schedule, each once.
 
     Returns:
-      The files, and (steps before it, weight of each file) of each phase. Weights sum to 1.
+      The files, and (steps before the phase, weight of each file) of each phase. The weights of a phase sum to 1.
 
     Raises:
       ConfigError: with all problems.

@@ -478,7 +478,7 @@ def make_parts(
 ) -> Generator[dict[str, Any]]:
     """Yield the results of `make_part` in the order of the parts. Several parts are made at a time.
 
-    The processes end with the iterator. Raises the exceptions of `make_part`, and WorkerDied.
+    The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and WorkerDied.
     """
     if processes == 1 or len(parts) == 1:
         for number, part in parts.items():

@@ -40,7 +40,7 @@ class ByteTokenizer:
     """UTF-8 bytes are ids 0-255; 256 ends a document.
 
     Attributes (of every tokenizer):
-      name: the spec it was loaded from.
+      name: the spec from which the tokenizer was loaded.
       vocab_size: one more than the largest id.
       bos: ids before every document of plain text; most tokenizers have one or none. A chat template writes its own.
       eot: the id that ends every document.
@@ -162,7 +162,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
     """Return a part of a tokenizer.json, changed so that the tokenizer puts no space before a text.
 
-    The change is for the values in `schemes` of `prepend_scheme`; with `everywhere`, also for all other settings that put one.
+    Only the values in `schemes` of `prepend_scheme` change; with `everywhere`, also all other settings that put a space.
     """
     if isinstance(part, list):
         return [_without_prefix(p, schemes, everywhere) for p in part]

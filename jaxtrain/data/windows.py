@@ -154,7 +154,7 @@ class PairRows(PackedRows):
         self._pair = fits_N[self._fill(begin_N2[fits_N], length_N2[fits_N], max_segments, seed)]
 
     def documents_of(self, row: int) -> np.ndarray:
-        """Return the numbers of a row's documents in the file, by their segments."""
+        """Return the file's numbers of a row's documents, in the order of the row's segments."""
         pair = self._pair[self._first[row] // 2 : self._first[row + 1] // 2]
         return (2 * pair[:, None] + np.arange(2)).ravel()
 
@@ -180,7 +180,7 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 
 
 def whole_turns(flags: np.ndarray) -> int:
-    """Return the number of tokens that are kept of a conversation that is longer than a row.
+    """Return the number of tokens to keep from the beginning of a conversation that is longer than a row.
 
     An answer ends at its last token with a loss flag. If no answer ends within the row, the conversation fills the row. If no
     target in the row has a flag, the conversation is left out (0).
