@@ -89,7 +89,7 @@ def longest(run: RunConfig) -> int:
 
 
 def in_force(m: config.Model) -> config.Model:
-    """Return the model with defaults for settings without effect, and with explicit values for 0 and ""."""
+    """Return the model with defaults for settings without effect, and with the values that 0 and "" select."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
