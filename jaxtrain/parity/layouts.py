@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def shown(self) -> dict[str, int]:
-        """Return the mesh without optional axes of size 1."""
+        """Return axis -> size of the mesh, without the axes of OPTIONAL_AXES that have size 1."""
         return {axis: size for axis, size in self.mesh if size > 1 or axis not in OPTIONAL_AXES}
 
     @property
@@ -108,7 +108,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
-    """Return the config in a layout, and its problems on the layout's number of devices.
+    """Return the config with a layout's mesh and overrides, and its problems on the layout's number of devices.
 
     Args:
       argv: config file and overrides of the command line.
