@@ -20,7 +20,7 @@ SPAN = 4 << 20  # bytes read at a time
 
 
 class TokenFileError(ValueError):
-    """An error: a token file is damaged, cut off, or changed while it is read, or a file is no token file. Names the file."""
+    """An error: a file is no token file, or is damaged, cut off, or changed while it is read. The message has its name."""
 
 
 def remedy(path: Path) -> str:
@@ -66,7 +66,7 @@ class OpenFile:
             raise self.refuse("has changed")
 
     def changed(self) -> str:
-        """Return the differences between the open file and its state when it was opened; empty if there are none."""
+        """Return in words how the file has changed since it was opened; "" if it has not."""
         now = os.fstat(self.fd)
         if now.st_size != self.size:
             how = "cut off" if now.st_size < self.size else "added to"
@@ -74,7 +74,7 @@ class OpenFile:
         return "was written to" if now.st_mtime_ns != self._mtime_ns else ""
 
     def refuse(self, fault: str, otherwise: str = "") -> TokenFileError:
-        """Return the error for a fault. otherwise: the error's remedy if the file has not changed."""
+        """Return the error for a fault. otherwise: the remedy if the file has not changed since it was opened."""
         if not (how := self.changed()):
             return TokenFileError(f"{self.path}: {fault}. {otherwise}")
         return TokenFileError(
@@ -101,7 +101,7 @@ class Blocks:
         self._new_K = np.frombuffer(self._new, np.uint8)
 
     def check(self, start: int, stop: int) -> None:
-        """Compare the blocks of bytes start..stop-1 that were not compared before. Raises TokenFileError at the first fault."""
+        """Compare blocks of bytes start..stop-1 with their checksums at first use. Raises TokenFileError at the first fault."""
         first, last = start // self.block_bytes, -(-stop // self.block_bytes)
         while (first := self._new.find(1, first, last)) >= 0:
             end = self._new.find(0, first, last)
@@ -113,7 +113,7 @@ class Blocks:
             self._new[first:end] = bytes(end - first)
 
     def check_rows(self, start_R: np.ndarray, size: int) -> None:
-        """Call `check` for `size` bytes from each byte of start_R, (R,). If all blocks were compared before, nothing loops."""
+        """Call `check` for `size` bytes from each byte of start_R, (R,). Return at once if all blocks were compared before."""
         first_R, last_R = start_R // self.block_bytes, (start_R + size - 1) // self.block_bytes
         most = int((last_R - first_R).max(initial=0)) + 1
         block_RK = np.minimum(first_R[:, None] + np.arange(most), last_R[:, None])
@@ -122,7 +122,7 @@ class Blocks:
                 self.check(first * self.block_bytes, (last + 1) * self.block_bytes)
 
     def faults(self) -> list[str]:
-        """Read all blocks. Return each run of damaged blocks in words. Raises TokenFileError if the file cannot be read."""
+        """Read all blocks. Return a line for each range of damaged blocks. Raises TokenFileError if the file cannot be read."""
         step = SPAN // self.block_bytes
         bad = [k for first in range(0, self.count, step) for k in self._differing(first, min(first + step, self.count))]
         found = []
@@ -132,12 +132,12 @@ class Blocks:
         return found
 
     def name(self, first: int, last: int) -> str:
-        """Return blocks first..last-1 in words."""
+        """Return a text for blocks first..last-1: their numbers and their bytes."""
         blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
         return f"{blocks} (bytes {self._start(first):,} to {self._start(last):,})"
 
     def _start(self, block: int) -> int:
-        """Return the first byte of a block; of block `count`, the end."""
+        """Return the first byte of a block; for block number `count`, `end`."""
         return min(max(block * self.block_bytes, self.begin), self.end)
 
     def _differing(self, first: int, last: int) -> list[int]:

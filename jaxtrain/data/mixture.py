@@ -30,7 +30,7 @@ class Named:
 def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], list[Problem]]:
     """Parse `a.tok=0.7,b.tok=0.3`: return the files, and the problems found.
 
-    Either all files have a weight, or none has. Without weights, files have weights in proportion to their tokens.
+    Either all files have a weight, or none has. Without weights, `shares` sets weights in proportion to the files' tokens.
     """
     files, problems = [], []
     for item in filter(None, (part.strip() for part in source.split(","))):
@@ -62,7 +62,7 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
 
 
 def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[Problem]]:
-    """Parse `8000: a.tok=0.4,b.tok=0.6; 9000: ...`: return (steps before it, files) of each phase, and the problems."""
+    """Parse `8000: a.tok=0.4,b.tok=0.6; 9000: ...`: return (steps before the phase, files) of each phase, and problems."""
     key = "data.source_schedule"
     phases: list[tuple[int, list[Named]]] = []
     problems = []
@@ -82,7 +82,7 @@ def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[P
 
 
 def identity(path: str) -> Path:
-    """Return a path that is the same for each spelling of a file's name."""
+    """Return the absolute path of a file, without links: equal for all spellings of the file's name."""
     return Path(path).expanduser().resolve()
 
 
@@ -90,7 +90,7 @@ def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
     """Return the weights of files, which sum to 1.
 
     Args:
-      tokens: number of tokens of each file. Files without weights have weights in proportion to it.
+      tokens: number of tokens of each file. Files without weights get weights in proportion to this number.
     """
     weights = [float(n) if file.weight is None else file.weight for file, n in zip(files, tokens, strict=True)]
     return [weight / math.fsum(weights) for weight in weights]
@@ -100,7 +100,7 @@ def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
 class Phase:
     """A range of a run with constant weights. A phase ends where the next phase begins.
 
-    Positions are in tokens, rows times data.seq_len, so they keep their meaning if the length or the batch size changes.
+    Positions are in tokens (rows times data.seq_len), so they stay valid if data.seq_len or the batch size changes.
     """
 
     step: int  # optimizer steps before the phase
@@ -113,7 +113,7 @@ class Phase:
         return -(-self.tokens // seq_len)
 
     def sources_of(self, row_R: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (number of the source, index within it) of each row of this phase."""
+        """Return (number of the source, index within that source) of each row of this phase."""
         mixed = np.flatnonzero(self.weights)
         source_R, within_R = interleave(row_R - self.row(seq_len), [self.weights[k] for k in mixed])
         number_R = mixed[source_R]
@@ -142,7 +142,7 @@ class Mixture:
 
         Args:
           sources: `name` and `content_sha256` of each source.
-          schedule: (steps before it, weight of each source) of each phase; 0 steps before the first phase.
+          schedule: (steps before the phase, weight of each source) of each phase; 0 steps before the first phase.
         """
         self._opened, self._schedule, self.seq_len = [dict(source) for source in sources], list(schedule), seq_len
         self.sources: list[dict[str, str]] = []
@@ -164,8 +164,8 @@ class Mixture:
         Args:
           stored: `state` of the checkpoint; None for a new run.
           tokens: tokens that the run has read so far.
-          begin: number of the first row after `tokens` with which a batch begins.
-          row_at: returns the number of the first row that is read after a number of steps, which is at least `step`.
+          begin: number of the first row that begins a batch, after `tokens` tokens.
+          row_at: returns the number of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
           The number of each opened source.
@@ -213,7 +213,7 @@ class Mixture:
         return numbers
 
     def sources_of(self, row_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (number of the source, index within it) of each row of the run, int64 (R,)."""
+        """Return (number of the source, index within that source) of each row of the run, int64 (R,) each."""
         if len(self.phases) == 1 or not row_R.size:
             return self.phases[-1].sources_of(row_R, self.seq_len)
         phase_R = np.searchsorted([phase.row(self.seq_len) for phase in self.phases[1:]], row_R, "right")
@@ -243,10 +243,11 @@ class Mixture:
 
 
 def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (source, index within it) of each index: sources take turns in proportion to their weights.
+    """Return (source, index within that source) of each index: sources interleave in proportion to their weights.
 
-    Among the first n indices, source k has n * weight_k indices, with an error of at most the number of sources. The indices
-    within each source are 0, 1, 2, ... The result is a pure function of the index, in exact integers.
+    Weights are relative to their sum. Among the first n indices, source k has n * weight_k indices, with an error of at most
+    the number of sources. The indices within each source are 0, 1, 2, ... The result is a pure function of the index, in exact
+    integers.
     """
     source_R = np.zeros(len(index_R), np.int64)
     within_R = np.asarray(index_R, np.int64).copy()
@@ -270,7 +271,7 @@ def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 def _binary_shares(weights: Sequence[float]) -> Iterator[int]:
-    """Yield each source's share of the weight of itself and all later sources, except the last, in units of 2^-WEIGHT_BITS."""
+    """Yield for each source but the last: its weight / (its weight + all later weights), in units of 2^-WEIGHT_BITS."""
     remaining = math.fsum(weights)
     for weight in weights[:-1]:
         yield min(max(1, round(weight / remaining * 2**WEIGHT_BITS)), 2**WEIGHT_BITS - 1)

@@ -49,12 +49,12 @@ class Batches:
       max_segments: documents in a row at most; a user's own source may lack this attribute.
       truncated: number of conversations longer than a row, tokens that these lose, tokens of all conversations.
       sparse: files with much padding because of `max_segments` -> fraction of their rows that is not padding.
-      fingerprint: JSON, the data that was read, for receipts.
+      fingerprint: a JSON dict for receipts: source, split, settings, and hashes of the files.
       pairs: whether rows are pairs.
       left_out: number of pairs longer than a row.
       references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
       sources: each source that the run has read or will read, by number.
-      mixture: the source of each row.
+      mixture: the phases with their weights, which decide the source of each row.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Batches:
 
         Args:
           stored: the data's entries in the checkpoint's meta.json; None or {} for a new run.
-          begin: the global index of the first row of the first batch that was not read; skipped data may begin with this row.
-          row_at: returns the global index of the first row that is read after a number of steps, at least `step`.
+          begin: the global index of the first row of the first unread batch; a range of skipped batches may begin here.
+          row_at: returns the global index of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
           Whether the weights differ from those of the checkpoint, although the schedule has no change at this step.
@@ -134,7 +134,8 @@ class Batches:
     def sources_read(self, step: int) -> list[dict[str, Any]]:
         """Return a line of metrics.jsonl for each source of a mixture, when the batches before `step` were read.
 
-        `source`: its label; `tokens` and `epoch` read so far; `weight`: in the newest of these batches. [] for one source.
+        The keys are `source`: its label; `tokens` and `epoch`: read so far; `weight`: its weight in the newest phase that has
+        begun. The list is empty if there is one source.
         """
         if len(self.sources) == 1:
             return []
@@ -151,7 +152,7 @@ class Batches:
         return step * self.global_batch * self.seq_len / self.tokens_per_epoch
 
     def window_numbers(self, source: int, index_R: np.ndarray) -> np.ndarray:
-        """Return the window numbers of a source's indices. Every epoch is another permutation of all windows."""
+        """Return the window number of each row index within a source. Every epoch is another permutation of all windows."""
         n = self.sources[source].windows
         numbers = [self._shuffle(i % n, n - 1, self._epoch_seed(source, i // n), 4) for i in index_R.tolist()]
         return np.asarray(numbers, np.int64)
@@ -320,7 +321,7 @@ def open_mixture(
     """Open the token files of a source and of a schedule, each once.
 
     Returns:
-      The files, and (steps before it, weight of each file) of each phase. Weights sum to 1.
+      The files, and (steps before the phase, weight of each file) of each phase. The weights of a phase sum to 1.
 
     Raises:
       ConfigError: with all problems.
@@ -441,7 +442,7 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
 
 
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
-    """Return one problem for each mistake: every file reports a wrong tokenizer or length again."""
+    """Return each problem once. A wrong tokenizer or length occurs once for every file."""
     kept: dict[object, config.Problem] = {}
     for problem in problems:
         own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")

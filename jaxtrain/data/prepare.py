@@ -245,7 +245,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
 
 
 def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
-    """Join small inputs into parts of up to about `part_bytes` each."""
+    """Join small inputs into parts of up to about `part_bytes` each; a file of a data set is always its own part."""
     parts: list[list[Cut]] = []
     size = 0
     for cut in cuts:
@@ -298,7 +298,7 @@ def result_file(folder: Path, number: int) -> Path:
 
 
 def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[str, Any] | None:
-    """Return the result of a part that an earlier run finished and whose files are unchanged, otherwise None."""
+    """Return the result of a part that an earlier run finished; None if its files changed or it has bad lines to report."""
     try:
         found = json.loads(result_file(folder, number).read_text())
         files = [TokenFile.open(path).header["content_sha256"] for path in names(folder, number, job)]
@@ -409,7 +409,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
 
 
 class Progress:
-    """The progress of a run: prints bytes read and tokens made, a line every ten seconds."""
+    """The progress of `prepare`: prints bytes read and tokens made, a line every ten seconds."""
 
     def __init__(self, total: int, done: int):
         """Start the clock. total: bytes of the input, 0 if unknown. done: bytes that an earlier run has read."""
@@ -421,7 +421,7 @@ class Progress:
         self.show(self.done + done, self.tokens + tokens)
 
     def show(self, done: int, tokens: int) -> None:
-        """Print a line if it is time for one. done, tokens: bytes read and tokens made by this run so far."""
+        """Print a line if LINE_SECONDS have passed. done, tokens: bytes read and tokens made by this run so far."""
         self.done, self.tokens = done, tokens
         now = time.monotonic()
         if now - self.last < LINE_SECONDS:
@@ -478,7 +478,7 @@ def make_parts(
 ) -> Generator[dict[str, Any]]:
     """Yield the results of `make_part` in the order of the parts. Several parts are made at a time.
 
-    The processes end with the iterator. Raises the exceptions of `make_part`, and WorkerDied.
+    The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and WorkerDied.
     """
     if processes == 1 or len(parts) == 1:
         for number, part in parts.items():

@@ -43,7 +43,7 @@ class PrepareError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of one input for one process: the complete file, lines that start in bytes begin..end, row groups, or files."""
+    """A part of one input for one process: the complete file, lines that start in bytes begin..end-1, row groups, or files."""
 
     path: str
     kind: str  # text | jsonl | parquet | dataset

@@ -40,7 +40,7 @@ class Piece:
     """Text of a document, and whether the document ends with it.
 
     Attributes:
-      text: the text. Both members of a pair have the text of both, so that --validation puts them into the same file.
+      text: the text. Both members of a pair have the text of both members, so that --validation puts them into one file.
       num_bytes: UTF-8 bytes of the text.
       end: whether the document ends with this piece.
       parts: the parts that are encoded separately, for a conversation or a member of a pair.
@@ -57,7 +57,7 @@ class Piece:
 class TextRows:
     """Rows of text: one column, or several columns with `separator` between those that are not empty.
 
-    `columns` returns the columns of a table that are read, and raises RowError if a column is missing. `piece` returns the
+    `columns` returns the columns to read from a table, and raises RowError if a column is missing. `piece` returns the
     document of a row, None if the row has no text, and raises RowError. ChatRows and PairRows have the same methods.
     """
 

@@ -176,9 +176,10 @@ class ChatTemplate:
         return guarded
 
     def _guard_all(self, value: Any, joins: bool) -> Any:
-        """Return data with marks in all its strings.
+        """Return data with marks in all its strings except roles.
 
-        Names and kinds, such as "text", get no marks against joined tokens, because templates compare these strings.
+        joins: as in `guard`. If False, it still holds for strings below the keys TEXTS: templates compare only other strings,
+        such as types. It never holds for keys.
         """
         if isinstance(value, str):
             return self.guard(value, joins)
@@ -215,7 +216,7 @@ class ChatTemplate:
     def _check_written(self, talk: Conversation, plain: str) -> None:
         """Raise RowError if the template does not write the tools, the tool calls, or the thoughts of a conversation.
 
-        The check renders the conversation without them: the text must differ.
+        The check renders the conversation without each of these: the text must differ.
 
         Args:
           plain: the text of the whole conversation.
@@ -384,7 +385,7 @@ class ChatTemplate:
 
 
 def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
-    """Return an expression for control tokens, in their order. Group i + 1 is token i; a match may include spaces around it."""
+    """Return a regular expression for control tokens, in their order. Group i + 1 is token i; matches may include spaces."""
     groups = [
         rf"{r'\s*' if token.lstrip else ''}({re.escape(token.text)}){r'\s*' if token.rstrip else ''}" for token in control
     ]

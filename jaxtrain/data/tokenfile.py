@@ -137,7 +137,7 @@ class TokenWriter:
             self._put(data)
 
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """Write loss flags. first: the number of tokens with a flag that are the first token of a document.
+        """Write loss flags. first: the number of True flags on the first token of a document.
 
         num_bytes: bytes of the text of the tokens that count.
         """
@@ -215,7 +215,7 @@ class TokenWriter:
         self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
-        """Write the complete file to the disk, then rename it to its name. Returns the header."""
+        """Write the complete file to the disk, then rename it to `path`. Returns the header."""
         header = self.seal()
         self.publish()
         return header
@@ -257,7 +257,7 @@ class TokenWriter:
         return header
 
     def publish(self, keep: bool = False) -> None:
-        """Rename the file to its name, after `seal`.
+        """Rename the file from the temporary name to `path`, after `seal`.
 
         keep: leave an existing file of that name, which other processes may be reading.
         """
@@ -335,7 +335,7 @@ class TokenFile:
 
 
 def layout(header: dict[str, Any]) -> dict[str, range]:
-    """Return the range of bytes of each part of the file, by the part's name in the module's docstring."""
+    """Return the range of bytes of tokens, loss, documents and checksums, by these names."""
     sizes = {
         "tokens": header["tokens"] * np.dtype(header["dtype"]).itemsize,
         "loss": 0 if header["loss"] is None else loss_bytes(header["tokens"]),

@@ -40,7 +40,7 @@ class ByteTokenizer:
     """UTF-8 bytes are ids 0-255; 256 ends a document.
 
     Attributes (of every tokenizer):
-      name: the spec it was loaded from.
+      name: the spec from which the tokenizer was loaded.
       vocab_size: one more than the largest id.
       bos: ids before every document of plain text; most tokenizers have one or none. A chat template writes its own.
       eot: the id that ends every document.
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Return a tokenizer for each place of a text. Some tokenizers put a space before a text, at some places only."""
+        """Return a tokenizer for each place in `encode_batch`. Some tokenizers put a space before texts at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -162,7 +162,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
     """Return a part of a tokenizer.json, changed so that the tokenizer puts no space before a text.
 
-    The change is for the values in `schemes` of `prepend_scheme`; with `everywhere`, also for all other settings that put one.
+    Only the values in `schemes` of `prepend_scheme` change; with `everywhere`, also all other settings that put a space.
     """
     if isinstance(part, list):
         return [_without_prefix(p, schemes, everywhere) for p in part]
@@ -255,7 +255,7 @@ def read_definition(spec: str) -> bytes:
 def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
     """Load `byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
 
-    `eot` names the token that ends a document if it is not one of the known names.
+    `eot` names the token that ends a document; "": the first of EOT_NAMES in the vocabulary.
     """
     if spec == "byte":
         if eot:

@@ -60,8 +60,9 @@ class PackedRows:
     """Rows of whole documents (`pack`). `rows` checks the bytes that it reads, and raises TokenFileError for a damaged file.
 
     Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens. So rows are a function of file,
-    length and seed, and every document is in one row. Every epoch is another order of the same rows: packing the whole file
-    once leaves less padding than packing a shuffled window of documents, and the number of a row is enough to resume.
+    length and seed, and every document of at most T + 1 tokens is in one row. Every epoch is another order of these rows:
+    packing the whole file once leaves less padding than packing a shuffled window of documents, and the number of a row is
+    enough to resume.
 
     A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, where each
     piece begins with the last target of the previous one: every token is a target once. A conversation (in files with loss
@@ -126,7 +127,7 @@ class PackedRows:
 
 
 class PairRows(PackedRows):
-    """Rows of whole pairs, packed by best fit (windows.pack).
+    """Rows of whole pairs, packed by `pack`.
 
     Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its pair p. Pairs of equal length are shuffled
     by `seed` before they are packed.
@@ -153,7 +154,7 @@ class PairRows(PackedRows):
         self._pair = fits_N[self._fill(begin_N2[fits_N], length_N2[fits_N], max_segments, seed)]
 
     def documents_of(self, row: int) -> np.ndarray:
-        """Return the numbers of a row's documents in the file, by their segments."""
+        """Return the file's numbers of a row's documents, in the order of the row's segments."""
         pair = self._pair[self._first[row] // 2 : self._first[row + 1] // 2]
         return (2 * pair[:, None] + np.arange(2)).ravel()
 
@@ -179,10 +180,10 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 
 
 def whole_turns(flags: np.ndarray) -> int:
-    """Return the number of tokens that are kept of a conversation that is longer than a row.
+    """Return the number of tokens to keep from the beginning of a conversation that is longer than a row.
 
     An answer ends at its last token with a loss flag. If no answer ends within the row, the conversation fills the row. If no
-    token has a flag, the conversation is left out (0).
+    target in the row has a flag, the conversation is left out (0).
 
     flags: loss flags of the tokens that fit into a row, and of the next token.
     """
@@ -202,7 +203,7 @@ def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray
     Args:
       length_N: 1 to `size` tokens each.
       size: tokens of a row.
-      most: items in a row; None for any number.
+      most: largest number of items in a row; None for any number.
     """
     row_N = pack_best_fit(length_N, size, most)
     if most is None or not len(row_N) or np.bincount(row_N).max() < most:
@@ -281,7 +282,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Return the number of windows of seq_len inputs, where each window needs the next token as its last target."""
+    """Return the number of windows of seq_len inputs. Each window needs one more token, its last target."""
     return max(0, (tokens - 1) // seq_len)
 
 
@@ -297,7 +298,7 @@ def make_batch(
     """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
 
     Documents beyond `max_segments` in a row are masked like padding: segment 0, position 0, weight 0. Work is per document,
-    not per token, except for one `np.repeat` and one subtraction. masks_documents: False if a row is one segment.
+    not per token, except for one `np.repeat` and one subtraction. masks_documents: False if each row is one segment.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
     weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)

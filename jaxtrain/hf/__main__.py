@@ -59,7 +59,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the parser of `python -m jaxtrain.hf`."""
     top = ArgumentParser(
         spelled("python -m jaxtrain.hf"),
         description="Hugging Face checkpoints in and out.",
@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Import a folder."""
+    """Import a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.importing import import_folder
 
     import_folder(open_folder(args.folder, dict(args.set)), args.out, args.dtype, say)
@@ -146,14 +146,14 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def run_config(args: argparse.Namespace) -> int:
-    """Print the model of a folder."""
+    """Print the model of a Hugging Face folder as keys of config.Model. Return the exit code."""
     for key, value in dataclasses.asdict(open_folder(args.folder).model).items():
         say(f"config.model.{key} = {value!r}")
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Export a checkpoint."""
+    """Export a checkpoint as a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.exporting import export
 
     how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "force")}
@@ -162,7 +162,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_export_adapter(args: argparse.Namespace) -> int:
-    """Export adapters."""
+    """Export a checkpoint's adapters for PEFT. Return the exit code."""
     from jaxtrain.hf.peft import export_adapter
 
     step, names = export_adapter(args.checkpoint, args.out, args.base)
@@ -171,7 +171,7 @@ def run_export_adapter(args: argparse.Namespace) -> int:
 
 
 def run_import_adapter(args: argparse.Namespace) -> int:
-    """Import adapters."""
+    """Import PEFT's adapters as a checkpoint. Return the exit code."""
     from jaxtrain.hf.peft import import_adapter
 
     run, notes = import_adapter(Path(args.folder), args.base, args.out)
@@ -183,7 +183,7 @@ def run_import_adapter(args: argparse.Namespace) -> int:
 
 
 def run_logits(args: argparse.Namespace) -> int:
-    """Write logits."""
+    """Write a model's logits to an .npy file. Return the exit code."""
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
@@ -200,7 +200,7 @@ def run_logits(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Compare logits with those of transformers."""
+    """Compare a checkpoint's logits with the logits of transformers. Return the exit code, 1 if they differ."""
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
@@ -244,7 +244,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def run_presets(args: argparse.Namespace) -> int:
-    """Print the published sizes."""
+    """Print all presets: the published sizes of models. Return the exit code."""
     say("preset            family     parameters   active layers d_model   heads vocabulary")
     for name, keys in presets().items():
         model = Model(**keys)

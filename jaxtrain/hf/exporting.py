@@ -81,7 +81,7 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
 
 
 def longest(run: RunConfig) -> int:
-    """Return the larger data.seq_len of this run and of the run or model whose weights it began with."""
+    """Return the larger data.seq_len of this run and of its init.from, the run or model with its first weights."""
     with contextlib.suppress(CheckpointError, HuggingFaceError):  # those weights may be deleted by now
         if run.init.from_:
             return max(run.data.seq_len, open_origin(run.init.from_).meta["config"]["data"]["seq_len"])
@@ -89,7 +89,7 @@ def longest(run: RunConfig) -> int:
 
 
 def in_force(m: config.Model) -> config.Model:
-    """Return the model with defaults for settings without effect, and with explicit values for 0 and ""."""
+    """Return the model with defaults for settings without effect, and with the values that 0 and "" select."""
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
@@ -128,7 +128,7 @@ def export(
         path: a run's folder, or one of its checkpoints.
         out: the folder to write.
         dtype: dtype of the tensors: f32 | bf16 | auto, the dtype of the stored matrices.
-        shard_size: most bytes of a safetensors file, as 5GB. Host memory needs the tensors of one file.
+        shard_size: most bytes of a safetensors file, such as 5GB. Host memory needs the tensors of one file.
         tokenizer: a folder or file; "": the run's tokenizer.
         base: the folder of the adapters' base, if it was moved.
         force: replace an existing folder. The old folder has the name OUT.replaced until the new folder has its name.
@@ -253,7 +253,7 @@ def write_tensors(
 def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
     """Return a reader of a run's weights with its adapters merged into the base.
 
-    Device memory needs base and adapters. wide: read them in float32.
+    Device memory needs base and adapters. wide: read base and adapters in float32.
     """
     run = dataclasses.replace(run, precision="f32") if wide else run
     params = read_params(source, run, *placed(run), base)

@@ -54,7 +54,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Return the tensor's size in bytes."""
+        """Return the size of the tensor's data in the file, in bytes; for MXFP4, of the unpacked tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -81,7 +81,7 @@ class Folder:
 
     @property
     def bytes(self) -> int:
-        """Return the size of all tensors in bytes."""
+        """Return the sum of `Stored.bytes` over all tensors."""
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "auto") -> RunConfig:
@@ -101,7 +101,7 @@ class Folder:
 
     @property
     def seq_len(self) -> int:
-        """Return the model's longest sequence; 0 if config.json has no number."""
+        """Return max_position_embeddings of config.json; 0 if it is missing or no whole number."""
         longest = self.settings.get("max_position_embeddings")
         return longest if isinstance(longest, int) else 0
 
@@ -110,7 +110,7 @@ class Folder:
         return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor as stored. FP8 is multiplied by its scales and rounded to bfloat16; MXFP4 is unpacked to bfloat16.
+        """Return a tensor as stored; FP8 is multiplied by its scales and rounded to bfloat16, MXFP4 is unpacked to bfloat16.
 
         Raises HuggingFaceError if the file ends early.
         """
@@ -122,7 +122,7 @@ class Folder:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return (rows, columns) of a block of tensors in FP8. Raises HuggingFaceError if config.json lacks them."""
+        """Return (rows, columns) of a block of tensors in FP8. Raises HuggingFaceError if config.json has no block size."""
         given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
         if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
             rule = "weight_block_size must be the rows and columns of a block"

@@ -166,7 +166,7 @@ def load(
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
-    """Return a sharding over all devices along the first dimension that their number divides; replicated if there is none.
+    """Return a sharding over all devices along the first dimension that their number divides, else replicated.
 
     A dimension with one element per device, such as experts, is the last choice: a save copies such shards in host memory
     first.

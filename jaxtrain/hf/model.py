@@ -80,7 +80,10 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """Return the run with its weights sharded over these devices as far as they divide, and all tokens on each device."""
+    """Return the run with weights sharded over these devices if their number divides d_model, else on one device.
+
+    Each device has all tokens.
+    """
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
     # Every device has all tokens, and with these rules a shard of every expert, so it computes a partial sum for each token. If
     # each expert were on one device, every device would send all tokens to the experts.

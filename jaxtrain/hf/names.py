@@ -68,7 +68,7 @@ class Entry:
         """Return array number `at` of the checkpoint, contiguous, from jaxtrain's global array: the inverse of `to_ours`.
 
         other: if an array of the checkpoint contains two of jaxtrain's arrays, the result for the first of the two. The second
-        is written into it in place.
+        is written into `other` in place.
         """
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
@@ -81,7 +81,7 @@ class Entry:
         return both
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of one of the checkpoint's arrays with jaxtrain's axes."""
+        """Return a view of one of the checkpoint's arrays, reshaped and transposed to jaxtrain's axes."""
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         x = x.reshape([self.sizes[a] for a in theirs])
         if "2" in theirs:
@@ -122,7 +122,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     """Return every tensor of a model by its name in jaxtrain's checkpoints, in the order of layers.
 
     Args:
-        model: its sizes.
+        model: the model whose tensors are returned.
         stored: the names of a folder's tensors, which show whether all experts of a layer are in one tensor.
 
     Raises:
@@ -175,7 +175,7 @@ def match(
         wanted: `entries` of the model.
         shapes: shapes of the folder's tensors by name.
         rule: the first line of the error.
-        model: tensors of layers after its last one may be unused (`Format.beyond`). None: no tensor may be unused.
+        model: tensors of layers after the model's last layer may be unused (`Format.beyond`). None: no tensor may be unused.
 
     Raises:
         HuggingFaceError: tensors are missing, or have wrong shapes or unknown names. The error lists these tensors.

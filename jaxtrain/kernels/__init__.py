@@ -1,1 +1,1 @@
-"""Functions on arrays: no models, no config."""
+"""The kernels of a layer, as functions of arrays. They import no model and no config."""

@@ -19,10 +19,11 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, p: Placement, columns: tupl
     the sum of a frequent token would stop growing after a few hundred terms.
 
     Args:
-      table_VD: this device's shard.
-      tokens_BT: int32 ids below the global V, of this device's tokens inside transformer blocks.
+      table_VD: this device's shard of the table.
+      tokens_BT: int32 ids below the global V, with all tokens that this device has inside a transformer block.
+      p: the placement of the table and of the tokens.
       columns: mesh axes that shard the columns of `table_VD`; () if the columns are gathered.
-      dtype: of the result.
+      dtype: dtype of the result.
     """
     rows, sequence, batch = p.mesh_axes("vocab"), p.mesh_axes("sequence"), p.mesh_axes("batch")
     of_batch = tuple(a for a in columns if a in batch)

@@ -70,7 +70,7 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """A weight in 8 bits: value x scale, one scale for each layer of a stack."""
+    """A weight in 8 bits: e4m3 numbers times a scale, one scale for each layer of a stack."""
 
     bits: Any  # e4m3, as the same bits in uint8
     scale: Any  # f32, (L,) or ()
@@ -166,7 +166,7 @@ def gated_linear(
     times SLOPE times the largest element of the other projection. So one pass computes and rounds the gradients. Scales from
     their largest elements would need two more passes.
 
-    activation: 0 at 0, with a slope of at most SLOPE.
+    activation: a function f with f(0) = 0 and a slope |f'| of at most SLOPE.
     """
     into, out = "BTD,DF->BTF", "BTF,DF->BTD"
     projections: list[Any] = [
@@ -187,7 +187,7 @@ SCALE = "fp8_scale"  # name of scalars that every remat policy saves: recomputin
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Whether a matmul's backward pass returns a bound of x's gradient, and whether it receives a bound of y's. Static.
+    """Whether a matmul's backward pass returns a bound of x's gradient, and whether it receives a bound of y's.
 
     A tensor can be accompanied by a scalar, which is zero in the forward pass. The gradient of that scalar is not a derivative,
     but a bound: at least the largest magnitude of the tensor's gradient.

@@ -21,7 +21,7 @@ MUCH, LITTLE = 240, 24
 
 
 class Slots(NamedTuple):
-    """A ring of tiles in shared memory."""
+    """A ring of slots in shared memory, each for a tile of every array in `refs`, with barriers."""
 
     refs: tuple[Any, ...]  # (stages, ...)
     ready: Any
@@ -45,7 +45,7 @@ class Slots(NamedTuple):
         return tuple(ref.at[at] for ref in self.refs)
 
     def release(self, step: jax.Array, interpret: bool) -> None:
-        """Let the step's slot be filled again."""
+        """Mark the step's slot as free, for the warpgroup that loads."""
         if interpret:  # the interpreter's race detector requires a fence between loads and a later copy, beside the barrier
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self.slot(step)])
@@ -57,14 +57,17 @@ class Slots(NamedTuple):
 
 
 def slots(*refs: Any) -> Slots:
-    """Return the barriers and shared memory of a pipeline of these arrays."""
+    """Return a ring of slots of these arrays in shared memory, (stages, ...) each, with its barriers."""
     stages = refs[0].shape[0]
     free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages)
     return Slots(refs, plgpu.Barrier(num_arrivals=len(refs), num_barriers=stages), free)
 
 
 def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], pipelines: tuple[Slots, ...]) -> None:
-    """Run `compute(index)` in the warpgroups that compute, and `load()` in the warpgroup that loads."""
+    """Run `compute(index)` in the warpgroups that compute, and `load()` in the warpgroup that loads.
+
+    pipelines: the rings of slots that both use. All slots are free at the start and at the end.
+    """
     which = jax.lax.axis_index(GROUPS)
 
     @pl.when(which < COMPUTING)

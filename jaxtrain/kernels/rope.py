@@ -55,7 +55,7 @@ def yarn_scaling(
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor of queries and of keys, for a context `factor` times as long as the original."""
+    """Return the factor by which YaRN multiplies queries and keys, for a context `factor` times as long as the original."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -67,7 +67,7 @@ def tables(positions_BT: jax.Array, freq: jax.Array, factor: float = 1.0) -> tup
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, factor: float = 1.0) -> jax.Array:
-    """Rotate each pair (x[i], x[i + H/2]) by its angle, times `factor`; computed in f32, returned in x's dtype."""
+    """Rotate each pair (x[i], x[i + H/2]) by its angle and multiply it by `factor`, in f32; return x's dtype."""
     x_f32 = x_BTNH.astype(jnp.float32)
     a, b = jnp.split(x_f32 if factor == 1.0 else x_f32 * factor, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]

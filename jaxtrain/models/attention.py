@@ -27,12 +27,12 @@ KIND_SWITCH = "attention_kind"  # scope of a switch over the kinds of layers; th
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
-    """Return the number of ranks that hold each key/value head: more than one if there are more ranks than heads."""
+    """Return the number of devices with each key/value head: above 1 if more devices shard the heads than there are heads."""
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 
 def kind_shares(model: Model) -> tuple[float, ...]:
-    """Return the share of each kind among the layers of the stack; a kind is an index into `Kernel.specs`."""
+    """Return the fraction of the stack's layers that has each kind; a kind is an index into `Kernel.specs`."""
     kinds = layer_kinds(model)
     return tuple(kinds.count(kind) / len(kinds) for kind in range(max(kinds) + 1))
 
@@ -92,7 +92,7 @@ class Shared(NamedTuple):
     real_BT: Any  # bool, False for padding; None if the model does not use it
 
     def where(self, valid: jax.Array) -> "Shared":
-        """Return self if `valid`, bool (); otherwise a copy with all tokens as padding, which no expert processes."""
+        """Return self if `valid`, bool (); otherwise a copy whose `real_BT` is False: no expert processes the tokens."""
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 
 
@@ -208,7 +208,7 @@ def rotary_factor(model: Model) -> float:
 
 
 def score_factor(model: Model) -> float:
-    """Return DeepSeek's factor of attention scores under YaRN, the square of mscale; 1 without rope_mscale_all_dim.
+    """Return DeepSeek's factor of attention scores with YaRN, the square of YaRN's mscale; 1 without rope_mscale_all_dim.
 
     Only multi-head latent attention multiplies scores by this factor. Its heads have dimensions that are not rotated, to which
     the factor of the rotary tables does not apply.
@@ -235,7 +235,7 @@ def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, 
 
 
 def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
-    """Return the arrays that depend on the batch alone, computed once for all layers. write_at: None without a cache."""
+    """Return the arrays that depend on segments and positions alone, for all layers. write_at: None without a cache."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
     return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT)

@@ -1,4 +1,4 @@
-"""The format of a family's Hugging Face checkpoints: tensor names and config.json keys, with jaxtrain's. Imports no jax.
+"""The format of a family's Hugging Face checkpoints: tensor names and config.json keys, with jaxtrain's names. Imports no jax.
 
 config.json has two forms. transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both in
 `rope_parameters`, by type of layer if layers differ. Both forms are read, and an export contains both. A missing key is an
@@ -68,7 +68,7 @@ class HfTensor:
 
     @property
     def each(self) -> str:
-        """Return the axes of one tensor of the checkpoint, in jaxtrain's order."""
+        """Return the axes of one checkpoint tensor in jaxtrain's order: without E if each expert has its own tensor."""
         return self.ours.removeprefix("E ") if self.each_expert else self.ours
 
 

@@ -24,7 +24,7 @@ from jaxtrain.zero import ComputeCopy, Zero
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The properties of the run and the model's family that layers need. Static."""
+    """The properties of the run and the model's family that layers need. Static under jit."""
 
     numerics: Numerics
     placement: Placement
@@ -44,7 +44,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x normalised and scaled, (..., dim)."""
+        """Return x, (..., dim), normalised over the last axis and scaled."""
         with jax.named_scope("norm"):
             return rms_norm(x, self.scale[...], self.eps, self.offset)
 

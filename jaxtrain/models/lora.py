@@ -28,7 +28,7 @@ EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The settings of a model's adapters; no adapters if the rank is 0. Static."""
+    """The settings of a model's adapters; no adapters if the rank is 0. Static under jit."""
 
     rank: int = 0
     alpha: float = 0.0
@@ -37,7 +37,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Return the factor of the adapters' outputs."""
+        """Return alpha / rank, the factor of the adapters' outputs."""
         return self.alpha / self.rank
 
 
@@ -72,7 +72,7 @@ class Adapters(nnx.Module):
 
     Args:
       of: the module.
-      weights: names of its weights that can be adapted. Names in `lora.targets` get an adapter.
+      weights: names of the module's weights that can be adapted. Names in `lora.targets` get an adapter.
     """
 
     def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):

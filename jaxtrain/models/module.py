@@ -107,7 +107,7 @@ def part(tree: Params, chosen: Params) -> Params:
 
 
 def filled(tree: Params, some: Params) -> Params:
-    """Return `tree` with the leaves of `some`, a subtree, in place of its own."""
+    """Return `tree` with its leaves replaced by the leaves of `some`, where `some` has them."""
     return {
         name: filled(value, some.get(name, {})) if isinstance(value, dict) else some.get(name, value)
         for name, value in tree.items()
@@ -127,7 +127,7 @@ VECTORS = (
 
 
 def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink. Its shape is ignored."""
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink. Shapes do not matter."""
     return name.rpartition(".")[2] in VECTORS
 
 
@@ -142,7 +142,7 @@ def _map(state: Any, f: Callable[[Any], Any]) -> Params:
 
 
 def _filled(state: Any, params: Params) -> nnx.State:
-    """Return the state with these values. Parameters keep their metadata, whose axes decide how a parameter is gathered."""
+    """Return `state` with the values of `params`. Parameters keep their metadata, whose axes decide how each is gathered."""
     return nnx.State(
         {k: v.replace(params[k]) if isinstance(v, nnx.Variable) else _filled(v, params[k]) for k, v in state.items()}
     )

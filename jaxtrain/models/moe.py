@@ -20,8 +20,8 @@ DROPPED = COLUMNS.index("dropped")
 class ExpertsMLP(nnx.Module):
     """A feed-forward block of experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    The result is the sum over the chosen experts e of share_e down_e(f(gate_e(x), up_e(x))), plus shared(x) if the model has a
-    shared expert. The router's weight and bias keep their storage dtype and are used in float32.
+    The result is the sum of weight_e down_e(f(gate_e(x), up_e(x))) over the chosen experts e, with the router's weights, plus
+    shared(x) if the model has a shared expert. The router's weight and bias keep their storage dtype and are used in float32.
     """
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
@@ -92,7 +92,7 @@ Statistics = Any  # router statistics of all layers so far, f32 (layers, 5 + exp
 
 
 def no_statistics(model: Model, ctx: Context, layers: int = 0) -> Statistics:
-    """Return the statistics before the first layer, all 0. layers: number of layers; 0: the layers of the stack."""
+    """Return the statistics before the first layer, all 0. layers: number of rows; 0: one for each layer of the stack."""
     if not model.num_experts:
         return ()
     return jnp.zeros((layers or ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)

@@ -2,10 +2,10 @@
 
 The activations that can be saved, and the activations that each policy saves, are in jaxtrain/activations.py.
 
-A loop compiles one group of `remat.every` layers, and in most cases the last group separately. The cost at run time is that
-saved activations are copied into stacks and out of the stacks again. Without a loop (parallel.scan_layers=false), a layer's
-collectives can overlap with the next layer's arithmetic, and only gradients are stacked. Then compile time grows with the
-number of layers.
+A loop compiles one group of `remat.every` layers (one layer with policy `none`), and the last group separately. Policy `dots`
+compiles the last group separately only if it is smaller. The cost at run time is that saved activations are copied into stacks
+and out of the stacks again. Without a loop (parallel.scan_layers=false), a layer's collectives can overlap with the next
+layer's arithmetic, and only gradients are stacked. Then compile time grows with the number of layers.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A remat policy, ready for use. Static."""
+    """A remat policy, and how the layers of the stack run under it. Static under jit."""
 
     policy: str
     keep: tuple[str, ...]  # names of activations saved on the device; `none` and `dots` choose by operation instead
@@ -207,7 +207,7 @@ class Plan:
 
 
 def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
-    """Return `body(x, layer, shared, kind)` applied to each layer of a stack, in a loop that saves nothing."""
+    """Return `body(x, layer, shared, kind)` applied to each layer of a stack, in order, in a `lax.scan`."""
 
     def one(x: Any, item: tuple[jax.Array, Any]) -> tuple[Any, None]:
         i, layer = item
@@ -257,7 +257,7 @@ def save_at(stack: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def several(body: Body) -> Callable[..., Any]:
-    """Return a function of several layers: (x, layers, shared, *kinds) -> x."""
+    """Return a function that applies `body` to several layers in order: (x, layers, shared, *kinds) -> x."""
 
     def run(x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
         for layer, kind in zip(layers, kinds, strict=True):
@@ -303,7 +303,7 @@ def add_at(total: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The structure of stacked layers, and which of their arrays are differentiated. Static."""
+    """The structure of stacked layers, and which of their arrays are differentiated. Static under jit."""
 
     tree: Any
     learns: tuple[bool, ...]  # whether each leaf of the tree is differentiated

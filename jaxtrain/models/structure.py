@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """Properties of all sizes of a family that no other model needs, so they are not config keys."""
+    """Properties that are equal in all sizes of a family, so they are not config keys."""
 
     activation: str = "silu"  # of the feed-forward block: silu | gelu_tanh | clamped_swiglu (models/layers.py, GATED)
     norm_offset: bool = False  # all norms, also of queries and keys, multiply by 1 + scale

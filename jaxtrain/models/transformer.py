@@ -109,8 +109,8 @@ class Block(nnx.Module):
 class DenseLayers(nnx.Module):
     """The first layers of a model with experts, which have dense feed-forward blocks. They are not stacked.
 
-    In a pipeline they belong to no stage, like the embedding: all stages compute them for the microbatch that enters. This
-    takes as long as if only the first stage computed them, because the other stages would wait.
+    In a pipeline these layers belong to no stage, like the embedding: all stages compute them for each microbatch that enters
+    the pipeline. This takes as long as if only the first stage computed them, because the other stages would wait.
     """
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
@@ -288,13 +288,13 @@ class Transformer(nnx.Module):
         return self.ctx.zero.gather_module(block)(carry, shared, kind, kv)
 
     def final_hidden(self, carry: Carry, norm: RMSNorm | None = None) -> tuple[jax.Array, Statistics]:
-        """Return the last layer's output after a norm, and the statistics of all layers. norm: None for the final norm."""
+        """Return the last layer's output after `norm`, and the statistics of all layers. norm: None for the final norm."""
         x_BTD, statistics = carry
         with jax.named_scope("final_norm"):
             return self.ctx.zero.gather_module(norm or self.final_norm)(x_BTD), statistics
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Append T tokens to the document in each row of the cache. Return their hidden states and the cache."""
+        """Append T tokens to the document in each row of the cache. Return the new tokens' hidden states, and the cache."""
         shared, cache = self.append(tokens_BT, cache)
         kinds = layer_kinds(self.model)
         alike = len(set(kinds)) == 1

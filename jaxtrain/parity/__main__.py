@@ -107,7 +107,7 @@ def meshes_of(parsed: Parsed) -> str:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of combinations of options and layouts."""
+    """Return the problems of --meshes with only one layout, and of --config.mesh.* beside --meshes."""
     layouts, wrong = named.parse(meshes_of(parsed))
     if "meshes" in parsed.given and not wrong and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
@@ -129,7 +129,7 @@ def config_argv(parsed: Parsed) -> list[str]:
 
 
 def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
-    """Return the layouts with their configs, lines about default layouts that the config excludes, and all problems."""
+    """Return (layout, config) of each layout, a line for each default layout that is left out as invalid, and all problems."""
     argv = config_argv(parsed)
     more = named.FLOAT32 if parsed.mode else DTYPES.get(parsed.options["dtype"], ())
     found = [(layout, *named.load(layout, argv, *more)) for layout in layouts]
@@ -163,7 +163,7 @@ def start_devices(runs: Runs) -> None:
 
 
 def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Train on every layout and compare. JAX must be started."""
+    """Train on every layout, compare and print. Return the exit code, 1 if layouts differ. JAX must be started."""
     from jaxtrain.parity import report
 
     rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)

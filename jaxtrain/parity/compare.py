@@ -24,8 +24,8 @@ all weights together have an error of about sqrt(e). In float32 e is below 1e-6,
 In bfloat16 the bound is measured.
 
 A measured distance is one sample: the norm of m independent errors has a relative standard deviation of 1 / sqrt(2 m), and the
-ratio of two such norms has 1 / sqrt(m). So the bound of a tensor of m weights is multiplied by 1 + 3 / sqrt(m): 1.4 for the 64
-weights of a small norm, 1.001 for a matrix of 4096 x 4096.
+ratio of two such norms has 1 / sqrt(m). So the bound of the change of a tensor of m weights is multiplied by 1 + 3 / sqrt(m):
+1.4 for the 64 weights of a small norm, 1.001 for a matrix of 4096 x 4096.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The results of a few steps. Names of gradients and weights are those of checkpoints without the first part."""
+    """The results of a few steps. The names of gradients and weights are a checkpoint's names without their first part."""
 
     loss: np.ndarray  # of each step
     grad_norm: np.ndarray
@@ -75,7 +75,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """The value of a comparison that is largest relative to its bound."""
+    """Of several compared values, the value that is largest relative to its bound."""
 
     value: float
     bound: float
@@ -115,7 +115,7 @@ def take_steps(
 
     Args:
       step: the compiled train step of `program`.
-      batch: the rows of a step, (A x B, T), from its number.
+      batch: returns the batch of step i, arrays (global_batch, T).
     """
     start, gradients, metrics = to_host(state, PARAMS), {}, []
     for i in range(steps):
@@ -175,7 +175,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
 
     Args:
       exact: the reference's steps in float32; None if the reference and the run are in float32.
-      parts: devices x microbatches of the run, over which its sums are divided.
+      parts: devices x microbatches of the run, among which the run's sums are divided.
       tokens: number of tokens of a batch.
     """
     names = reference.gradients
@@ -241,8 +241,9 @@ def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
 def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
     """Return the error of each tensor's weights, relative to their change. resolved: the bound of each tensor's gradient.
 
-    A weight counts if its first gradient is above twice this bound, or exactly zero in both runs. Tensors without gradients are
-    left out: frozen tensors, and the biases of routers, for which the sign of a small difference decides a whole step.
+    A weight counts if its first gradient is above twice the tensor's bound, or exactly zero in both runs. Tensors without
+    gradients are left out: frozen tensors, and the biases of routers, for which the sign of a small difference decides a whole
+    step.
     """
     found, lengths = {}, _lengths(reference.gradients)
     for name, g in reference.gradients.items():

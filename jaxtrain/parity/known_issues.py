@@ -42,7 +42,7 @@ SHORT = (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check: the difference that is largest relative to its bound."""
+    """The result of one check: of all differences, the one that is largest relative to its bound."""
 
     name: str
     figure: float  # relative difference
@@ -101,7 +101,7 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
 
 
 def check_gradients(rows: Sequence[Any]) -> Check:
-    """Return the worst gradient of combined layouts. rows: the compared layouts of COMBINED (report.Row)."""
+    """Return the check with the worst gradient of combined layouts. rows: a report.Row for each layout of COMBINED."""
     found = [
         Check(
             "gradients",

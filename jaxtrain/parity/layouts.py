@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def shown(self) -> dict[str, int]:
-        """Return the mesh without optional axes of size 1."""
+        """Return axis -> size of the mesh, without the axes of OPTIONAL_AXES that have size 1."""
         return {axis: size for axis, size in self.mesh if size > 1 or axis not in OPTIONAL_AXES}
 
     @property
@@ -90,7 +90,7 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
 
 
 def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return axis -> size of `fsdp4xtensor2`, and (rule, fix) of each mistake."""
+    """Return axis -> size of a mesh such as `fsdp4xtensor2`, and (rule, fix) of its first mistake, if any."""
     if mesh == "one":
         return {}, []
     sizes: dict[str, int] = {}
@@ -108,7 +108,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
-    """Return the config in a layout, and its problems on the layout's number of devices.
+    """Return the config with a layout's mesh and overrides, and its problems on the layout's number of devices.
 
     Args:
       argv: config file and overrides of the command line.
@@ -121,7 +121,10 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
 
 
 def devices(count: int, source: str = "") -> Devices:
-    """Return `count` devices: GPUs if this machine has enough, else CPU devices, for which any number is possible."""
+    """Return `count` devices: GPUs if this machine has enough, else CPU devices, of which JAX makes any number.
+
+    GPUs that cannot be used are returned with their problem.
+    """
     found = hardware.probe()
     if found.problem:
         return found  # GPUs that cannot be used are an error, not a reason to compare on CPUs
@@ -131,7 +134,7 @@ def devices(count: int, source: str = "") -> Devices:
 
 
 def in_float32(run: RunConfig) -> RunConfig:
-    """Return the run with every dtype float32, and an attention kernel that supports float32."""
+    """Return the run with every dtype float32, and with attention.impl=auto in place of cudnn."""
     tree = to_dict(run)
     tree["precision"] = "f32"
     tree["fp8"]["exclude"], tree["attention"]["forward"] = "", "compute"
@@ -145,7 +148,7 @@ def in_float32(run: RunConfig) -> RunConfig:
 
 
 def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
-    """Return the problems of several layouts: once if all layouts share it, else with the name of each layout that has it."""
+    """Return the problems of several layouts: each problem once if all layouts share it, else with each layout's name."""
     seen = Counter(str(p) for _, problems in named for p in {str(p): p for p in problems}.values())
     out: dict[str, Problem] = {}
     for name, problems in named:
@@ -179,7 +182,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
 
 
 def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
-    """Return the problem of a model whose state exceeds this machine's memory, on the layout that needs the most."""
+    """Return a problem if the model's state exceeds this machine's memory on the layout that needs the most, else []."""
     values = dict(flatten(to_dict(run)))
     if run.model.family not in FAMILIES:
         return []

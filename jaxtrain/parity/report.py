@@ -103,7 +103,7 @@ def _differences(comparison: Comparison) -> list[str]:
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each set of bounds, with the largest bounds of its tensors."""
+    """Return a line for each set of bounds, with the largest gradient and update bounds of all tensors."""
     lines: dict[str, None] = {}
     for row in rows:
         if row.bounds:

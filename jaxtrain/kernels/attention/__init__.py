@@ -1,4 +1,4 @@
-"""Attention kernels: one signature, one table of abilities, no silent fallback.
+"""Attention kernels: one signature, one table of kernels. A named kernel that does not support the run is an error.
 
 Each implementation is a file with these functions:
 
@@ -19,9 +19,9 @@ has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagona
 windows over several devices. Learnt sinks change the output and the log-sum-exp of a block outside the kernels (sinks.py).
 
 A token attends to the tokens of its own document at or before its own position. The mask depends on `segments` and `positions`
-alone, not on a token's index in the array (except for `cudnn`, which needs rows in order). Scores are scaled by 1/sqrt(H).
-Values may be narrower than queries and keys (`Spec.value_dim`), except with `pallas` and in blocks. The outputs of padding
-(segment 0) are finite and unused: no other token attends to padding, and its loss has weight 0.
+alone, not on a token's index in the array. (`cudnn` needs the tokens of each document next to each other, in order.) Scores are
+scaled by 1/sqrt(H). Values may be narrower than queries and keys (`Spec.value_dim`), except with `pallas` and in blocks. The
+outputs of padding (segment 0) are finite and unused: no other token attends to padding, and its loss has weight 0.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Hardware:
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """Return the properties that kernels depend on, of a device or of a compiler's description of a device."""
+        """Return the hardware of a device, or of a device in a topology without hardware (`jax.experimental.topologies`)."""
         if device.platform == "cpu":
             return cls("cpu")
         major, _, minor = str(device.compute_capability).partition(".")
@@ -98,7 +98,7 @@ IMPLEMENTATIONS = {
 
 
 def implementation(name: str, spec: Spec) -> Any:
-    """Return the module of an implementation; with `spec.fp8`, a `Forward8` around the module."""
+    """Return the module of an implementation; with `spec.fp8`, a `Forward8` with this module as its `base`."""
     if name not in IMPLEMENTATIONS:
         raise Unsupported(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
     base = importlib.import_module(IMPLEMENTATIONS[name])
@@ -106,7 +106,7 @@ def implementation(name: str, spec: Spec) -> Any:
 
 
 def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
-    """Return (kernel, reason). `auto` takes the first kernel that supports all layers, and skips slow kernels.
+    """Return (kernel, reason). `auto` takes the first kernel that supports all layers and is not slow for any (`_slow`).
 
     Args:
       name: `auto`, or the name of a kernel.
@@ -139,5 +139,5 @@ def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> 
 
 
 def _slow(name: str, seq_len: int) -> str | None:
-    """Return why `auto` skips a kernel that supports the spec, or None."""
+    """Return why `auto` skips a kernel as slow, or None: `reference` is slow above 1024 tokens, no other kernel is."""
     return f"holds all {seq_len} x {seq_len} scores" if name == "reference" and seq_len > 1024 else None

@@ -1,7 +1,7 @@
 """Attention in XLA, with the scores of one block of queries in memory at a time, forward and backward.
 
-It is for GPUs that cuDNN's packed kernels do not support, and for long sequences on CPU. Each block's scores are recomputed in
-the backward pass, so memory is O(block x S) and not O(T x S).
+`auto` uses this kernel for long sequences that neither cuDNN nor the Pallas kernel supports, such as on CPU. Each block's
+scores are recomputed in the backward pass, so memory is O(block x S) and not O(T x S).
 """
 
 import jax

@@ -82,7 +82,7 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
 
 
 def _documents(segments_BT: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """Return lengths and starts of documents 1 to max_segments and of padding in each row, int32 (B, M); 0 for none."""
+    """Return lengths and starts of documents 1 to max_segments and of padding in each row, int32 (B, M); length 0 if absent."""
     number_M = jnp.append(jnp.arange(1, spec.max_segments + 1, dtype=segments_BT.dtype), 0)
     is_in_BTM = segments_BT[:, :, None] == number_M[None, None, :]
     return jnp.sum(is_in_BTM, axis=1, dtype=jnp.int32), jnp.argmax(is_in_BTM, axis=1).astype(jnp.int32)
@@ -260,7 +260,7 @@ def _backward(
         )
 
     def joined(xs: list[jax.Array], share: int) -> jax.Array:
-        """Join gradients in the order of parts. Each `share` consecutive parts share a key/value head and are summed in f32."""
+        """Join gradients in the order of parts. Sum each `share` consecutive parts, of one key/value head, in f32 first."""
         if share > 1:
             xs = [
                 functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)
@@ -283,7 +283,7 @@ def _backward(
 class Block(NamedTuple):
     """cuDNN's description of a block of packed rows.
 
-    A document without tokens has length 0, not -1. So entry i of the kernel's per-document results is entry i here.
+    A document without tokens has length 0, not -1. So entry i of the kernel's per-document results belongs to document i.
     """
 
     queries: Packed

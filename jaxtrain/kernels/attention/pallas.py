@@ -6,7 +6,7 @@ tile of queries and loops over the visible tiles of keys. A program of the third
 tiles of queries that attend to them, of all heads of the group, so the sum over a group needs no memory. Empty tiles are
 skipped (tiles.py). Tiles without masked pairs are computed without the mask.
 
-Tile sizes fit the registers and the shared memory of a Hopper GPU, and were not tuned on one
+Tile sizes fit the registers and the shared memory of a Hopper GPU. They were not tuned by measurements
 (docs/evidence/attention_kernels.md). On a CPU Pallas interprets the kernels if INTERPRET is set, for tests.
 """
 
@@ -111,7 +111,7 @@ def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
 
 
 def _documents(rows: Rows, spec: Spec) -> Rows:
-    """Return the rows; if they are not packed, with 1 as the segment of all tokens."""
+    """Return the rows. If `spec.packed` is False, every token gets segment 1."""
     if spec.packed:
         return rows
     return rows._replace(q_segments=jnp.ones_like(rows.q_segments), kv_segments=jnp.ones_like(rows.kv_segments))
@@ -179,7 +179,8 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return output in `dtype` (default: q's) and log-sum-exp in f32 (B, N, T).
 
-    causal: keys and queries are of the same tokens; it only chooses the kernel's name.
+    causal: keys and queries are of the same tokens. This argument only chooses the kernel's name: the mask follows from
+    positions.
     """
     T, H = q.shape[1], q.shape[3]
     q, k, v = map(_filled, (q, k, v))
@@ -246,7 +247,7 @@ def _call(
     """Run one program for each tile, row of the batch, and head.
 
     Args:
-      name: the kernel.
+      name: the kernel: FORWARD, FORWARD_FP8, QUERIES or KEYS.
       visits: the tiles to visit for each tile, (B, tiles, 4).
       operands: q, k and the kernel's other arrays: (B, T or S, N or K, H), or (B, N, T) with a number for each query and head.
       outputs: shapes and dtypes of the results.

@@ -68,7 +68,7 @@ class Static:
     def matrices(self, number: int, tokens: int) -> Any:
         """Return shared memory for `number` matrices (tokens, head_dim) of bf16, in the order in which WGMMA reads them.
 
-        A chunk of this order is at most as long as a tile of the loop, because a matmul sums over whole chunks.
+        A swizzled chunk has at most as many columns as a tile has tokens, because a matmul sums over whole chunks.
         """
         chunk = min(CHUNK, self.tile.queries, self.tile.keys)
         order: Any = plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(2 * chunk)  # pyright: ignore[reportAbstractUsage]
@@ -193,12 +193,12 @@ def _zeros(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _rows(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcast a number for each row to `shape`."""
+    """Broadcast one number per row, (rows,), to a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(numbers, shape, (0,))
 
 
 def _columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcast a number for each column to `shape`."""
+    """Broadcast one number per column, (columns,), to a matrix of `shape`."""
     return jax.lax.broadcast_in_dim(numbers, shape, (1,))
 
 
@@ -264,7 +264,7 @@ def _load_keys(
 
 
 def _last_first(visits_ref: Any) -> jax.Array:
-    """Return the tile of queries of this program. The first program has the last tile, because that tile has the most keys."""
+    """Return the tile of queries of this program. The first program has the last tile, which has the most keys."""
     return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
 
 

@@ -33,7 +33,7 @@ def count(tokens: int, tile: int) -> int:
 
 
 def padded(x_BT: jax.Array, tile: int, value: int) -> jax.Array:
-    """Return an array padded to whole tiles."""
+    """Return an array with axis 1 padded with `value` to whole tiles."""
     T = x_BT.shape[1]
     return jnp.pad(x_BT, ((0, 0), (0, count(T, tile) * tile - T)), constant_values=value)
 
@@ -73,7 +73,7 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
     )
 
     def before(segment, position, other_segment, other_position):
-        """Return whether a token is another token or before it, in the order of the module's docstring."""
+        """Return whether the first token precedes the other token or equals it, in the order of the module's docstring."""
         return (segment < other_segment) | ((segment == other_segment) & (position <= other_position))
 
     reach = q.first_position - (spec.window - 1 if spec.window else MOST)
@@ -86,7 +86,10 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
 
 
 def _spans(some: jax.Array, full: jax.Array) -> jax.Array:
-    """Return (start, full_start, full_stop, stop) along the last axis: the range of `some`, and the first run of `full`."""
+    """Return (start, full_start, full_stop, stop): the range of True in `some`, and the first run of True in `full`.
+
+    Both are on the last axis, the tiles to visit.
+    """
     n = some.shape[-1]
     at = jnp.arange(n, dtype=jnp.int32)[None, None]
     stop = jnp.where(some, at + 1, 0).max(-1)

@@ -45,7 +45,7 @@ def attention(
     """Return attention of this device's queries to all visible keys, with the head size of v.
 
     Values narrower than keys are padded with zeros for the kernels in EQUAL_WIDTHS, and in a ring, which sends keys and values
-    as one array. sinks_N: of the heads in q; None unless `spec.sinks`.
+    as one array. sinks_N: the sinks of the heads in q; None unless `spec.sinks`.
     """
     q, k, v = heads.shard_heads(q, k, v, split)
     sinks_N = None if sinks_N is None else heads.local_heads(sinks_N, split)

@@ -16,8 +16,8 @@ def gather(x_BT: jax.Array, split: Split) -> jax.Array:
 def shard_heads(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Exchange all heads of a rank's own tokens for some of the heads of all tokens of its group.
 
-    If there are fewer key/value heads than ranks, the heads are repeated first. So each rank receives the head that its queries
-    need.
+    If there are fewer key/value heads than ranks, the key/value heads are repeated first. So each rank receives the key/value
+    head of its query heads.
     """
     u = split.context.ulysses
     if u == 1:
@@ -33,7 +33,7 @@ def _to_heads(x: jax.Array, split: Split) -> jax.Array:
 
 
 def local_heads(x_N: jax.Array, split: Split) -> jax.Array:
-    """Return the numbers of the heads that this rank has after `shard_heads`. x_N: a number for each head before it."""
+    """Return the elements of x_N for the heads that this rank has after `shard_heads`. x_N: one number for each head."""
     u = split.context.ulysses
     if u == 1:
         return x_N

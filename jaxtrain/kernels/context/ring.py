@@ -73,7 +73,7 @@ def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
 
 
 def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
-    """Return the keys of the two blocks with another rank."""
+    """Return the keys of the two blocks with another rank: rows of the first block, then of the second."""
     return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
 
 
@@ -105,7 +105,7 @@ Step = Callable[[State, int, Any, jax.Array], State]
 
 
 def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
-    """Return the state after `step(state, distance, mine, kv)` for this rank's keys and values (distance 0) and all others'.
+    """Return the state after `step(state, distance, mine, kv)` for this rank's keys and values (distance 0), then all others'.
 
     XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
     barrier ties each send to the block that overlaps with it: the send starts with the block, and later blocks wait for the
@@ -172,7 +172,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return x[:rows], x[rows:]
 
     def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
-        """Return gradients of the queries, and of keys and values together, by rows of the first block and of the second."""
+        """Return gradients of queries, and of keys and values together, each as (rows of the first block, of the second)."""
         q, out, lse, do = queries
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
         return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
@@ -209,7 +209,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
 def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:
     """Reduce-scatter gradients of keys and values to the ranks that own the keys.
 
-    by_distance: for the keys of each rank, by its distance before this rank, this rank's term of their gradients.
+    by_distance: item d is this rank's term of the gradients for the keys of the rank d ranks before this rank.
     """
     r = split.context.ring
     by_place = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(r)) % r, axis=0)

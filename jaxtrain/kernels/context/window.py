@@ -18,7 +18,7 @@ ALIGNED = 128  # tokens of a tile of the kernels
 
 
 def applies(spec: Spec, tokens: int, split: Split) -> bool:
-    """Return whether the window is shorter than a sequence. tokens: tokens of a ring rank, in both chunks."""
+    """Return whether there is a window shorter than a sequence. tokens: tokens of a ring rank, in both chunks."""
     return 0 < spec.window < tokens * split.context.ring
 
 
@@ -57,7 +57,7 @@ def attention(
 
 
 def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
-    """Return the number of tokens to fetch before a chunk: the window's reach, in whole tiles if chunks are whole tiles."""
+    """Return the number of tokens in a chunk's halo: window - 1, rounded up to whole tiles if chunks are whole tiles."""
     step = math.gcd(chunk, ALIGNED)
     return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)
 
@@ -76,6 +76,6 @@ def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
 
 
 def _previous_chunks(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Return the previous chunk of each of this rank's chunks: ranks 0 ... r-1 hold early chunks, r-1 ... 0 late."""
+    """Return the chunk before each of this rank's chunks. The order is: early chunks of ranks 0 ... r-1, late of r-1 ... 0."""
     earlier = jnp.where(split.place == 0, 0, split.around(early))
     return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))

@@ -4,7 +4,7 @@ If every expert of a device has the same number of rows, the matmuls are those o
 FP8 call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere multiplies the same
 rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (grouped.outer). They are sums over rows,
 and WGMMA needs the summed dimension contiguous for 8-bit numbers. So both operands would need transposed copies. In such a copy
-an expert's rows begin at any index, but the layout of shared memory needs a multiple of 128.
+an expert's rows may begin at any index, but the layout of shared memory needs a multiple of 128.
 """
 
 import jax

@@ -9,9 +9,9 @@ number of slots for each device, and is its own inverse:
                   so none is dropped
     capacity      slots for each expert, the same number for all; assignments that do not fit are dropped
 
-Received slots are sorted by expert for the matmuls (grouped.py). If a device has one expert, plain matmuls take all slots as
-its rows, in the order received. Rows are gathered by index and never scatter-added, so results do not depend on an order of
-additions.
+Received slots are sorted by expert for the matmuls (grouped.py). With one expert per device and moe.impl=auto, plain matmuls
+take all slots as the expert's rows, in the order received. Rows are gathered by index and never scatter-added, so results do
+not depend on an order of additions.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Route(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A device's assignments, sorted by expert, and its first round."""
+    """A device's assignments, sorted by expert, and the route of the first round."""
 
     order_n: jax.Array  # assignments by expert, assignments of padding last
     rank_Tk: jax.Array  # the index of each assignment in order_n
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The layout of a dispatch; static."""
+    """The numbers of devices, experts and slots of a dispatch; static under jit."""
 
     experts: int  # on all devices
     tokens: int  # T, of this device
@@ -67,7 +67,7 @@ class Exchange:
 
     @property
     def room(self) -> int:
-        """Return the slots for each device in the first round, or for each expert with a capacity."""
+        """Return the slots for each device in the first round; with a capacity, the slots for each expert."""
         n = self.tokens * self.k
         if self.capacity:
             return min(self.tokens, math.ceil(self.capacity * n / self.experts))
@@ -167,7 +167,7 @@ class Exchange:
         return _rows(self._swap(self._unsorted(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
 
     def _swap(self, slots: jax.Array) -> jax.Array:
-        """Exchange slots by an all-to-all: this device's i-th share of slots goes to device i of the expert axis."""
+        """Exchange slots by an all-to-all: block i of this device's slots goes to device i of the expert axis."""
         if self.parts == 1:
             return slots
         apart = slots.reshape(self.parts, -1, *slots.shape[1:])

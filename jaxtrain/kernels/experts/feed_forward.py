@@ -4,7 +4,8 @@
 
 Experts with biases add a bias to the result of each of the three matmuls.
 
-The share is applied before the last matmul, which is linear. So the backward pass does not need the result of that matmul.
+share_te is the router's weight of expert e for token t. It is applied before the last matmul, which is linear. So the backward
+pass does not need the result of that matmul.
 
 The backward rule is explicit, and repeats the rounds. Only the first round saves activations; the rows of further rounds are
 recomputed in the backward pass. So uneven loads cost time and no memory: further rounds are small, and take about the time of
@@ -37,7 +38,7 @@ FURTHER_ROUNDS = "further_rounds"  # scope of operations that run only for uneve
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The static parameters of experts."""
+    """The parameters of a layer's experts; static under jit."""
 
     experts: int
     activation: Callable[[jax.Array, jax.Array], jax.Array]  # of the gate and the up projection
@@ -49,18 +50,18 @@ class Spec:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Return the mesh axes that shard the experts in use."""
+        """Return the mesh axes that shard the experts of gathered weights."""
         return self.placement.compute_axes("experts")
 
     def exchange(self, chosen_Tk: jax.Array) -> Exchange:
-        """Return the layout of the exchange of this device's tokens."""
+        """Return the `Exchange` that dispatches this device's tokens."""
         (T, k), p = chosen_Tk.shape, self.placement
         devices = p.token_axes + tuple(a for a in self.split if a not in p.token_axes)
         parts = p.size(self.split)
         return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self.buffer, self._alone)
 
     def check(self, weights: Sequence[Weight]) -> None:
-        """Raise Unsupported for 8-bit weights of experts with uneven numbers of rows, on a GPU without a kernel for them."""
+        """Raise Unsupported for 8-bit weights on a GPU if `ragged` multiplies the rows, which has no 8-bit matmul there."""
         if self._by == "ragged" and self._hardware.platform == "gpu" and any(isinstance(w, Float8) for w in weights):
             raise Unsupported(
                 "precision = 'fp8': uneven numbers of rows are multiplied in 8 bits on Hopper alone, with moe.impl=auto. "
@@ -68,7 +69,7 @@ class Spec:
             )
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
-        """Multiply rows by the weights of their experts. gradient: the rows are gradients."""
+        """Return each row times the weight of its expert, contracted over `contract`. gradient: the rows are gradients."""
         if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.times(rows, w_EDF, contract, gradient)
         if isinstance(w_EDF, Float8):
@@ -100,7 +101,7 @@ class Spec:
         return self.impl == "auto" and self.placement.size(self.split) == self.experts
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
-        """Return share f(gate, up), computed in float32 and rounded once."""
+        """Return the router's weight of each row times f(gate, up), computed in float32 and rounded once."""
         h_RF = self.activation(gate_RF.astype(jnp.float32), up_RF.astype(jnp.float32)) * share_R[:, None]
         return h_RF.astype(gate_RF.dtype)
 
@@ -117,7 +118,7 @@ class Biases(NamedTuple):
 
 
 def _experts_of(route: Route, rows: int) -> jax.Array:
-    """Return the expert of each row, int32 (R,). Unused rows get the last expert, and a share of zero."""
+    """Return the expert of each row, int32 (R,); for unused rows, whose router's weight is 0, the last expert."""
     experts = jnp.arange(route.sizes_E.shape[0], dtype=jnp.int32)
     return jnp.repeat(experts, route.sizes_E, total_repeat_length=rows)
 

@@ -42,7 +42,7 @@ def check(impl: str, hardware: Hardware, dtype: jnp.dtype) -> None:
 
 
 def choose(impl: str, hardware: Hardware, dtype: jnp.dtype) -> str:
-    """Return the implementation that `moe.impl` names. auto is pallas where it is supported, and ragged elsewhere."""
+    """Return the implementation that `moe.impl` names. auto is pallas if `unsupported` returns None, else ragged."""
     if impl != "auto":
         return impl
     return "ragged" if unsupported(hardware, dtype) else "pallas"

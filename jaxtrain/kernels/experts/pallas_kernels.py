@@ -61,7 +61,7 @@ def chunk(dtype: Any) -> int:
 
 
 def staging(static: Static, dtype: Any) -> Any:
-    """Return shared memory for results, stored a few columns at a time. Blocks have one row, so a copy may have any rows."""
+    """Return shared memory for results, stored a few columns at a time. With blocks of one row, a copy may have any rows."""
     return smem((COMPUTING, STORES, ROWS, chunk(dtype)), dtype, block=1)
 
 
@@ -79,7 +79,7 @@ def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
 
 
 def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> None:
-    """Run `body(tile, done)` for each tile of this program. It returns its number of steps; done: steps of earlier tiles."""
+    """Run `body(tile, done)`, which returns its number of steps, for each tile of this program. done: earlier tiles' steps."""
     program = jax.lax.axis_index(PROGRAMS)
     count = (total - program + static.programs - 1) // static.programs
     jax.lax.fori_loop(0, count, lambda i, done: done + body(program + i * static.programs, done), jnp.int32(0))

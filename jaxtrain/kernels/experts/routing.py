@@ -49,18 +49,18 @@ def route(
       router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
       renormalize: the scores of the chosen experts are divided by their sum.
       over: mesh axes that shard the tokens.
-      scaling: multiplies the share of each chosen expert, renormalised or not.
+      scaling: multiplies the weight (`share_BTk`) of each chosen expert, renormalised or not.
       groups: number of groups of consecutive experts. Each token goes to experts of the `kept_groups` best groups. A group's
         score is the sum of its two best experts' scores, biases included (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-      sequence: the axes of `over` that shard tokens of the same sequences. None: the sequence-wise
-        loss is not computed, and reported as 0.
+      sequence: the axes of `over` that shard tokens of the same sequences. None: the sequence-wise loss is not computed, and
+        is reported as 0.
 
     The statistics are means over the real tokens of all devices, with scores that sum to 1 for each token. The load-balancing
-    loss is E sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the share of the choices
-    that fell on expert e, P_e the mean score of expert e. The loss is 1 for even loads, and E / k at most. The sequence-wise
-    loss is the mean over sequences of the same loss of each sequence (arXiv:2412.19437, equations 17 to 20). The z-loss is the
-    mean of log(sum exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is the mean entropy of a
-    token's scores, in nats.
+    loss is E sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the fraction of the
+    choices that are expert e, P_e the mean score of expert e. The loss is 1 for even loads, and E / k at most. The
+    sequence-wise loss is the mean over sequences of the same loss of each sequence (arXiv:2412.19437, equations 17 to 20). The
+    z-loss is the mean of log(sum exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is the mean
+    entropy of a token's scores, in nats.
     """
     E = logits_BTE.shape[-1]
     scores_BTE = jax.nn.softmax(logits_BTE) if router == "softmax" else jax.nn.sigmoid(logits_BTE)
