@@ -134,13 +134,14 @@ def devices(count: int, source: str = "") -> Devices:
 
 
 def in_float32(run: RunConfig) -> RunConfig:
-    """Return the run with every dtype float32, and with attention.impl=auto in place of cudnn."""
+    """Return the run with every dtype float32, and with `auto` in place of kernels without float32: cudnn and pallas."""
     tree = to_dict(run)
     tree["precision"] = "f32"
     tree["fp8"]["exclude"], tree["attention"]["forward"] = "", "compute"
     tree["dtypes"] = dict.fromkeys(tree["dtypes"], "f32")
-    if run.attention.impl == "cudnn":
-        tree["attention"]["impl"] = "auto"
+    for section in ("attention", "moe"):
+        if tree[section]["impl"] in ("cudnn", "pallas"):
+            tree[section]["impl"] = "auto"
     changed, problems = from_dict(tree)
     if problems:
         raise ValueError(f"a resolved config does not resolve: {problems}")

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from jaxtrain import launch
 from jaxtrain.parity import __main__ as command
 from jaxtrain.parity import compare, layouts, report
 
@@ -79,6 +80,15 @@ def test_a_model_that_is_too_large(monkeypatch, capsys):
     large = ("--config=configs/llama3_8b.py", "--config.data.source=synthetic", "--config.train.grad_accum=1")
     said = refused(capsys, *large, "--meshes=fsdp8,data8")
     assert "8.0 billion parameters" in said and "this machine has 64 GiB" in said and "--config.model.num_layers=2" in said
+
+
+def test_the_float32_reference_takes_kernels_that_have_float32():
+    """The reference of a bfloat16 run with named kernels must run: cuDNN's and Pallas kernels have no float32."""
+    named = ["--config.attention.impl=pallas", "--config.moe.impl=pallas", "--config.precision=bf16"]
+    run = layouts.in_float32(launch.load(["--config=configs/qwen3_30b_a3b.py", *named]).run)
+    assert (run.attention.impl, run.moe.impl, run.precision, run.dtypes.params) == ("auto", "auto", "f32", "f32")
+    ragged = launch.load(["--config=configs/qwen3_30b_a3b.py", "--config.moe.impl=ragged"]).run
+    assert layouts.in_float32(ragged).moe.impl == "ragged"
 
 
 def test_layouts_that_are_tried_by_default(monkeypatch, capsys):
