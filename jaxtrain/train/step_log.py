@@ -120,7 +120,7 @@ class StepLog:
 
 
 def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
-    """Return the rates of this model on these devices. If the device's peak FLOP/s are unknown, MFU is null."""
+    """Return the object that computes the run's rates from step times. MFU is null if the device's peak is unknown."""
     per_token, recomputed = flops.training(run), flops.beyond(run)
     device = jax.devices()[0]
     peak = run.log.peak_tflops
