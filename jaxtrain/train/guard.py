@@ -38,8 +38,8 @@ def fresh() -> Guard:
 def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tuple[jax.Array, Guard]:
     """Return (verdict of this step, the next guard). loss, norm: f32 (). sigmas: 0 accepts every finite step.
 
-    A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps. SIGMA
-    x deviation counts as at least FLAT x median. Before LEAST applied steps, no step is a spike. Unlike mean and standard
+    A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps. The
+    deviation counts as at least FLAT x median / SIGMA. Before LEAST applied steps, no step is a spike. Unlike mean and standard
     deviation, median and median absolute deviation are robust against accepted spikes.
     """
     with jax.named_scope("guard"):
