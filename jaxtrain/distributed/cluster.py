@@ -24,9 +24,9 @@ class Cluster:
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
-    """Return the devices of a run from those of this process, the only process if `cluster` is None.
+    """Return the devices of all processes of a run, from the devices of this process.
 
-    All processes are assumed to have the same devices.
+    All processes are assumed to have the same devices. `cluster` is None for a run of one process.
     """
     if cluster is None or not here.count:
         return here
@@ -128,7 +128,7 @@ class _Reader:
         self.wrong(f"--{field}", None, rule, remedy[field])
 
     def read_launcher(self) -> _Launcher | None:
-        """Return the first launcher that started several processes."""
+        """Return the values of the first launcher whose variables are set; None without a launcher."""
         for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
             found = read()
             if found is not None or self.problems:
@@ -195,7 +195,10 @@ class _Reader:
         return _Launcher("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
 
     def master(self) -> str | None:
-        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT; None if it is given otherwise."""
+        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT.
+
+        Returns None if an option or JAXTRAIN_COORDINATOR gives the address, or if these variables have a problem.
+        """
         env = self.environ
         if "coordinator" in self.given:
             return None
@@ -210,7 +213,11 @@ class _Reader:
         return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
 
     def local(self, size: str, rank: str) -> tuple[int, ...] | None:
-        """Return the device of one of several processes of a node; None if the process is alone on its node."""
+        """Return the device of this process, one of several on its node, by its local rank.
+
+        Returns None if this process is alone on its node, or if local-devices gives the devices. size, rank: names of the
+        launcher's variables.
+        """
         if "local-devices" in self.given or not (self.environ.get(size) or self.environ.get(rank)):
             return None
         processes = self.number(size, self.environ.get(size, ""), 1, needed=True)
