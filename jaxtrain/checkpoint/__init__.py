@@ -1,6 +1,6 @@
 """Checkpoints: one folder per step, written by Orbax in the background, with digests of its arrays and its files.
 
-    checkpoints/500/meta.json       config, rules, data position, versions, and each tensor's shape, dtype and digest
+    checkpoints/500/meta.json       config, mesh, data position, versions, and each tensor's shape, dtype and digest
     checkpoints/500/arrays/         the tensors by name, the same on every mesh; Orbax writes them and then commits the folder
     checkpoints/500/integrity.json  size and CRC-32 of every file above, written when all of them are durable
 

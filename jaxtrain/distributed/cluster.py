@@ -38,9 +38,10 @@ def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
 def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Cluster | None, list[Problem]]:
     """Return the cluster of this process, None for a run of one process, and all problems found.
 
-    Options come first, then JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each
-    independently. A launcher gives the remaining values: torchrun's variables, else Slurm's (under srun), else Open MPI's, else
-    the index of a Kubernetes Job. A single process on a node uses all its devices. Several processes use one device each.
+    Each value comes from its option, else from JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID or
+    JAXTRAIN_LOCAL_DEVICES. A launcher gives the remaining values: torchrun's variables, else Slurm's (under srun), else Open
+    MPI's, else the index of a Kubernetes Job. If torchrun, Slurm or Open MPI starts several processes on a node, each uses the
+    device of its local rank. Otherwise a process uses all devices of its node.
 
     Args:
       options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" if not given.
@@ -52,7 +53,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """Values from a launcher; None if the launcher does not give them. `devices` is None for all devices of the node."""
+    """Values from a launcher. A value is None if the launcher does not give it; `devices` None: all devices of the node."""
 
     name: str
     coordinator: str | None

@@ -258,7 +258,7 @@ class Peers:
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the step this process has reached. From then on, it starts a later step only after all have published."""
+        """Publish the step this process has reached. It then starts a later step only after all processes have published."""
         with self._agreement:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling

@@ -41,7 +41,8 @@ class Monitor:
     """The GPUs of one process. A context manager: sampling runs inside the block.
 
     Args:
-        pools: index of a GPU among the visible ones (jax's local_hardware_id) -> its memory_stats. Empty: no GPU is watched.
+        pools: index of a GPU among the visible GPUs (jax's local_hardware_id) -> the device's method memory_stats. Empty: no
+            GPU is watched.
         every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
         process: index of this process, written to the lines.
         nvml: pynvml, or an object with the same functions.

@@ -95,7 +95,7 @@ def problems(text: str, optimizer: str) -> list[Problem]:
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """Return the problems of `optimizer.groups` with a model's parameters.
+    """Return a problem for each group that matches no parameter of a model, or sets muon for a parameter without Muon.
 
     matrices: name of each parameter -> whether Muon supports the parameter.
     """

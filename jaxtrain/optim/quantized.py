@@ -58,7 +58,7 @@ def code_map(signed: bool) -> np.ndarray:
 def _decades(signed: bool) -> list[tuple[int, float]]:
     """Return (number of values, power of ten) of each decade, the smallest first.
 
-    The k-th positive value is in the decade with `number` <= k < 2 x number, where k starts from 1 if signed and from 2
+    The k-th positive value is in the decade of n values with n <= k < 2 n, where k starts from 1 if signed and from 2
     otherwise.
     """
     first = 1 if signed else 2

@@ -109,7 +109,7 @@ def _ignore_signals() -> None:
 
 
 class RemoteProcess:
-    """A command on another node, and the ssh that waits for its end."""
+    """A command on another node, and the ssh process that waits for the end of the command."""
 
     def __init__(self, host: str, line: str, environ: Mapping[str, str], patience_s: float):
         self.host = host
@@ -148,7 +148,10 @@ def exit_code(returncode: int) -> int:
 
 
 def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
-    """Return the exit code of a run on several nodes.
+    """Return the exit code of a run on several nodes, and report nodes that ended differently from this node.
+
+    A refusal, a preflight fault (3) or a hang (124) on another node overrides the code of this node. Any other failure there
+    overrides only success, or a SIGTERM (143) that no signal to the supervisor explains. An unreachable node turns 0 and 143 into 75.
 
     Args:
         code: the exit code on this node.

@@ -23,10 +23,10 @@ def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str
 
     Args:
         command: a program and its arguments.
-        timeout_s: seconds to wait for its end.
-        environ: its environment, this process's if None.
+        timeout_s: seconds to wait for the end of the command; None: no limit.
+        environ: the environment of the command; None: the environment of this process.
 
-    Returns: its stdout; None if it does not exist, fails or exceeds the time.
+    Returns: the command's stdout; None if the program does not exist, the command fails or exceeds the time.
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:

@@ -146,7 +146,10 @@ def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], 
 
 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
-    """Return the remat with the least recomputation among those that save at least `excess_gib` less, or None."""
+    """Return the remat with the least recomputation among those that save at least `excess_gib` less than the run's remat.
+
+    Returns None if no remat saves so much less.
+    """
     now = bytes_kept(run, kept(run.remat), axes, packed_stats)
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 

@@ -1,8 +1,8 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
 The statistics are those of kernels/experts/routing.py: one row for each slot that a microbatch passed through, with means over
-the microbatch's tokens without padding. A step sums the statistics of its microbatches. Like a loss, each is weighted by the
-microbatch's fraction of the batch's loss weight.
+the microbatch's tokens without padding. A step sums the statistics of its microbatches. Like the loss, the statistics of a
+microbatch are weighted by the microbatch's fraction of the batch's loss weight.
 """
 
 import dataclasses

@@ -250,7 +250,7 @@ def initial_state(
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The first state of an attempt, and the start it was made from."""
+    """The first state of an attempt, and the `Start` that the state was made from."""
 
     state: state.TrainState
     start: Start

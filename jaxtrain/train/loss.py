@@ -233,7 +233,7 @@ LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_M
 
 
 def find_loss(name: str) -> Loss:
-    """Return the loss of a name, or a user's own, `package.module:name`."""
+    """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
     if name in LOSSES:
         return LOSSES[name]
     module, _, attribute = name.partition(":")

@@ -138,7 +138,7 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
 
 
 def make_pipeline(run: RunConfig, placement: Placement, definition: Definition, stage_layout: Arrangement) -> Pipeline:
-    """Return a config's pipeline. Raise ConfigError for a model from outside the package that has no stages."""
+    """Return a config's pipeline. Raise ConfigError for a model from outside the package that cannot run on stages."""
     if not definition.staged:
         rule = f"the {run.model.family} model does not declare that its layers can run separately from embedding and head"
         remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."

@@ -163,7 +163,7 @@ class Ending:
         self._finish(HUNG, cause)
 
     def asked_early(self, name: str, code: int) -> None:
-        """Complete receipt and ledger of a run that this or another process was asked to stop before its first step."""
+        """Complete receipt and ledger after a stop request before the first step, and pass the request to all processes."""
         self.peers.ask_to_stop(name)
         forbid_restart(name)
         with self._once:

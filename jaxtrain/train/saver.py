@@ -57,7 +57,7 @@ class Saver:
         Args:
           meta: facts for this checkpoint, in addition to those of `remember`.
 
-        Raises CheckpointError after MOST_FAILURES failures in a row.
+        Raises CheckpointError after MOST_FAILURES failed saves in a row.
         """
         services, began = self._services, time.perf_counter()
         with services.phase("checkpoint", "save"):

@@ -243,7 +243,8 @@ def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str |
     """Begin to compute the digests of a state's tensors. Return (names, digests) of each array of the state.
 
     The digests of a stack are uint32 (slots, 3), those of another array (3,). An empty slot has a digest too, with the name
-    None. `digests_by_name` waits for the digests. compiled: the compiled digests.program of the arrays in device memory.
+    None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
+    compiled: the compiled digests.program of the arrays in device memory.
     """
     found = named_leaves(state)
     out: list[tuple[list[str | None], Any]] = []

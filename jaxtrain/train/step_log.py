@@ -80,7 +80,7 @@ class StepLog:
             self._mfu = MfuAlert(watch.expected.longest_s, run.log.mfu_alert)
 
     def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
-        """Show that a step is done, and write its line if one is due.
+        """Show the progress and warnings about GPUs after a step, and write its line if one is due (log.every_steps).
 
         Args:
           batches: number of batches read from the data up to this step.

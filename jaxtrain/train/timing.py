@@ -137,7 +137,7 @@ class SlowSteps:
         return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{beside}{more}"
 
     def _note_slower(self, step: int, usual: float) -> str | None:
-        """Return a line once when steps have become slower than at the start, again only after they were fast meanwhile."""
+        """Return a line when steps become slower than at the start of the run; None while they stay slow, or are fast."""
         start = self._at_start
         if start is None:
             return None
