@@ -151,7 +151,8 @@ def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
     """Return the exit code of a run on several nodes, and report nodes that ended differently from this node.
 
     A refusal, a preflight fault (3) or a hang (124) on another node overrides the code of this node. Any other failure there
-    overrides only success, or a SIGTERM (143) that no signal to the supervisor explains. An unreachable node turns 0 and 143 into 75.
+    overrides only success, or a SIGTERM (143) that no signal to the supervisor explains. An unreachable node turns 0 and 143
+    into 75.
 
     Args:
         code: the exit code on this node.
