@@ -1,7 +1,7 @@
 """Checkpoints: one folder per step, written by Orbax in the background, with digests of its arrays and its files.
 
-    checkpoints/500/meta.json       config, rules, data position, versions, and each tensor's shape, dtype and digest
-    checkpoints/500/arrays/         the tensors by their canonical names, written by Orbax, which commits them last
+    checkpoints/500/meta.json       config, mesh, data position, versions, and each tensor's shape, dtype and digest
+    checkpoints/500/arrays/         the tensors by name, the same on every mesh; Orbax writes them and then commits the folder
     checkpoints/500/integrity.json  size and CRC-32 of every file above, written when all of them are durable
 
 meta.json is durable before the arrays are written, so a step is complete exactly when the arrays are committed, whenever the
@@ -9,7 +9,8 @@ process was killed. Older steps are deleted only after the new one is durable. O
 of the state, computed on its devices (jaxtrain/digests.py), are compared at every restore with those of the arrays read.
 All modules here handle flat dicts of arrays; other modules decide how a train state is laid out in memory.
 
-jax and Orbax (0.7 s) are imported on first use. The command line uses neither, and a run imports Orbax during its first steps.
+jax and Orbax are imported on first use, which takes 0.7 s for Orbax. The command line imports neither. A run imports Orbax
+during its first steps.
 """
 
 import json
@@ -50,7 +51,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
 
 
 def folder_in(run: str) -> str:
-    """Return a run's folder of checkpoints: `checkpoint.dir` of its config.json, else checkpoints/ in it, else the folder."""
+    """Return a run's folder of checkpoints: `checkpoint.dir` of its config.json, else its checkpoints/, else `run` itself."""
     inner = f"{run.rstrip('/')}/checkpoints"
     if stores.is_bucket(run):
         return inner if Storage(inner).states() else run

@@ -90,7 +90,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int], None]) -> tuple[list[str], str]:
-    """Return the problems of a step, and the note to print if there are none."""
+    """Return (the problems of a step's files, the text to print if there are no problems)."""
     if state == "unfinished":
         return [], "unfinished: its save was cut off, and it is never restored"
     problems = []

@@ -32,7 +32,8 @@ def orbax() -> Any:
 def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: bool = False, processes: int = 1) -> Any:
     """Return the options of a save to, or a load from, `folder`.
 
-    arrays: the arrays to save; their largest shard must fit in the limit of host memory. partial: load only some arrays.
+    arrays: the arrays to save; the limit of host memory is raised to fit their largest shard. partial: load only some arrays.
+    processes: number of processes of the run.
     """
     context = orbax().Context()
     if processes > 1:
@@ -91,7 +92,10 @@ def _open_s3_in_tensorstore() -> None:
 def differences(
     stored: "Mapping[str, jax.ShapeDtypeStruct]", wanted: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool, cast: bool
 ) -> list[str]:
-    """Return a line for each tensor that is missing, superfluous, or of another shape or dtype. Flags: see `Steps.restore`."""
+    """Return a line for each tensor that is missing, superfluous, or of another shape or dtype.
+
+    subset, cast: as in `Steps.restore`.
+    """
     import jax.numpy as jnp
 
     out = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
@@ -108,7 +112,7 @@ def differences(
 
 
 def first_cause(error: Exception) -> Exception:
-    """Return the exception from which a chain of exceptions was raised."""
+    """Return the first exception of a chain of exceptions that were raised from each other."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

@@ -1,7 +1,7 @@
 """Digests of a checkpoint's files: sizes and CRC-32, written when a step is complete, and checked without any device.
 
-They detect later changes of the files: truncation, deletion, changed bytes. Errors between a device and the files
-are detected by the digests of the arrays (jaxtrain/digests.py), which every restore compares.
+The digests of files detect later changes of the files: truncation, deletion, changed bytes. The digests of arrays
+(jaxtrain/digests.py), which every restore compares, also detect errors on the way from a device to the files.
 """
 
 import concurrent.futures
@@ -50,7 +50,7 @@ def crc32(path: "epath.Path", progress: Callable[[int], None] = lambda _: None) 
 
 
 def measure(folder: "epath.Path", names: Sequence[str]) -> Found:
-    """Return sizes and digests of these files of a step. Raises OSError for one that cannot be read."""
+    """Return sizes and digests of these files of a step. Raises OSError if a file cannot be read."""
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: crc32(folder / name), names), strict=True))
 
@@ -66,7 +66,7 @@ def sealed(record: Mapping[str, Any]) -> str:
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """Return the record of a text made by `sealed`. Raises ValueError if it is no such text, or was changed."""
+    """Return the record of a text made by `sealed`. Raises ValueError if the text has no seal or was changed."""
     record = json.loads(text)
     if not isinstance(record, dict) or "seal" not in record:
         raise ValueError("no JSON object with a seal")
@@ -81,7 +81,7 @@ def _seal(record: Mapping[str, Any]) -> str:
 
 
 def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None) -> Verdict:
-    """Compare the files of a step with its integrity.json.
+    """Compare the files of a step with its integrity.json. Files that are not in integrity.json are ignored.
 
     Raises OSError only if the folder cannot be listed or the bucket cannot be reached.
     """

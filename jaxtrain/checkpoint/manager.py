@@ -1,4 +1,4 @@
-"""Saves steps in the background, and deletes old ones."""
+"""Saves steps in the background, and deletes old steps."""
 
 import concurrent.futures
 import dataclasses
@@ -58,10 +58,10 @@ class _Times:
 
 
 class Checkpoints(Steps):
-    """The steps in one folder. Opening it writes nothing; every process of a run calls the same methods in the same order.
+    """The steps in one folder. The constructor writes nothing. Every process of a run calls the same methods in the same order.
 
     directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
-    keep: newest steps kept. keep_every: also keep every step that is a multiple of this; 0: none.
+    keep: number of newest steps to keep. keep_every: keep also each step that is a multiple of keep_every; 0: none.
     peers: the processes of the run, which save and restore together.
     finite: refuse to save and to restore parameters that are infinite or NaN.
     """
@@ -107,16 +107,17 @@ class Checkpoints(Steps):
         began: float | None = None,
         copying: float | None = None,
     ) -> float | None:
-        """Begin a save. Return the seconds it blocked, or None if this step is saved already: then nothing is done.
+        """Begin a save. Return the seconds since `began`, or None if this step is saved already: then nothing is written.
 
-        Waits for an earlier save first. The result is returned by `poll`. A parameter that is infinite or NaN fails the save.
+        Waits for an earlier save first. `poll` returns the result. A parameter that is infinite or NaN fails the save.
 
         Args:
           tensors: copies that the save owns from here on. Their originals may be donated to the next step.
           meta: JSON for meta.json.
           sums: returns the digests of the state by name (digests.sums). None: they are computed from `tensors`.
           ended: called in another thread when the save has ended.
-          began, copying: time.perf_counter() before the tensors were copied, and when copying began, if that was later.
+          began: time.perf_counter() when the loop began to wait for this save; None: now.
+          copying: time.perf_counter() when the copies of the tensors began; None: `began`.
         """
         now = time.perf_counter() if began is None else began
         times = _Times(now, now if copying is None else copying)
@@ -144,14 +145,14 @@ class Checkpoints(Steps):
         return times.returned - times.began
 
     def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
-        """Save, wait until it is durable, and close. Raises CheckpointError if that fails."""
+        """Save, wait until the files are durable, and close. Raises CheckpointError if the save fails."""
         self.save(step, tensors, meta)
         for result in self.close():
             if isinstance(result, Failed):
                 raise result.error
 
     def poll(self) -> list[Saved | Failed]:
-        """Return the saves that ended since the last call. Costs nothing: call it every step."""
+        """Return the saves that ended since the last call, without waiting for a running save. Call it every step."""
         if self._pending is not None and self._pending.done():
             self._settle()
         finished, self._finished = self._finished, []
@@ -163,9 +164,9 @@ class Checkpoints(Steps):
         return self.poll()
 
     def close(self) -> list[Saved | Failed]:
-        """Wait for a running save, then accept no more.
+        """Wait for a running save, then accept no more saves. Return the saves that ended since the last `poll`.
 
-        Without it, a program that ends at once may lose its last checkpoint."""
+        A program that ends without `close` may lose its last checkpoint."""
         try:
             return self.wait()
         finally:
@@ -191,7 +192,7 @@ class Checkpoints(Steps):
             return False
 
     def _failed(self, error: Exception) -> CheckpointError:
-        """Remove the files of a failed save: on a full disk they would fail the next one too. Return the error to report."""
+        """Remove the files of a failed save: on a full disk the next save would fail too. Return the error to report."""
         left = ""
         if self._primary:
             try:
@@ -245,7 +246,7 @@ class Checkpoints(Steps):
         return self._commit(record, times)
 
     def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
-        """Write meta.json, durable before the arrays are written."""
+        """Wait for the copies, and write meta.json durably. Raises ValueError if a parameter is infinite or NaN."""
         import jax
 
         from jaxtrain import digests
@@ -269,7 +270,7 @@ class Checkpoints(Steps):
         self.storage.write(folder / META, files.sealed(record))
 
     def _commit(self, record: dict[str, Any], times: _Times) -> Saved:
-        """Sync the files, write their digests, then delete old steps. A failure of one process raises on all of them."""
+        """Sync the files, write their digests, then delete old steps. A failure on one process raises on all processes."""
         step = record["step"]
         folder = self.directory / str(step)
 
@@ -299,7 +300,7 @@ class Checkpoints(Steps):
         return Saved(step, record["bytes"], blocked, copied, total, peak_gib)
 
     def _together(self, name: str, part: Callable[[], str]) -> list[str]:
-        """Return the result of `part` on every process. Raises RuntimeError on all of them if it fails on one."""
+        """Return the result of `part` on every process. If `part` fails on one process, raise RuntimeError on all processes."""
         try:
             result = "ok " + part()
         except Exception as e:
@@ -323,7 +324,8 @@ class Checkpoints(Steps):
     def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
         """Move every step after `step_after` to DIR/set_aside-TIME/. Return a line for the log, '' if there is no such step.
 
-        Raises CheckpointError if `step_after` itself is not a complete step: then nothing is moved.
+        what: the beginning of the line. Raises CheckpointError if `step_after` itself is not a complete step: then nothing is
+        moved.
         """
         self.meta(step_after)
         later = sorted(step for step in self.states() if step > step_after)

@@ -36,15 +36,18 @@ class Steps:
         return sorted(step for step, state in self.states().items() if state == "complete")
 
     def states(self) -> dict[int, str]:
-        """Return the state of every step: 'complete', 'unfinished' (its save was killed) or 'damaged' (files are missing)."""
+        """Return the state of every step: 'complete', 'unfinished' or 'damaged'.
+
+        The save or the deletion of an unfinished step was cut off. A damaged step lacks files that it had.
+        """
         return self.storage.states()
 
     def latest(self, damaged: dict[int, str] | None = None) -> int | None:
         """Return the newest step whose meta.json can be read; None if no save was ever completed.
 
-        damaged: steps to ignore, with reasons. Steps that cannot be read are added to it. If it is None, the newest step must
-        be readable. Raises CheckpointError if steps exist and none is usable: only the user may decide to start at step 0 in
-        a folder with checkpoints.
+        damaged: steps to ignore, with reasons; steps whose meta.json is damaged are added to this dict. None: raise Damaged if
+        the newest step is damaged. Raises CheckpointError if steps exist and none is usable: only the user may decide to start
+        at step 0 in a folder with checkpoints.
         """
         steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
         for step in steps:
@@ -69,7 +72,8 @@ class Steps:
     def meta(self, step: int) -> dict[str, Any]:
         """Return the `meta` of a save, with `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds) added.
 
-        Raises CheckpointError when the step does not exist or is unfinished, Damaged when its meta.json cannot be read.
+        Raises CheckpointError if the step does not exist, is unfinished, has another format, or if the disk reports an error.
+        Raises Damaged if its meta.json is missing or was changed.
         """
         folder = self.directory / str(step)
         state = self.storage.state(step)

@@ -4,8 +4,8 @@ One code path serves both: paths of etils.epath, as Orbax takes them, and in buc
 A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the other
 files of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things
 differ: a disk has a page cache to sync, atomic renames and limited space, and a bucket is listed by prefix instead of by
-folder. A folder `arrays` on a disk was complete once, or is being copied there. Without its mark it counts as damaged and is
-never removed.
+folder. A folder `arrays` on a disk was complete once, or a user is copying it there. So a step with `arrays` but without the
+mark counts as damaged, and is never removed.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Damaged(CheckpointError):
 
 
 class Unreachable(CheckpointError, OSError):
-    """A request to a bucket failed. Its steps may be good: none counts as damaged or missing."""
+    """A request to a bucket failed. The steps in the bucket may be good: none counts as damaged or missing."""
 
 
 class Storage:
@@ -135,7 +135,11 @@ class Storage:
         return None if self.is_bucket else os.stat(self.path).st_dev
 
     def check(self, size: int, keep: int, device: int | None) -> None:
-        """Remove leftovers before a save of `size` bytes. Raises OSError if the disk is full or is not `device`."""
+        """Remove the remains of killed saves, before a save of `size` bytes.
+
+        Raises OSError if the disk has less than `size` bytes free, or if its file system number is not `device`. keep:
+        checkpoint.keep, for the error.
+        """
         if self.is_bucket:
             return self.sweep()
         nearest = next(path for path in map(Path, (self.path, *self.path.parents)) if path.exists())

@@ -24,9 +24,9 @@ class Cluster:
 
 
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
-    """Return the devices of a run from those of this process, the only process if `cluster` is None.
+    """Return the devices of all processes of a run, from the devices of this process.
 
-    All processes are assumed to have the same devices.
+    All processes are assumed to have the same devices. `cluster` is None for a run of one process.
     """
     if cluster is None or not here.count:
         return here
@@ -38,9 +38,10 @@ def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
 def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Cluster | None, list[Problem]]:
     """Return the cluster of this process, None for a run of one process, and all problems found.
 
-    Options come first, then JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID and JAXTRAIN_LOCAL_DEVICES, each
-    independently. A launcher gives the remaining values: torchrun's variables, else Slurm's (under srun), else Open MPI's, else
-    the index of a Kubernetes Job. A single process on a node uses all its devices. Several processes use one device each.
+    Each value comes from its option, else from JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID or
+    JAXTRAIN_LOCAL_DEVICES. A launcher gives the remaining values: torchrun's variables, else Slurm's (under srun), else Open
+    MPI's, else the index of a Kubernetes Job. If torchrun, Slurm or Open MPI starts several processes on a node, each uses the
+    device of its local rank. Otherwise a process uses all devices of its node.
 
     Args:
       options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" if not given.
@@ -52,7 +53,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """Values from a launcher; None if the launcher does not give them. `devices` is None for all devices of the node."""
+    """Values from a launcher. A value is None if the launcher does not give it; `devices` None: all devices of the node."""
 
     name: str
     coordinator: str | None
@@ -128,7 +129,7 @@ class _Reader:
         self.wrong(f"--{field}", None, rule, remedy[field])
 
     def read_launcher(self) -> _Launcher | None:
-        """Return the first launcher that started several processes."""
+        """Return the values of the first launcher whose variables are set; None without a launcher."""
         for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
             found = read()
             if found is not None or self.problems:
@@ -195,7 +196,10 @@ class _Reader:
         return _Launcher("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
 
     def master(self) -> str | None:
-        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT; None if it is given otherwise."""
+        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT.
+
+        Returns None if an option or JAXTRAIN_COORDINATOR gives the address, or if these variables have a problem.
+        """
         env = self.environ
         if "coordinator" in self.given:
             return None
@@ -210,7 +214,11 @@ class _Reader:
         return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
 
     def local(self, size: str, rank: str) -> tuple[int, ...] | None:
-        """Return the device of one of several processes of a node; None if the process is alone on its node."""
+        """Return the device of this process, one of several on its node, by its local rank.
+
+        Returns None if this process is alone on its node, or if local-devices gives the devices. size, rank: names of the
+        launcher's variables.
+        """
         if "local-devices" in self.given or not (self.environ.get(size) or self.environ.get(rank)):
             return None
         processes = self.number(size, self.environ.get(size, ""), 1, needed=True)

@@ -84,7 +84,7 @@ class Peers:
         All processes make the same sequence of calls with each name. The values of the previous call are deleted.
 
         Args:
-          timeout_s: seconds to wait for the others to call it too.
+          timeout_s: seconds to wait for the other processes to make the same call.
 
         Raises:
           PeerLost: naming the processes that did not answer.
@@ -132,7 +132,7 @@ class Peers:
         return [there[str(i)] for i in range(self.count)]
 
     def _name(self, index: int) -> str:
-        """Return "process 1 (host NAME, pid N)", without the brackets if the process has not published them."""
+        """Return "process 1 (host NAME, pid N)", or "process 1" if the process has not published its host and pid."""
         try:
             return f"process {index} ({self._client.key_value_try_get(f'jaxtrain/who/{index}')})"
         except RuntimeError:
@@ -178,7 +178,10 @@ class Peers:
                 self._begin_to_stop(text)
 
     def _watch_live(self) -> None:
-        """Ask the service which processes are alive. The call returns when every living process has made it."""
+        """Ask the service again and again which processes are alive, and report dead processes in the news.
+
+        `get_live_nodes` returns when every living process has called it.
+        """
         everyone = list(range(self.count))
         while True:
             try:
@@ -212,7 +215,10 @@ class Peers:
             on_lost(message)
 
     def listen(self, on_stop: Callable[[str], None]) -> None:
-        """Call `on_stop(reason)` once, in another thread, when a process has asked to stop; at once if it has already."""
+        """Call `on_stop(reason)` once, in another thread, when a process has asked to stop.
+
+        If a process has asked already, call it now, in this thread.
+        """
         with self._agreement:
             self._on_stop, why = on_stop, self._reason
         if why is not None:
@@ -252,7 +258,7 @@ class Peers:
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the step this process has reached. From then on, it starts a later step only after all have published."""
+        """Publish the step this process has reached. It then starts a later step only after all processes have published."""
         with self._agreement:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
@@ -300,7 +306,7 @@ class Peers:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason to stop, once this process has read that a process asked for it."""
+        """Return the reason to stop; None until this process has read that a process asked to stop."""
         return self._reason
 
     def close(self, failed: str = "") -> None:
@@ -353,7 +359,7 @@ class Peers:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End one process of several at once.
+    """End this process immediately, in a run of several processes.
 
     Python's own exit would wait in JAX's shutdown, for minutes if another process waits for this one in a collective.
     """

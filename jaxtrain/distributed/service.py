@@ -91,7 +91,7 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
 def _await_free_port(cluster: Cluster) -> None:
     """Wait until no other program listens on process 0's port.
 
-    JAX does not check: it crashes if another program has the port, and shares it if that program is another run.
+    JAX does not check the port: JAX crashes if another program has the port, and shares the port with another run.
     """
     port = int(cluster.coordinator.rpartition(":")[2])
     both = socket.has_dualstack_ipv6()
@@ -115,7 +115,7 @@ def _delay_abort() -> None:
 
     JAX aborts when it loses the connection to process 0, and the service with it. The handler of SIGABRT is C's sleep(); its
     argument, the signal's number 6, is the delay in seconds. The threads of `Peers` report the loss meanwhile and exit with 75.
-    Every other abort ends as before, 6 s later. No Python runs in the handler: the aborting thread may hold its lock.
+    Every other abort ends as before, 6 s later. No Python runs in the handler, because the aborting thread may hold the GIL.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)

@@ -7,8 +7,8 @@
         for text in monitor.alerts():
             console.warn(text)
 
-Without a GPU the monitor does nothing. If sampling fails, the monitor logs one warning, and the run continues without it. The
-threads log a lost GPU or a driver without answer at once, because the training loop may hang then. The module does not import
+Without a GPU the monitor does nothing. If sampling fails, the monitor logs one warning, and the run continues unmonitored. The
+threads log a lost GPU or an unresponsive driver themselves, because the training loop may hang then. The module does not import
 jax: callers pass functions that return memory statistics.
 """
 
@@ -41,7 +41,8 @@ class Monitor:
     """The GPUs of one process. A context manager: sampling runs inside the block.
 
     Args:
-        pools: index of a GPU among the visible ones (jax's local_hardware_id) -> its memory_stats. Empty: no GPU is watched.
+        pools: index of a GPU among the visible GPUs (jax's local_hardware_id) -> the device's method memory_stats. Empty: no
+            GPU is watched.
         every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
         process: index of this process, written to the lines.
         nvml: pynvml, or an object with the same functions.
@@ -167,7 +168,8 @@ class Monitor:
     def lines(self, step: int) -> list[dict[str, Any]]:
         """Return a line for each GPU from the samples since its last line: metrics.GPU_KEYS without `kind` and `time_unix`.
 
-        Call it after every step. It returns [] before `every_s` seconds have passed, and no line for a GPU without an answer.
+        Call it after every step. It returns [] until `every_s` seconds have passed since the last lines. A GPU without samples
+        has no line.
         """
         if not self._cards or self._clock() - self._written < self._every_s:
             return []
@@ -210,7 +212,10 @@ class Monitor:
         }
 
     def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
-        """Return (sent, received) GB/s over NVLink between the ends of the previous line and of this line. place: the GPU."""
+        """Return (sent, received) GB/s over NVLink since the last sample of the previous line.
+
+        place: index of the GPU among the visible GPUs.
+        """
         read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
         if not read:
             return None, None

@@ -26,14 +26,14 @@ LOOK = {
 
 
 class Episodes:
-    """Conditions that begin and end. There is a message when a condition changes, and none while it lasts."""
+    """Conditions that begin and end. There is one message when a condition begins, and one when it ends."""
 
     def __init__(self):
         self._open: set[str] = set()
         self.said: list[str] = []
 
     def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
-        """Update condition `key`. wrong: whether it holds; None if unknown. begun, over: messages for its begin and its end."""
+        """Update condition `key`. wrong: whether the condition holds; None: unchanged. begun, over: the two messages."""
         if wrong is None or wrong == (key in self._open):
             return
         self._open ^= {key}
@@ -118,8 +118,8 @@ class GpuAlerts:
 class MfuAlert:
     """Warns when the MFU of a run falls below a fraction of the lowest expected MFU.
 
-    Both MFUs have the same FLOPs, so their ratio is that of the step times. The median of the last LINES lines counts, so
-    single slow lines are ignored.
+    Measured and expected MFU count the same FLOPs, so their ratio is the ratio of the step times. The median of the last LINES
+    lines counts, so single slow lines are ignored.
 
     Args:
         longest_s: longest expected step time (plan.expect.Expected.longest_s); None for no warnings.

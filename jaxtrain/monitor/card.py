@@ -24,7 +24,7 @@ MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVa
 
 
 class Lost(RuntimeError):
-    """The driver cannot reach this GPU before a reset."""
+    """The driver cannot reach this GPU until the GPU is reset."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sample:
 
 
 class Card:
-    """A GPU by its NVML handle. Raises nvml.NVMLError for a GPU without a readable identity."""
+    """A GPU by its NVML handle. The constructor raises nvml.NVMLError if the GPU's index cannot be read."""
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle

@@ -1,1 +1,1 @@
-"""Optimizers, their schedule, and how their state is stored and updated."""
+"""Optimizers, learning-rate schedules, and the storage and the update of optimizer state."""

@@ -73,7 +73,7 @@ def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | Non
 
 
 def group_of(groups: Sequence[Group], name: str) -> Group | None:
-    """Return the first group whose pattern matches."""
+    """Return the first group whose pattern matches a parameter's name; None if no pattern matches."""
     return next((g for g in groups if fnmatch.fnmatchcase(name, g.pattern)), None)
 
 
@@ -83,7 +83,7 @@ def moved(text: str) -> list[tuple[str, str]]:
 
 
 def problems(text: str, optimizer: str) -> list[Problem]:
-    """Return the problems of a config's groups, for any model. optimizer: the value of optimizer.name."""
+    """Return the problems of `optimizer.groups` that do not depend on the model. optimizer: the value of optimizer.name."""
     groups, found = parse(text)
     if groups and optimizer not in METHODS:
         rule = f"{optimizer} makes its own updates, and would ignore them"
@@ -95,7 +95,10 @@ def problems(text: str, optimizer: str) -> list[Problem]:
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """Return the problems of groups that do not fit a model. matrices: name of each parameter -> whether Muon supports it."""
+    """Return a problem for each group that matches no parameter of a model, or sets muon for a parameter without Muon.
+
+    matrices: name of each parameter -> whether Muon supports the parameter.
+    """
     groups, found = parse(text)[0], []
     names = list(matrices)
     for g in groups:

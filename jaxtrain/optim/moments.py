@@ -1,7 +1,7 @@
-"""Storage of Adam's moments: tensors in 8-bit blocks, the dimension of their blocks, and their bytes.
+"""Blocks of Adam's 8-bit moments: the tensors that have blocks, the dimension of the blocks, and their size.
 
-The blocks depend on the tensor and not on the mesh, so a checkpoint has the same values on every layout. They are cut along a
-dimension that data parallelism does not shard.
+The blocks depend on the tensor and not on the mesh, so a checkpoint has the same values on every mesh. Blocks are cut along a
+dimension that fsdp does not shard.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
     """Return the dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
 
     Matrices with at least SMALL elements a layer and without a vocabulary axis have blocks. Blocks are cut along the last
-    dimension whose size has a block and whose axis is not in SPLIT.
+    dimension whose axis is not in SPLIT and for whose size `block` is not 0. Without such a dimension the result is None.
 
     axes, shape: logical axes and sizes of the parameter, including a first axis "layers".
     """

@@ -5,9 +5,10 @@ is scaled to a root mean square of 0.2, like AdamW's updates (Liu et al. 2025, a
 share one learning rate and one weight decay.
 
 Orthogonalization needs complete matrices, and weights are sharded. So an all-to-all over the n devices that shard a stack of
-layers exchanges shards for complete matrices: each device receives 1 / n of the layers. It orthogonalizes them, and another
-all-to-all returns the shards. No device needs more memory than before, and no work is repeated. optax has a Muon too
-(optax.contrib.muon): it multiplies in float32, leaves the sharding to XLA, and keeps its coefficients in the state.
+layers exchanges shards for complete matrices: each device receives 1 / n of the layers. The device orthogonalizes them, and
+another all-to-all returns the shards. A device holds as many elements as before the exchange, and no work is repeated, except
+for padding to a multiple of n. optax has a Muon too (optax.contrib.muon): it multiplies in float32, leaves the sharding to XLA,
+and keeps its coefficients in the state.
 """
 
 import math
@@ -74,7 +75,9 @@ def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
 
 
 def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
-    """Return the function from a parameter's momentum (f32, sharded by its axes) to its update (f32, root mean square RMS).
+    """Return the function (a parameter's momentum, its logical axes) -> the parameter's update, with root mean square RMS.
+
+    Momentum and update are f32, both sharded by these axes.
 
     placement: None if all arrays are on one device.
     """
@@ -146,14 +149,15 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Return Nesterov momentum, orthogonalized, for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
 
-    The state is Adam's, in float32. Hidden matrices have their momentum as first moment, and no second moment. Momentum is the
-    average beta m + (1 - beta) g, and the update uses beta m + (1 - beta) g with the new m. A constant factor has no effect.
+    The state is Adam's, in float32. Hidden matrices have their momentum as first moment, and no second moment. The momentum is
+    m' = beta m + (1 - beta) g, and the orthogonalized direction is beta m' + (1 - beta) g. A constant factor of the direction
+    has no effect.
 
     Args:
       rest: optax's Adam.
       momentum: beta.
-      hidden: returns whether a path in the tree of parameters is a hidden matrix.
-      made: returns the update of a hidden matrix, from (path, momentum).
+      hidden: returns whether Muon updates the matrix at a path in the tree of parameters.
+      made: returns the update of a hidden matrix, from (path, direction).
     """
 
     def others(tree: optax.Params) -> optax.Params:

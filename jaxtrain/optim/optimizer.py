@@ -1,7 +1,7 @@
 """The optimizers and their schedule, on optax.
 
-An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies it by -lr(step). So the
-learning rate has no state: it is a function of the step, also in a resumed run.
+An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies the direction by -lr(step).
+So the learning rate has no state: it is a function of the step, also in a resumed run.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
 
 
 def decayed(axes: Any) -> Any:
-    """Return which parameters weight decay applies to: matrices, not norms and biases.
+    """Return a tree of bools: whether weight decay applies to each parameter. It applies to matrices, not norms and biases.
 
     `axes` is a tree of logical axes; the stacked layer axis does not count as a dimension, nor do the heads of a bias.
     """
@@ -119,7 +119,7 @@ def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: f
 
 
 def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `adam`, or a transformation with a state like it, with each moment stored in its own dtype.
+    """Return `adam`, or another transformation with Adam's state, with each moment stored in its own dtype.
 
     The update itself is computed in float32, from the new moments before they are rounded.
 
@@ -131,7 +131,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
     kinds = {"mu": m, "nu": v}
 
     def along(path: Any, x: jax.Array) -> int | None:
-        """Return the dimension that is cut into blocks; None for a tensor without blocks."""
+        """Return the dimension along which a moment is cut into blocks; None for a tensor without blocks."""
         return block_axis(_at(axes, path), x.shape)
 
     def scales(name: str, moment: Any) -> Any:
@@ -180,7 +180,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
     """Return the transformation that adds weight decay and then multiplies by a factor of the learning rate.
 
-    Both are in each parameter's `Choice`.
+    Weight decay and factor of each parameter are in its `Choice`.
     """
     chosen = choices(optimizer, axes)
 

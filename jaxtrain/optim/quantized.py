@@ -58,7 +58,7 @@ def code_map(signed: bool) -> np.ndarray:
 def _decades(signed: bool) -> list[tuple[int, float]]:
     """Return (number of values, power of ten) of each decade, the smallest first.
 
-    The k-th positive value is in the decade with `number` <= k < 2 x number, where k starts from 1 if signed and from 2
+    The k-th positive value is in the decade of n values with n <= k < 2 n, where k starts from 1 if signed and from 2
     otherwise.
     """
     first = 1 if signed else 2
@@ -108,9 +108,9 @@ def scales_of(x: jax.Array, axis: int) -> jax.Array:
 def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
     """Return an f32 array in blocks along dimension `axis`, rounded to nearest as published. scales: from `scales_of`.
 
-    The unsigned map is for second moments. In it only 0 becomes 0: a smaller value than the smallest positive one, 3.3e-7 of
-    the block's largest, is rounded up. If a second moment became 0 and the first did not, the update would be m / eps as soon
-    as the gradient vanishes. A number that is not finite makes its whole block NaN.
+    The unsigned map is for second moments. In the unsigned map only 0 becomes 0: a value below the smallest positive value of
+    the map, 3.3e-7 of the block's largest, is rounded up. If a second moment became 0 and the first did not, the update would
+    be m / eps as soon as the gradient vanishes. A number that is not finite makes its whole block NaN.
     """
     split, largest = _split(x, axis), jnp.expand_dims(scales, axis + 1)
     codes = _nearest(split / jnp.where(largest == 0, 1, largest), signed)
@@ -125,7 +125,7 @@ def axis_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
 
 
 def decode(b: Blocks, signed: bool) -> jax.Array:
-    """Return the array, f32."""
+    """Return the array that was encoded in these blocks, f32. signed: as in `encode`."""
     axis = axis_of(b.codes.shape, b.scales.shape)
     values = _value(_split(b.codes, axis), signed) * jnp.expand_dims(b.scales, axis + 1)
     return values.reshape(b.codes.shape)

@@ -34,7 +34,7 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """The random bits of stochastic rounding; static."""
+    """The settings of stochastic rounding, without arrays. The random bits are computed from them."""
 
     seed: int
     layers: tuple[int | None, ...] | None = None  # the layer in each slot of a stack (None: empty); None: slot i has layer i

@@ -2,7 +2,7 @@
 
 Layer by layer, a loop copies one layer's moments to the device, updates them and the layer's weights, and copies the moments
 back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors; the device holds the moments of
-one layer at a time. Moments of other parameters are copied at once.
+one layer at a time. Moments of parameters outside the stack of layers are copied all at once.
 
 The update starts after the whole backward pass, because gradients are clipped by their global norm.
 """
@@ -29,9 +29,9 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
-    """Return an `Update` of all parameters at once, on the device. It has one more argument for an update layer by layer.
+    """Return an `Update` of all given parameters at once, on the device. `streamed` calls it for each layer.
 
-    layer: int32 (), the layer's number; None for all layers.
+    The returned function has one more argument, layer: int32 (), the index of the layer; None for all layers.
     """
 
     def update(

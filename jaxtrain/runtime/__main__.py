@@ -9,7 +9,7 @@ from jaxtrain.runtime.supervisor import Supervisor
 
 
 def main(argv: list[str]) -> int:
-    """Supervise a command. Returns: the exit code."""
+    """Run `main` (training) or `preflight` under the supervisor. Returns: the exit code."""
     try:
         command, *words = argv
         supervisor = Supervisor(Options(words), os.environ)

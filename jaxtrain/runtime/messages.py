@@ -5,7 +5,7 @@ import os
 
 
 class End(Exception):
-    """The supervisor ends with `code` and prints the reason."""
+    """Ends the supervisor with exit code `code`, after it prints the reason."""
 
     def __init__(self, code: int, reason: str = ""):
         super().__init__(reason)

@@ -25,10 +25,10 @@ IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.
 
 
 class Nodes:
-    """The nodes of a run, this one first, and the address at which they find process 0."""
+    """The nodes of a run, this node first, and the address at which all nodes connect to process 0."""
 
     def __init__(self, text: str):
-        """Read HOST[:PORT],HOST,... Raises Refusal."""
+        """Read HOST[:PORT],HOST,... Raises Refusal for any other text."""
 
         def refuse(rule: str, fix: str = "--nodes=node1,node2") -> Refusal:
             return Refusal("--nodes", text, rule, fix)
@@ -55,11 +55,14 @@ class Nodes:
         self.coordinator = f"{self.host}:{port}"
 
     def arguments(self, index: int) -> list[str]:
-        """Return the options with the index of a process."""
+        """Return the command-line options of the process with this index: coordinator, number of processes, and index."""
         return [f"--coordinator={self.coordinator}", f"--num-processes={len(self.hosts)}", f"--process-id={index}"]
 
     def announce(self) -> None:
-        """Print the address at which other nodes connect to process 0, unless it is obviously this node."""
+        """Print the address at which other nodes connect to process 0, unless the address is known to be this node's.
+
+        For a loopback address, print a warning: on every node it is that node itself.
+        """
         here = socket.gethostname()
         if self.host == "localhost" or self.host.startswith("127."):
             say(f"--nodes = {self.text}: on every node {self.host} is that node itself. Fix: name this node {here}.")
@@ -81,7 +84,7 @@ def is_here(host: str) -> bool:
 
 
 def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
-    """Return the shell line that runs run.sh with these arguments on another node, once and at the same commit."""
+    """Return the shell line that runs run.sh with these arguments on another node: without restarts, at the same commit."""
     variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
     variables |= {name: environ[name] for name in SENT if environ.get(name)}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
@@ -89,7 +92,7 @@ def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str
 
 
 def ssh_command(environ: Mapping[str, str]) -> list[str]:
-    """Return the program that reaches a node, with its options. Raises Refusal, if it does not exist."""
+    """Return the command that reaches a node: ssh with options, or JAXTRAIN_SSH. Raises Refusal if there is no such program."""
     text = environ.get("JAXTRAIN_SSH") or SSH
     try:
         words = shlex.split(text)
@@ -106,7 +109,7 @@ def _ignore_signals() -> None:
 
 
 class RemoteProcess:
-    """A command on another node, and the ssh that waits for its end."""
+    """A command on another node, and the ssh process that waits for the end of the command."""
 
     def __init__(self, host: str, line: str, environ: Mapping[str, str], patience_s: float):
         self.host = host
@@ -116,10 +119,11 @@ class RemoteProcess:
         self._ssh = subprocess.Popen([*ssh_command(environ), host, line], stdin=subprocess.DEVNULL, preexec_fn=_ignore_signals)
 
     def failed(self) -> bool:
-        """Return whether the process of this node should be ended.
+        """Return whether this node's trainer should be ended, because the other node's process has failed.
 
-        A trainer detects the loss of another process by itself, and saves if it can, so it gets time for that. But if the other
-        node refused the command or is unreachable, the trainer would wait in vain.
+        A trainer detects the loss of another process by itself, and saves if it can, so the result is True only `patience_s`
+        after the failure. If the other node refused the command or is unreachable, the result is True immediately: the trainer
+        would wait in vain.
         """
         code = self._ssh.poll()
         if not code:
@@ -129,7 +133,7 @@ class RemoteProcess:
         return time.monotonic() - self._failed_at >= patience_s
 
     def end(self, deadline: float) -> int | None:
-        """Return the exit code on the other node, or None if it has not ended by `deadline`."""
+        """Return the exit code on the other node. If its process has not ended by `deadline`, end ssh and return None."""
         try:
             return exit_code(self._ssh.wait(timeout=max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
@@ -139,12 +143,16 @@ class RemoteProcess:
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code that a shell has for a returncode of subprocess: 128 + number for a signal."""
+    """Return the exit code that a shell reports for a returncode of subprocess: 128 + the number of a signal."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
-    """Return the exit code of a run on several nodes.
+    """Return the exit code of a run on several nodes, and report nodes that ended differently from this node.
+
+    A refusal, a preflight fault (3) or a hang (124) on another node overrides the code of this node. Any other failure there
+    overrides only success, or a SIGTERM (143) that no signal to the supervisor explains. An unreachable node turns 0 and 143
+    into 75.
 
     Args:
         code: the exit code on this node.

@@ -15,7 +15,7 @@ class Options:
     """The options of the supervisor, taken out of the arguments for the trainer."""
 
     def __init__(self, words: list[str]):
-        """Raises: Refusal, if an option of the supervisor is wrong."""
+        """Read the arguments of run.sh. Raises: Refusal, if an option of the supervisor is wrong."""
         self.arguments: list[str] = []
         self.preflight = True
         self.nodes: Nodes | None = None
@@ -42,7 +42,7 @@ class Options:
 
 
 def whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return the whole number in a variable. Raises Refusal."""
+    """Return the whole number in a variable, or `default` if it is unset. Raises Refusal for any other text."""
     text = environ.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,6}", text):
         raise Refusal(name, text, "is no whole number from 0 to 999999", f"{name}={default}")

@@ -1,4 +1,7 @@
-"""The provenance of a run: commit, changes since the commit, class of the host. Files may change while it runs."""
+"""The provenance of a run: commit, changes since the commit, class of the host.
+
+It is read before the run starts, because files may change during the run.
+"""
 
 import collections
 import glob
@@ -20,10 +23,10 @@ def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str
 
     Args:
         command: a program and its arguments.
-        timeout_s: seconds to wait for its end.
-        environ: its environment, this process's if None.
+        timeout_s: seconds to wait for the end of the command; None: no limit.
+        environ: the environment of the command; None: the environment of this process.
 
-    Returns: its stdout; None if it does not exist, fails or exceeds the time.
+    Returns: the command's stdout; None if the program does not exist, the command fails or exceeds the time.
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
@@ -39,7 +42,10 @@ def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str
 
 
 def gpu_names() -> list[str]:
-    """Return the model of each GPU of this node: by the driver's files, since nvidia-smi may hang on a broken GPU."""
+    """Return the model of each GPU of this node, sorted.
+
+    The driver's files are read first, since nvidia-smi may hang on a broken GPU.
+    """
     names = []
     for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         found = re.search(r"^Model:\s*(.+?)\s*$", Path(path).read_text(errors="replace"), re.MULTILINE)
@@ -65,10 +71,10 @@ def host_class(names: list[str]) -> str:
 
 
 def checkout(root: Path) -> tuple[str, str, str]:
-    """Return (commit, "yes" or "no" for changes since, a phrase for the user) of a checkout.
+    """Return (commit, "yes" or "no": whether files changed since the commit, a phrase for the log) of a checkout.
 
-    Changes are changed files that git tracks, and new files in folders from which a run may import. Without a checkout the
-    first two are empty.
+    Changes are changed files that git tracks, and new files in folders from which a run may import. Without a checkout, commit
+    and changes are "".
     """
     # An optional lock would write the index, which other nodes share.
     environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -91,13 +97,13 @@ def checkout(root: Path) -> tuple[str, str, str]:
 
 
 def prints_common_messages(environ: Mapping[str, str]) -> bool:
-    """Return whether this node prints the messages that are equal on all nodes: only the first node does."""
+    """Return whether this node prints the messages that are equal on all nodes: only the first node prints them."""
     ranks = [environ[name] for name in NODE_RANKS if environ.get(name)]
     return EXPECTED not in environ and (not ranks or ranks[0] == "0")
 
 
 def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with the provenance of a run, and print them in a line.
+    """Return the environment variables with the provenance of a run, and print the provenance in a line.
 
     Args:
         root: the repository.

@@ -55,7 +55,7 @@ class Signals:
         self._heard: list[signal.Signals] = []
 
     def listen(self) -> None:
-        """Handle the signals, except those that this process was started to ignore, as SIGHUP under nohup."""
+        """Handle the signals in PASSED_ON, except signals that this process ignores from its start, as SIGHUP under nohup."""
         self._heard = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
         for number in self._heard:
             signal.signal(number, self._hear)
@@ -75,14 +75,14 @@ class Signals:
             self._child.send_signal(number)
 
     def check(self, again: bool) -> None:
-        """Raise End if a signal asked for an end between two processes."""
+        """Raise End if a signal has asked for an end: no further process starts. again: whether a restart was due."""
         if self.asked is not None:
             name = self.asked.name.removeprefix("SIG")
             code = INTERRUPTED if self.asked == signal.SIGINT else AGAIN
             raise End(code, f"not started{' again' if again else ''}, because run.sh was sent {name}")
 
     def rest(self, seconds: float, again: bool) -> None:
-        """Wait before an attempt. Raises End if a signal asks for it."""
+        """Wait before an attempt. Raises End if a signal asks for an end."""
         until = time.monotonic() + seconds
         self.check(again)
         while (left := until - time.monotonic()) > 0:
@@ -90,9 +90,9 @@ class Signals:
             self.check(again)
 
     def start(self, command: list[str], environ: Mapping[str, str], again: bool, quiet: bool) -> subprocess.Popen[bytes]:
-        """Start the process that signals are passed on to: in this process group, with this stdin.
+        """Start the process that signals are passed on to, with the process group and the stdin of the supervisor.
 
-        Raises: End, if a signal came before.
+        Raises: End, if a signal asked for an end before the start.
         """
         self._early.clear()
         self.check(again)
@@ -108,7 +108,7 @@ class Signals:
         return child
 
     def ended(self) -> None:
-        """Forget the process, whose exit code is known."""
+        """Stop passing signals on: the process has ended."""
         self._child = None
 
 
@@ -122,7 +122,7 @@ class Attempt:
         self.patience_s = patience_s
 
     def run(self, signals: Signals, again: bool, quiet: bool = False) -> int:
-        """Return the exit code of all nodes. Raises End, if a signal came before the start."""
+        """Run the processes and return one exit code for all nodes. Raises End if a signal came before the start."""
         child = signals.start(self.command, self.environ, again, quiet)
         others = [RemoteProcess(host, line, self.environ, self.patience_s) for host, line in self.remote_lines.items()]
         waits_in_vain = False
@@ -150,9 +150,9 @@ class Restarts:
         self._pause_s = first_s
 
     def count(self, code: int, lasted_s: float) -> None:
-        """Refill the budget after an attempt that made progress.
+        """Refill the budget after an attempt that made progress: it lasted at least `reset_s` seconds and did not hang.
 
-        After a hang, the time of the watchdog's budget does not count as progress.
+        The duration of a hang includes the watchdog's budget, so it proves no progress.
         """
         if code != HANG and lasted_s >= self.reset_s:
             self.row, self._pause_s = 0, self.first_s
@@ -188,9 +188,9 @@ class Supervisor:
     """The supervision of one command line.
 
     Attributes:
-        options: its arguments and options.
-        environ: the environment of the processes that it starts.
-        program: the command that runs a module.
+        options: the supervisor's options, and the trainer's arguments.
+        environ: the environment of the started processes.
+        program: the command that runs a Python module.
         patience_s: seconds to wait for the processes of other nodes after this node's process has ended.
     """
 
@@ -218,7 +218,10 @@ class Supervisor:
     # ---- Commands
 
     def train(self) -> int:
-        """Train, and restart after an end that asks for it. Returns: the exit code, unless a trainer replaces this process."""
+        """Train, and restart after an attempt that ends with AGAIN or HANG (`explain`).
+
+        Returns: the exit code, unless a trainer replaces this process.
+        """
         if self.options.answers:
             return self._become("main", self.options.arguments)
         self.signals.listen()
@@ -253,7 +256,7 @@ class Supervisor:
             return self._become("main", self.options.arguments)
 
     def preflight(self) -> int:
-        """Run only the preflight, on all nodes. Returns: its exit code, unless it replaces this process."""
+        """Run only the preflight, on all nodes. Returns: the preflight's exit code, unless it replaces this process."""
         nodes = self.options.nodes
         if not nodes:
             return self._become("preflight", self.options.arguments)
@@ -268,7 +271,7 @@ class Supervisor:
     # ---- Processes
 
     def _attempts(self, scratch: Path) -> int:
-        """Run attempts until one ends for good. Returns: its exit code."""
+        """Run attempts until an attempt must not be restarted. Returns: the exit code of that last attempt."""
         note = scratch / "note"
         note.touch()
         self.environ |= {LAUNCHED: str(int(time.time())), NOTE: str(note)}
@@ -298,7 +301,7 @@ class Supervisor:
             self.environ[RESTART] = str(self.restarts.total)
 
     def _obstacle(self, note: str, now: float) -> str | None:
-        """Return why there is no restart, or None."""
+        """Return the reason against a restart, in words; None if the run may restart. note: from JAXTRAIN_NOTE's file."""
         if self.signals.asked is not None:
             return f"because run.sh was sent {self.signals.asked.name.removeprefix('SIG')}"
         if note:
@@ -315,9 +318,10 @@ class Supervisor:
     def _preflight(self, scratch: Path, measure: bool) -> int:
         """Check whether the GPUs of all nodes are fit to train.
 
-        Before a restart it measures nothing: the run keeps the measurements of its start.
+        Without `measure`, as before a restart, no rates are measured: the run keeps the measurements of its start.
 
-        Returns: 0, or an exit code after which to try again. Raises: End, if training must not start.
+        Returns: 0 if the GPUs are fit, or an exit code after which the preflight may be repeated. Raises: End, if training must
+        not start.
         """
         if not self.options.preflight:
             return 0
@@ -352,7 +356,7 @@ class Supervisor:
         return [*self.program, f"jaxtrain.{command}", *arguments]
 
     def _become(self, command: str, arguments: list[str]) -> int:
-        """Replace this process, and never return, except in a dry run, with exit code 0. Raises End if a signal came before."""
+        """Replace this process by a command. Only a dry run returns, with exit code 0. Raises End if a signal came before."""
         words = self._command(command, arguments)
         if self.environ.get("JAXTRAIN_DRY_RUN"):
             say(f"would run: {shlex.join(words)}")
@@ -364,7 +368,7 @@ class Supervisor:
     # ---- Texts
 
     def _announce_variables(self) -> None:
-        """Print the variables that are set for the run only, if JAXTRAIN_VERBOSE=1."""
+        """If JAXTRAIN_VERBOSE=1, print the environment variables that the supervisor sets for the run."""
         if self.environ.get("JAXTRAIN_VERBOSE") != "1" or not prints_common_messages(self.environ):
             return
         names = sorted(name for name, value in self.environ.items() if os.environ.get(name) != value)

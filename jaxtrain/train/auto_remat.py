@@ -1,8 +1,8 @@
 """remat.policy=auto: the activations to save in the available memory.
 
 The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
-fit, the next choice has the least recomputation among those that are small enough by formula. Only the compiled step decides
-whether it fits. Imports no jax.
+fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
+step then decides whether a choice fits. `ranks` is the number of devices over which experts are sharded. Imports no jax.
 """
 
 import functools
@@ -34,8 +34,8 @@ def layers_kept(run: RunConfig, stages: int) -> int:
 def expert_room(run: RunConfig, ranks: int) -> float:
     """Return the capacity of a device's expert buffers, in rows per token of the device.
 
-    It is the number of experts per token, times the capacity factor. Without a capacity factor, and with experts on several
-    devices (`ranks`), it is the number of experts per token times `moe.buffer`, the size of the first round over an even load.
+    The capacity is the number of experts per token, times the capacity factor. Without a capacity factor, the number of experts
+    per token is multiplied by `moe.buffer` if experts are sharded (`ranks` > 1), and by 1 otherwise.
     """
     m, x = run.model, run.moe
     shares = (
@@ -60,13 +60,16 @@ def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
 
 
 def _round_sizes(run: RunConfig, ranks: int) -> tuple[float, float]:
-    """Return the size of the first round of a dispatch, and of each further round, over a device's even load."""
+    """Return (rows of the first round of a dispatch, rows of each further round), as multiples of a device's even load."""
     first = min(run.moe.buffer, ranks)
     return first, min(first, FURTHER_ROUND)
 
 
 def _busiest(run: RunConfig, ranks: int, load: float) -> float:
-    """Return the load of the device that has the busiest expert, over an even load. load: of that expert."""
+    """Return the load of the device with the busiest expert, as a multiple of a device's even load.
+
+    load: the load of the busiest expert, as a multiple of an expert's even load.
+    """
     m = run.model
     others = m.num_experts // ranks - 1
     return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
@@ -75,7 +78,8 @@ def _busiest(run: RunConfig, ranks: int, load: float) -> float:
 def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
     """Return the fraction of the expert buffers that tokens fill, over all rounds of a layer's dispatch.
 
-    load: of the busiest expert, over an even load. With a capacity factor the whole buffer is computed, so the result is 1.
+    load: of the busiest expert, over an even load. With a capacity factor the whole buffer is computed, so the result is 1. On
+    one device the buffer has exactly the tokens, so the result is 1 too.
     """
     if run.moe.capacity_factor or not run.model.num_experts:
         return 1.0
@@ -132,14 +136,20 @@ def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Re
 
 
 def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
-    """Return the remat with the least recomputation among those that save at most `most_bytes` on a device, or None."""
+    """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
+
+    Full recomputation saves 0 bytes here, so the result is None only if `most_bytes` is negative.
+    """
     one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
     found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))
     return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
-    """Return the remat with the least recomputation among those that need at least `excess_gib` less memory."""
+    """Return the remat with the least recomputation among those that save at least `excess_gib` less than the run's remat.
+
+    Returns None if no remat saves so much less.
+    """
     now = bytes_kept(run, kept(run.remat), axes, packed_stats)
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 

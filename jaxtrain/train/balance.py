@@ -1,8 +1,8 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
 The statistics are those of kernels/experts/routing.py: one row for each slot that a microbatch passed through, with means over
-the microbatch's tokens without padding. A step sums the statistics of its microbatches. Like a loss, each is weighted by the
-microbatch's fraction of the batch's loss weight.
+the microbatch's tokens without padding. A step sums the statistics of its microbatches. Like the loss, the statistics of a
+microbatch are weighted by the microbatch's fraction of the batch's loss weight.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def is_bias(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """The load balancing of experts; static."""
+    """The settings of load balancing of experts, without arrays. The methods take the statistics of a step."""
 
     moe: Moe
     count: int  # of experts
@@ -42,7 +42,7 @@ class Balance:
 
     @property
     def _all_rows(self) -> jax.Array:
-        """Return the row in the statistics of each layer. Layers of multi-token prediction are last."""
+        """Return, for each layer, its row in the statistics, i32 (layers,). Layers of multi-token prediction are last."""
         return jnp.asarray((*self.rows, *(len(self.places) + i for i in range(self.mtp_layers))))
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
@@ -52,14 +52,14 @@ class Balance:
         return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
-        """Return shapes.EXPERT_METRICS of a step."""
+        """Return the experts' metrics of a step, f32 () each, by the names in shapes.EXPERT_METRICS."""
         of_layers = statistics[self._all_rows]
         loads_LE = of_layers[:, len(COLUMNS) :]
         values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
-        """Return the parameters with the routers' biases moved toward even loads, if the step was applied.
+        """Return the parameters with the routers' biases moved toward even loads; unchanged if `taken`, bool (), is False.
 
         A bias moves by a fixed step: up for an expert with less than an even load, down for one with more (Wang et al. 2024,
         arXiv:2408.15664, algorithm 1).

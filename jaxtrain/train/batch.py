@@ -28,7 +28,7 @@ def abstract_batch(placement: Placement, shape: tuple[int, int, int], pairs: boo
 
 
 def rows_here(abstract: Batch) -> list[int] | None:
-    """Return the rows of a batch, (A x B, T), that devices of this process hold; None if they hold all."""
+    """Return the numbers of the rows of a batch, (A x B, T), on devices of this process; None if all devices are its own."""
     shape, sharding = abstract["tokens"].shape, abstract["tokens"].sharding
     if sharding is None or len(sharding.addressable_devices) == len(sharding.device_set):
         return None
@@ -55,8 +55,9 @@ def further(host: HostBatch, k: int) -> HostBatch:
 def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
     """Put rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
-    With context parallelism, the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model
-    depends on segments and positions, not on the order. Targets of multi-token prediction are computed before the reordering.
+    With context parallelism, the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model's
+    results depend on each token's segment and position, not on the order of tokens in the arrays. Targets of multi-token
+    prediction are computed before the reordering.
 
     Args:
       rows: the numbers of the rows in `host` (`rows_here`); None: all rows.

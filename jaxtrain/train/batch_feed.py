@@ -78,7 +78,7 @@ class BatchFeed:
         return place_batch(host, self._abstract, self._context, self.rows)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batches on the devices. Waits for each."""
+        """Yield each batch in turn, placed on the devices."""
         while (host := self.next(lambda: False)) is not None:
             yield self.place(host)
 

@@ -1,4 +1,4 @@
-"""Compilation of the train step: XLA's options on GPUs, each with its reason. Training, benchmarks and plans compile here.
+"""Compilation of the train step for training, benchmarks and plans: XLA's options on GPUs, each with its reason.
 
 Options are passed with the program and not through XLA_FLAGS, so they are part of the executable, its cache key and the
 receipt.
@@ -36,14 +36,14 @@ class Card:
 
 
 def card(memory_gib: float, fraction: float = 0.0) -> Card:
-    """Return a card of this size under `train.memory_fraction` (0: all but the reserve)."""
+    """Return a card of this size. fraction: `train.memory_fraction`; 0: all but the reserve (hardware.memory_fraction)."""
     return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
 def card_of(device: Any, configured: float = 0.0) -> Card | None:
-    """Return the card of a GPU that is present, by its allocator's limit; None for a device that is no GPU.
+    """Return the card of a present GPU; None for a device that is no GPU.
 
-    A driver's own figure is half a percent higher.
+    Both figures are derived from the limit of JAX's allocator. The driver reports half a percent more memory.
     """
     if device.platform != "gpu":
         return None
@@ -108,8 +108,8 @@ class Chosen:
 def choose(program: Program, card: Card | None) -> Chosen:
     """Return XLA's options for a program. card: the memory of each GPU; None on CPUs, where only the config's options apply.
 
-    An option that this XLA does not have is left out and listed. Raises ConfigError for a value in `compiler.options` that XLA
-    does not accept.
+    An option that this XLA does not have is left out and listed in `dropped`. Raises ConfigError if deterministic steps need
+    that option, and for a value in `compiler.options` that XLA does not accept.
     """
     own, _ = parse_options(program.run.compiler.options)
     wanted, why = _defaults(program, card) if card and program.run.compiler.defaults else ({}, "XLA's own" if card else "")
@@ -136,10 +136,10 @@ LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_result
 
 
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
-    """Return the options of a program and of its run. step_s: seconds of the watchdog's budget of a step, 0 for none.
+    """Return `chosen` with the options of one run added: CUDA graphs, timeout, autotuning results in `workdir`.
 
-    repeatable: train.deterministic. traced: the run will take a trace (profile.start is ahead), so CUDA graphs are off unless
-    compiler.options sets them.
+    step_s: seconds of the watchdog's budget of a step, 0 for none. repeatable: train.deterministic. traced: the run will take a
+    trace (profile.start is ahead), so CUDA graphs are off unless compiler.options sets them.
     """
     more: dict[str, str | bool] = {}
     if gpu and traced and GRAPHS not in chosen.options:
@@ -233,9 +233,9 @@ def _nested_loops(program: Program) -> bool:
     O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
     such a loop is inside the loop over microbatches and contains another loop. This happens in three cases: (1) The loop over
     layers contains chunked attention or the rounds of expert dispatch. (2) Without a loop over layers, the loop over
-    microbatches contains the loss. O1 has little effect there: collectives of unrolled layers overlap without it. (3) In a
-    stage with several groups, the loop over ticks contains that over layers, and is inside the loop over rounds
-    (stages.Schedule.rounds).
+    microbatches contains the loop over chunks of the loss. O1 has little effect there: collectives of unrolled layers overlap
+    without O1. (3) In a stage with several groups, the loop over ticks contains the loop over layers, and is inside the loop
+    over rounds (stages.Schedule.rounds).
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
     rounds = program.state.layers is not None and program.state.layers.groups > 1
@@ -245,7 +245,10 @@ def _nested_loops(program: Program) -> bool:
 def compile_train(
     program: Program, options: dict[str, str | bool], extra: dict[str, str | bool] | None = None
 ) -> jax.stages.Compiled:
-    """Return the train step, compiled for the program's devices. `options`: chosen by `choose`. `extra`: such as dumps."""
+    """Return the train step, compiled for the program's devices.
+
+    options: XLA's options from `choose`. extra: further options of XLA, for example for dumps.
+    """
     lowered = program.train_step.lower(program.state, program.batch)
     if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
         _mark_host_memory(lowered, program)

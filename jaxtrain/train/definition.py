@@ -25,8 +25,8 @@ from jaxtrain.zero import make_zero
 def numerics_of(run: RunConfig) -> Numerics:
     """Return the dtypes of a config.
 
-    With LoRA, frozen base weights are stored in the compute dtype: they are rounded to it at every use, and are in no
-    checkpoint. The router stays in dtypes.params.
+    With LoRA, frozen base weights are stored in the compute dtype, since every use rounds them to it and no checkpoint has
+    them. The router stays in dtypes.params.
 
     Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
     """
@@ -61,9 +61,9 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
 
 
 def for_inference(run: RunConfig) -> RunConfig:
-    """Return the run for programs without a train step.
+    """Return the run with the settings for programs without a train step.
 
-    Experts process all tokens: with a capacity, the dropped tokens would depend on the other tokens of the batch. Weights are
+    Experts have no capacity factor: the tokens that a capacity drops depend on the other tokens of the batch. Weights are
     gathered where they are used, since there is no train step that could gather them once.
     """
     sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
@@ -71,8 +71,9 @@ def for_inference(run: RunConfig) -> RunConfig:
 
 
 def fp8_weights(run: RunConfig, definition: Definition) -> Params:
-    """Return the parameters that are used in 8 bits: with `precision=fp8`, linear layers and experts except `fp8.exclude`.
+    """Return a tree of bools: whether each parameter is multiplied in FP8.
 
+    With `precision=fp8` these are the weights of linear layers and experts, except `fp8.exclude`; otherwise none.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
     paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
@@ -84,8 +85,9 @@ def fp8_weights(run: RunConfig, definition: Definition) -> Params:
 
 
 def trained_parameters(run: RunConfig, definition: Definition) -> Params:
-    """Return the trained parameters: only adapters if there are any, otherwise all except those that `train.freeze` names.
+    """Return a tree of bools: whether each parameter is trained.
 
+    With LoRA only the adapters are trained, otherwise all parameters except routers' biases and matches of `train.freeze`.
     Raises ConfigError for a pattern that matches no parameter, if no parameter is trained, and for a model without the
     requested adapters.
     """
@@ -114,5 +116,5 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a parameter's name matches one of these patterns. Patterns are as in `train.freeze`."""
+    """Return whether a parameter's name matches one of these patterns of fnmatch, as in `train.freeze`."""
     return any(fnmatch.fnmatchcase(name, p) for p in patterns)

@@ -30,12 +30,12 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the first `sequences` sequences of a source: `loss` and the other metrics of the loss.
 
-    The loss is in nats per predicted token, or per pair. The means are equal at every call and in every layout: rows of the
-    last batch beyond these sequences are padding. The sums are added in float64 on the host, so the result does not depend on
-    the order in which they arrive.
+    `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call and every layout evaluates the
+    same sequences: further rows of the last batch are padding. The sums of the batches are added exactly on the host, so their
+    order has no effect.
 
     Args:
-      eval_step: compiled, see gradients.make_loss.
+      eval_step: the compiled `Program.eval_step`.
       batches: a data source whose `.batch(i)` has as many rows as `abstract`.
       unwanted: called for each batch; once it is true, the result is None.
     """
@@ -72,7 +72,7 @@ def mask_rows(host: HostBatch, mask_R: np.ndarray) -> HostBatch:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
-    """Return the loss in bits per byte, which tokenizers do not change; None if the bytes per token are unknown.
+    """Return the loss in bits per byte, comparable between tokenizers; None if the bytes per token are unknown.
 
     loss: nats per token.
     """
@@ -135,7 +135,7 @@ class HeldOut:
 
 
 class SampleWriter:
-    """Continues the prompts of `sample.prompt`. The sampler's steps are compiled once, when they are first needed."""
+    """Samples continuations of the prompts in `sample.prompt`. The sampler's steps are compiled once, at the first use."""
 
     def __init__(self, run: RunConfig, program: Program, tokenizer: Any, services: Services):
         self._run, self._program, self._tokenizer, self._services = run, program, tokenizer, services
@@ -143,12 +143,12 @@ class SampleWriter:
         self._sampler: generation.Sampler | None = None
 
     def due(self, done: int) -> bool:
-        """Return whether samples are due after step `done`, before the last one."""
+        """Return whether samples are due after step `done`. Samples of the last step are written after its save instead."""
         every = self._run.sample.every_steps
         return self._tokenizer is not None and every > 0 and done % every == 0 and done < self._run.train.steps
 
     def write(self, params: Params, done: int) -> None:
-        """Write samples to the terminal, samples.txt and the trackers; without a tokenizer do nothing."""
+        """Generate samples, and write them to the log, samples.txt and the trackers. Without a tokenizer, do nothing."""
         if self._tokenizer is None:
             return
         with self._services.phase("step", "eval"):

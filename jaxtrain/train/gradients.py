@@ -48,7 +48,9 @@ class Objective:
         return zero, dict.fromkeys(self.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
 
     def of_model(self, model: Any, micro: Batch, total: jax.Array, mtp_totals: Sequence[jax.Array]) -> tuple[jax.Array, Report]:
-        """Return the objective of a microbatch and the report, as `__call__` does, from the model with its weights.
+        """Run the model on a microbatch. Return this device's share of the objective and of the report, as `__call__` does.
+
+        In addition to `__call__`, the objective has the losses of multi-token prediction.
 
         Args:
           total, mtp_totals: the results of `total_count` and `mtp_counts`.
@@ -68,7 +70,10 @@ class Objective:
         return value + self.mtp_weight * of_mtp, (loss, sums | dict.fromkeys(MTP_METRICS, of_mtp))
 
     def _mtp(self, further: Sequence[jax.Array], head_VD: Any, micro: Batch, totals: Sequence[jax.Array]) -> jax.Array:
-        """Return this device's share of the mean loss of the modules. A module's loss is the mean over tokens with a target."""
+        """Return this device's share of the loss of multi-token prediction, f32 (): the mean over the modules.
+
+        A module's loss is the mean over the tokens that have a target.
+        """
         p, spec = self.placement, dataclasses.replace(self.spec, z_loss=0.0)
         alike = p.size(p.replica_axes(("batch", "residual")))
         value = jnp.zeros((), jnp.float32)
@@ -225,7 +230,7 @@ def make_log_probs(
 def _forward(
     params: Params, batch: Batch, definition: Definition, zero: Zero, in_fp8: Params, pipe: Pipeline | None
 ) -> tuple[Batch, jax.Array, Any]:
-    """Return the only microbatch of a batch, with arrays (B, T), its final hidden states, and the head."""
+    """Return (microbatch, final hidden states, head) of a batch with one microbatch. Arrays of the result are (B, T)."""
     micro = jax.tree.map(lambda x: x[0], batch)
     base, copies = zero.step_weights(params, definition, in_fp8)
     model = definition.bind(zero.microbatch_weights(base, copies, {}))

@@ -1,12 +1,12 @@
 """Skipped steps: a loss or gradient norm that is not finite, or far above the recent ones.
 
-The compiled step decides whether it is skipped, from numbers that are the same on every device. The guard is part of the train
-state, so a resumed run decides as an uninterrupted run would. A skipped step leaves parameters and moments unchanged, bit for
-bit.
+The compiled step itself decides whether it is skipped, from numbers that are the same on every device. The guard is part of the
+train state, so a resumed run decides as an uninterrupted run would. A skipped step leaves parameters and moments unchanged, bit
+for bit.
 
 The step after a skipped step is HELD: it changes nothing, not even the count of steps. The training loop reads metrics one step
-late. So it still has the state from before the skipped step, for a save or a replay. After `release`, the held step is taken
-again with the same batch.
+late, when the next step is already dispatched. Since that step is held, the loop still has the weights from before the skipped
+step, for a save or a replay. After `release`, the loop takes the held step again with the same batch.
 """
 
 import jax
@@ -25,7 +25,10 @@ Guard = dict[str, jax.Array]
 
 
 def fresh() -> Guard:
-    """Return the guard of a new run: f32 (WINDOW,) losses and gradient norms of applied steps, and i32 () counts."""
+    """Return the guard of a new run: f32 (WINDOW,) losses and gradient norms of applied steps, and i32 () counts of steps.
+
+    `held` is 1 if the next step is held, otherwise 0.
+    """
     zero = jnp.zeros((), jnp.int32)
     window = jnp.zeros(WINDOW, jnp.float32)
     counts = dict.fromkeys(("taken", "skipped", "in_a_row", "held"), zero)
@@ -35,8 +38,9 @@ def fresh() -> Guard:
 def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tuple[jax.Array, Guard]:
     """Return (verdict of this step, the next guard). loss, norm: f32 (). sigmas: 0 accepts every finite step.
 
-    A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps.
-    Unlike mean and standard deviation, median and median absolute deviation are robust against accepted spikes.
+    A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps. The
+    deviation counts as at least FLAT x median / SIGMA. Before LEAST applied steps, no step is a spike. Unlike mean and standard
+    deviation, median and median absolute deviation are robust against accepted spikes.
     """
     with jax.named_scope("guard"):
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -76,5 +80,5 @@ def _median(values: jax.Array, known: jax.Array) -> jax.Array:
 
 
 def release(guard: Guard) -> Guard:
-    """Return the guard with the held step released, with the shardings of the old guard."""
+    """Return the guard with `held` set to 0, so that the next step is taken. Shardings are unchanged."""
     return guard | {"held": jax.device_put(jnp.zeros_like(guard["held"]), guard["held"].sharding)}

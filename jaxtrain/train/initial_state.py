@@ -1,7 +1,7 @@
 """The start of a run: the user's own modules, the checkpoint to resume from, the data, and the first state.
 
-All functions except `initial_state`, `restore` and `continue_sources` run before anything is written or allocated. They raise
-ConfigError or CheckpointError for a run that should not start.
+`import_named_parts`, `drop_used_step`, `open_data` and `choose_start` run before any file is written and any array is
+allocated. They raise ConfigError or CheckpointError for a run that should not start. A rollback calls `choose_start` again.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from jaxtrain.train.services import Services
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The point that an attempt begins from."""
+    """The step, data position and checkpoint that an attempt begins from."""
 
     step: int  # 0, or the checkpoint to resume from
     resumed: bool
@@ -51,7 +51,7 @@ NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Fac
 def import_named_parts(run: RunConfig) -> None:
     """Import the modules of all `package.module:name` values. Raise ConfigError if there is no such module or name.
 
-    It is not part of validate: a user's module may import jax, and the memory budget must be set before that.
+    These checks are not in `validate`: a user's module may import jax, and the memory budget must be set before that.
     """
     problems = []
     names = [(key, value) for key, value in config.flatten(config.to_dict(run)) if key != "data.eval_source"]
@@ -140,7 +140,8 @@ def choose_start(
 def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configs of a checkpoint and of this run, to be compared.
 
-    The tokens that a capacity drops depend on the sizes of the mesh. So with a capacity the sizes replace -1.
+    The tokens that a capacity drops depend on the sizes of the mesh. So with a capacity, actual mesh sizes replace the config's
+    (-1: all remaining devices).
     """
     before, now = dict(meta["config"]), config.to_dict(run)
     if run.model.num_experts and run.moe.capacity_factor:
@@ -150,9 +151,10 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 
 
 def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
-    """Return notes on settings of init.from's model that differ and that tensors do not show, such as the rotary base.
+    """Return a note on each model setting that differs between init.from and this run, such as the rotary base.
 
-    Raises ConfigError if the tensors of init.from do not fit: a tensor is missing, has another shape, or is not in this model.
+    Raises ConfigError if init.from does not fit: a tensor is missing, has another shape or is not in this model, the model
+    family computes another function, init.from has only adapters, or init.what needs an optimizer state that it lacks.
     """
     source = open_origin(run.init.from_)
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
@@ -200,7 +202,8 @@ def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
 def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     """Return (training data, held-out data by name).
 
-    A training batch has A x B rows, a held-out batch B rows. A set without a name is "". Without evaluation there are no sets.
+    A training batch has A x B rows, a held-out batch B rows. The name of an unnamed held-out set is "". Without evaluation
+    (eval.every_steps=0) there are no held-out sets.
     """
     folder = Path(run.paths.data).expanduser()
     train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
@@ -247,7 +250,7 @@ def initial_state(
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The first state of an attempt, and the start it was made from."""
+    """The first state of an attempt, and the `Start` that the state was made from."""
 
     state: state.TrainState
     start: Start
@@ -257,12 +260,12 @@ class Restored:
 def restore(
     run: RunConfig, asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services
 ) -> Restored:
-    """Make the first state, from the newest checkpoint whose digests match if there are any, and report it.
+    """Make the first state and report it. If the digests of a checkpoint do not match, restore the next older checkpoint.
 
     Args:
       asked: the config as the user gave it, to compare with older checkpoints.
 
-    Raises Damaged if `checkpoint.step` names a damaged checkpoint, and CheckpointError if none is left.
+    Raises Damaged if `checkpoint.step` names a damaged checkpoint, and CheckpointError if all checkpoints are damaged.
     """
     console = services.console
     while True:
@@ -294,7 +297,7 @@ def restore(
 
 
 def _base(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
-    """Return path and digest of the base weights of adapters; {} of a run without adapters.
+    """Return path and digest of the adapters' base weights; {} for a run without adapters.
 
     Raises CheckpointError if a resumed run's adapters were trained with another base.
     """
@@ -309,7 +312,8 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
 def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
     """Set the mixture of data sources from `start.step` on, at the start of an attempt or after a rollback.
 
-    Each source of a resumed run continues from its last position. `start.position` gives the batch of each scheduled change.
+    Each source of a resumed run continues from its last position. `start.position` converts the step of each scheduled change
+    of the mixture to a batch number.
     """
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
 

@@ -16,7 +16,7 @@ from jaxtrain.sharding import Placement
 def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
     """Return the attention specs of training, for each kind of layer (`models.attention.layer_kinds`).
 
-    The forward pass is in the compute dtype, or in e4m3 by `choose_kernel`.
+    The forward pass has the compute dtype here. With attention.forward=fp8, `choose_kernel` changes it to e4m3.
     """
     m, packed = run.model, run.data.masks_documents
     segments = run.data.most_documents if packed else 1

@@ -1,7 +1,7 @@
 """The loop over steps: a batch, the compiled step, the metrics of the step before, and the work that is due between steps.
 
-The metrics of a step are read after the next step is dispatched. So a skipped step (train/guard.py) is noticed after its
-successor was dispatched. The guard holds the successor, and the loop takes it again.
+The metrics of a step are read after the next step is dispatched. So the loop notices a skipped step (train/guard.py) when the
+next step is already dispatched. The guard holds that next step, and the loop takes it again.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ AGREE_S = 5400.0  # timeout of processes that wait for each other: one may compi
 
 
 class Loop:
-    """Takes steps until the last one, or until asked to stop. `current` is the newest state, `done` its number of steps."""
+    """Takes steps until the last step, or until a stop is requested. `current` is the newest state, after `done` steps."""
 
     def __init__(
         self,
@@ -86,7 +86,10 @@ class Loop:
             self._release_guard()
 
     def train(self) -> None:
-        """Take all steps, and save after the last step. Raises Diverged, Corrupted, and exceptions of data and devices."""
+        """Take all steps, and begin to save after the last step.
+
+        Raises Diverged, Corrupted, CheckpointError, and exceptions of data and devices.
+        """
         services, steps = self.services, self.run.train.steps
         try:
             with GarbageCollector() as collector, services.watchdog.phase("step"):
@@ -162,7 +165,7 @@ class Loop:
         return metrics
 
     def _note_slow_step(self) -> None:
-        """Report the step that ends now if it took far longer than others."""
+        """Report the step that ends now if it took far longer than earlier steps, or if steps have become slower."""
         now, saving = time.perf_counter(), self.saver.checkpoints.pending
         ended, self._times = self._times, StepTimes(now, saving)
         save_s, self.saver.blocked_s = self.saver.blocked_s, 0.0
@@ -217,7 +220,7 @@ class Loop:
         self.held_out.evaluate(self.compiled.eval, state.weights(self.current), self.done, finish)
 
     def save(self) -> None:
-        """Begin to save the newest state. Raises CheckpointError after too many failures in a row."""
+        """Begin to save the newest state. Raises CheckpointError after saver.MOST_FAILURES failed saves in a row."""
         read = self.start.position.read(self.done)
         data: dict[str, Any] = {"tokens": read * self.run.tokens_per_step, "fingerprint": self.data.fingerprint}
         if mixture := getattr(self.data, "mixture", None):  # a user's own source may lack it
@@ -291,7 +294,7 @@ class Loop:
         self.current = dataclasses.replace(self.current, guard=guard.release(self.current.guard))
 
     def _keep_bundle(self, bad: Bad, batch: HostBatch) -> None:
-        """Write the files for a replay of the first skipped step of this attempt."""
+        """Write the files to replay a skipped step, the first of this attempt, unless an earlier attempt wrote them."""
         services = self.services
         folder = self.setup.workdir / "replay" / f"step-{bad.step}"
         if services.peers.gather("bundle", "there" if (folder / replay.BUNDLE).exists() else "", AGREE_S)[0]:

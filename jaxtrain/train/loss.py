@@ -5,7 +5,7 @@ tokens, from the device's tokens of the residual stream. A loss from outside the
 `spec.whole_head(head_VD)`. The step divides by the total weight of all microbatches, and by the number of devices with the same
 tokens (gradients.py).
 
-LOSSES has the losses of this package. The denominator of such a loss may differ from the weight of the tokens. It may also
+LOSSES has the losses of this package. A loss in LOSSES may have another denominator than the weight of the tokens, and may
 return further sums by name, which the step reports. A loss from outside the package returns only its sum.
 """
 
@@ -30,7 +30,7 @@ Batch = dict[str, Any]  # arrays, or their shapes while nothing is allocated
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-    """The settings of a run that a loss uses. Static."""
+    """The settings of a run that a loss uses, without arrays."""
 
     numerics: Numerics
     placement: Placement
@@ -56,10 +56,11 @@ def cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossS
     """Return the sum over tokens of weight x (-log p(target) + z_loss log(Z)^2), in nats, f32 ().
 
     The logits of all tokens never exist at once (kernels/cross_entropy.py). Z is the sum of the exponentials of a token's
-    logits: the second term keeps them from drifting, and is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+    logits. The second term is PaLM's z-loss, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311, section
+    5).
 
     With tensor parallelism, devices shard both the tokens of the residual stream and the vocabulary. Then each device gathers
-    the tokens of all, and computes their logits for its shard of the vocabulary.
+    the tokens of all these devices, and computes the logits of all tokens for its shard of the vocabulary.
 
     Args:
       hidden_BTD: compute dtype, residual layout.
@@ -146,7 +147,7 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
     constants w_t = -dL/dl_t, has exactly the gradient of L. Its value is subtracted again, so only the gradient remains. The
     first pass costs one more forward matmul with the head.
 
-    Args: as for `cross_entropy`. The batch also has segments, positions and reference.
+    Args: as for `cross_entropy`. The batch also has segments, positions and reference log-probabilities (shapes.py).
     """
     gathered = _gathered(hidden_BTD, head_VD, batch, spec)
     x_nD, head_DV, targets_BT, weights_BT, shared = gathered
@@ -232,7 +233,7 @@ LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_M
 
 
 def find_loss(name: str) -> Loss:
-    """Return the loss of a name, or a user's own, `package.module:name`."""
+    """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
     if name in LOSSES:
         return LOSSES[name]
     module, _, attribute = name.partition(":")

@@ -1,4 +1,4 @@
-"""Memory of a step on each device, and advice if the step needs too much."""
+"""Memory of a compiled step on each device, and settings that help if the step needs more than there is."""
 
 import contextlib
 import dataclasses
@@ -28,9 +28,9 @@ def size(gib: float) -> str:
 
 
 def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
-    """Return GiB on one device: parameters, optimizer state, batch; the compiler's temporaries; and the peak of all together.
+    """Return GiB on one device by class: parameters, optimizer state, batch, XLA's temporaries, and the peak of all together.
 
-    Moments in host memory have their own entry and are not part of the peak.
+    Moments in host memory are named "(on the host)" and are not part of the peak. On CPUs there is no entry for the peak.
     """
 
     def held(tree: Any) -> float:
@@ -50,7 +50,7 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
 
 
 def taken_gib(compiled: Any) -> float:
-    """Return the allocated GiB of a compiled step on one device: the peak, and the gaps of the compiler's heap."""
+    """Return the allocated GiB of a compiled step on one device: the peak, and the fragmentation of XLA's temporaries."""
     a = compiled.memory_analysis()
     return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
 
@@ -66,8 +66,9 @@ def compile_to_fit(
 ) -> tuple[RunConfig, Program, Any]:
     """Return (run, program, compiled train step); with remat.policy=auto, with the least recomputation that fits.
 
-    The caller checks whether another policy fits. usable_gib: of one device, inf if unknown. extra: further options of the
-    compiler, such as dumps. taken: returns the allocated GiB of a compiled step, if the step itself does not report all of it.
+    The returned step may still be too big: the caller checks it. usable_gib: memory of one device, inf if unknown. say: writes
+    a line to the log. extra: further options of XLA, for example for dumps. taken: returns the allocated GiB of a compiled
+    step.
     """
     auto = run.remat.policy == "auto"
     while True:
@@ -83,10 +84,10 @@ def compile_to_fit(
 
 
 def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
-    """Return the run with a smaller choice of remat.policy=auto if the present choice needs too much memory; else None.
+    """Return the run with fewer saved activations if its compiled step does not fit; None if it fits, or none are saved.
 
     `run` has remat.policy=auto, or is an earlier result of this function. If no choice is small enough, the result recomputes
-    everything, and is refused later like any step that is too big.
+    everything, and is refused later like any step that is too big. taken_gib: allocated memory of the compiled step.
     """
     excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
     if excess <= 0 or not kept(run.remat):
@@ -97,7 +98,10 @@ def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: f
 
 
 def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
-    """Return the memory of the step by class, and the settings that would help, most effective first."""
+    """Return a text with the memory of the step by class, and the settings that reduce it, most effective first.
+
+    memory: GiB by class; {} if unknown. limit: the exceeded limit, in words.
+    """
     hints = []
     if run.train.grad_accum < run.train.global_batch:
         hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
@@ -147,9 +151,10 @@ def check_host_memory(program: Program, limit_gib: float, offloaded_activations:
 def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemoryStats]) -> None:
     """Raise OutOfMemory if the step's temporaries exceed the free memory of a device that holds the first state.
 
-    The temporaries are one block (`temp_size_in_bytes`), so the largest free block counts (`largest_free_block_bytes` of
-    `memory_stats`). The allocator of jaxlib's GPUs reports 0 for it. There all free memory counts, `bytes_limit` less
-    `bytes_in_use`, which includes memory of other users and ignores fragmentation. CPUs report nothing.
+    The temporaries are one block (`temp_size_in_bytes`), so they must fit in the largest free block
+    (`largest_free_block_bytes` of `memory_stats`). jaxlib's GPU allocator reports 0 for that figure. Then the temporaries must
+    fit in all free memory, `bytes_limit` less `bytes_in_use`, which ignores fragmentation. CPUs report no figures and are not
+    checked.
     """
     analysis = compiled.memory_analysis()
     outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without outputs in donated memory
@@ -174,7 +179,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
 
 @contextlib.contextmanager
 def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
-    """Replace the allocator's error by OutOfMemory with a remedy. memory: GiB by class, {} if unknown."""
+    """Replace an error of the allocator in the block by OutOfMemory with a remedy. memory: GiB by class, {} if unknown."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

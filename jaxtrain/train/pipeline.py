@@ -1,4 +1,4 @@
-"""A step's gradients on pipeline stages: one SPMD program that follows a schedule tick by tick (stages.py).
+"""The gradients of a step on pipeline stages: one SPMD program that follows a schedule tick by tick (stages.py).
 
 A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
 runs one group of layers forward on one microbatch and one group backward on another, and sends the results to its neighbours.
@@ -6,9 +6,9 @@ Forward and backward passes of different microbatches are in one loop body, so a
 in buffers with a slot for each pass in flight, and each gradient is added to the sums of the stack at once.
 
 The embedding and the head are shared by all stages. Their tables are sharded by vocabulary over the stages, as over a tensor
-axis: each stage looks up its rows for the microbatch that enters, and computes its shard of the logits of the one that leaves.
-So all stages have equal work and memory. Dense layers before a stack with experts are replicated: all stages run them for the
-microbatch that enters.
+axis: each stage looks up its rows for the microbatch that enters the pipeline, and computes its shard of the logits of the
+microbatch that leaves. So all stages have equal work and memory. Dense layers before a stack with experts are replicated: all
+stages run them for the microbatch that enters.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class StageLayers:
       model: the model with this stage's shard of the stack. Weights that are differentiated are `zero.StackWeight`.
       kinds: the kind of the layer in each slot of the global stack.
       first: the slot of this stage's first layer.
-      per_group: a multiple of the layers under each checkpoint.
+      per_group: layers in a group, a multiple of the layers under each activation checkpoint (remat.every).
     """
 
     def __init__(self, model: Transformer, kinds: Sequence[int], first: jax.Array, per_group: int):
@@ -100,7 +100,7 @@ class StageLayers:
         return self._loop(one, carry, range(self._per_group))
 
     def _step(self, this: Pass, x: Any, buffers: Buffers, checkpoint: jax.Array, slot: jax.Array) -> tuple[Any, Buffers]:
-        """Run one checkpoint forward."""
+        """Run the layers of one activation checkpoint forward. Return (output, buffers with the saved activations)."""
         y, vjp = self._differentiate(x, this.shared, this.group * self._per_group + checkpoint * self._each)
         place = slot * self._checkpoints + checkpoint
         return y, [save_at(b, leaf, place) for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)]
@@ -108,7 +108,7 @@ class StageLayers:
     def _step_back(
         self, this: Pass, dy: Any, tree: Any, found: list[jax.Array], sums: list[jax.Array], checkpoint: jax.Array
     ) -> tuple[Any, list[jax.Array]]:
-        """Run one checkpoint backward."""
+        """Run the layers of one activation checkpoint backward. Return (gradient of the input, updated sums of gradients)."""
         first = this.group * self._per_group + checkpoint * self._each
         vjp = jax.tree.unflatten(tree, found)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
@@ -155,7 +155,7 @@ class StageLayers:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A model on stages. Static; everything computes with local shards."""
+    """A model on pipeline stages, without arrays. All methods compute with local shards, inside a shard_map."""
 
     placement: Placement
     definition: Definition
@@ -165,7 +165,7 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """Return the last stage's number."""
+        """Return the index of the last stage."""
         return self.schedule.stages - 1
 
     def layers(self, model: Transformer) -> StageLayers:
@@ -175,7 +175,10 @@ class Pipeline:
         return StageLayers(model, of_place, first, self.arrangement.per_group)
 
     def send(self, tree: Any, by: int) -> Any:
-        """Send to the next stage (by = 1) or to the previous stage (by = -1); with several groups per stage, cyclically."""
+        """Send arrays to the next stage (by = 1) or to the previous stage (by = -1). Return the received arrays.
+
+        With several groups per stage, stages form a ring; otherwise the stage at the end receives zeros.
+        """
         stages = self.schedule.stages
         links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, links), tree)
@@ -188,7 +191,7 @@ class Pipeline:
     def gradients(
         self, objective: Any, zero: Zero, base: Params, copies: Params, learnt: Params, batch: Batch, total: jax.Array
     ) -> tuple[Any, Params]:
-        """Return (report, gradients of `learnt`) of a batch of microbatches, (A, B, T), both this device's share."""
+        """Return (report, gradients of `learnt`) of a batch, (A, B, T), before they are summed over devices."""
         return _Step(self, objective, zero, base, copies, learnt, batch, total).run()
 
     def hidden(self, model: Transformer, micro: Batch) -> jax.Array:
@@ -263,7 +266,7 @@ jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Ca
 
 
 class _Step:
-    """A train step on one stage."""
+    """The gradients of a train step, on one stage."""
 
     def __init__(
         self,
@@ -299,7 +302,7 @@ class _Step:
         return {k: jax.lax.dynamic_index_in_dim(a, m, keepdims=False) for k, a in self.batch.items()}
 
     def shared(self, micro: Batch) -> Any:
-        """Return the arrays of a microbatch that all layers share."""
+        """Return the arrays of a microbatch that all layers share, such as rotary tables (Transformer.share)."""
         return self.model.share(micro["segments"], micro["positions"])
 
     def entry(self, u: jax.Array) -> Any:
@@ -328,7 +331,7 @@ class _Step:
         return Pass(self.shared(self.micro(m)), group, self.backward_slots[w], valid), dy
 
     def leave(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
-        """Add the loss of the microbatch that leaves the last stage at tick t, and its gradients."""
+        """Add the loss of the microbatch that leaves the last stage at tick t, and the loss's gradients, to the carry."""
         _, m = self.forward_table[t - self.pipe.last]
         micro = self.micro(m)
 
@@ -377,7 +380,7 @@ class _Step:
         return carry
 
     def run(self) -> tuple[Any, Params]:
-        """Run all ticks."""
+        """Run all ticks. Return (report, gradients), before they are summed over devices."""
         micro = self.micro(jnp.int32(0))
         x = self.model.enter(micro["tokens"], self.shared(micro))
         empty = jax.tree.map(jnp.zeros_like, x)

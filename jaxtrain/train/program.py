@@ -1,6 +1,7 @@
 """The programs of a run, built from its config: the train step, the evaluation, and the abstract arrays that they take.
 
-All arrays are abstract, with shapes and shardings: nothing is allocated. Devices may be real or described.
+All arrays are abstract, with shapes and shardings: nothing is allocated. Devices may also be those of a topology without
+hardware (jax.experimental.topologies).
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from jaxtrain.zero import Zero, make_zero
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The compiled functions of a run before compilation, and their abstract arguments."""
+    """The jitted functions of a run, not compiled yet, and their abstract arguments."""
 
     run: RunConfig
     placement: Placement
@@ -68,7 +69,7 @@ class Program:
 
     @property
     def adapters(self) -> bool:
-        """Return whether low-rank adapters are trained. Then only they are saved."""
+        """Return whether low-rank adapters are trained. Then checkpoints have no other parameters."""
         return self.run.lora.rank > 0
 
     @property
@@ -106,7 +107,7 @@ class Program:
         return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
 
     def base(self, state: TrainState) -> TrainState:
-        """Return the arrays of a state, abstract or not, that adapters are added to; without adapters, all parameters."""
+        """Return a state, abstract or not, with only the parameters that adapters are added to; without adapters, all."""
         frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
         return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
 
@@ -137,7 +138,7 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
 
 
 def make_pipeline(run: RunConfig, placement: Placement, definition: Definition, stage_layout: Arrangement) -> Pipeline:
-    """Return a config's pipeline. Raise ConfigError for a model from outside the package that has no stages."""
+    """Return a config's pipeline. Raise ConfigError for a model from outside the package that cannot run on stages."""
     if not definition.staged:
         rule = f"the {run.model.family} model does not declare that its layers can run separately from embedding and head"
         remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
@@ -157,7 +158,7 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:
-    """Raise ConfigError if optimizer.offload is set and there is no stack of trained layers, whose moments it could stream."""
+    """Raise ConfigError if optimizer.offload is set and no stacked layers are trained: it streams moments layer by layer."""
     if run.optimizer.offload == "moments" and STACK not in trained:
         has = "trains" if run.train.freeze else "has"
         rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
@@ -165,7 +166,7 @@ def check_offload(run: RunConfig, trained: Params) -> None:
 
 
 def build(run: RunConfig, devices: Sequence[Any]) -> Program:
-    """Return the programs of a run on these devices, real or described.
+    """Return the programs of a run on these devices, which may be devices of a topology without hardware.
 
     Raises:
       LayoutError, Unsupported: the config asks for an impossible layout or kernel.

@@ -8,8 +8,8 @@ log-probability of each document's completion, so no second set of weights is ev
       about        JSON: format, version, the hash in full; digest of weights, model and precision of the reference
 
 The file is written during the pass, so a killed run continues from it. If weights, model or precision differ from the file, the
-file is computed again, as long as training has not changed the weights. Once training has changed all weights, `check` refuses
-a run without its files before anything is compiled. A change of the run's precision then leaves the files as they are.
+file is computed again, as long as the reference's weights still exist. After training without adapters they no longer exist.
+Then `check` refuses a run whose files are missing before anything is compiled, and files of another precision are used too.
 """
 
 import collections
@@ -49,7 +49,7 @@ ANEW = "Start a new run in another --workdir (--config.init.from starts it from 
 
 
 class NumberedRows:
-    """The rows of a source with given numbers, as a source of batches: batch i has `size` rows, from row i x size on."""
+    """A source of batches of the rows with the numbers `number_R`: batch i has the `size` rows from number_R[i x size] on."""
 
     def __init__(self, batches: Any, source: PairRows, number_R: np.ndarray, size: int):
         # The last batch is filled with its first row, which `References` masks.
@@ -57,7 +57,7 @@ class NumberedRows:
         self.number_R = np.concatenate([number_R, np.repeat(number_R[:1], -len(number_R) % size)])
 
     def batch(self, step: int, rows: Any = None) -> dict[str, np.ndarray]:
-        """Return batch `step`, or these rows of it."""
+        """Return batch `step`, or only the rows with these indices in the batch."""
         number_R = self.number_R[step * self._size : (step + 1) * self._size]
         return self._batches.numbered_rows(self._source, number_R if rows is None else number_R[rows])
 
@@ -66,7 +66,7 @@ class References:
     """Adds the reference log-probabilities to a run's data, from their files or by a pass over the pairs."""
 
     def __init__(self, run: RunConfig, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
-        """Args: saved: meta.json of the checkpoint that the run resumes from; {} without."""
+        """Args: saved: meta.json of the checkpoint that the run resumes from; {} for a new run."""
         self._run, self._program, self._services = run, program, services
         self._params: Params | None = None  # the reference's; None if training has changed them
         weights = state.weights(restored.state)
@@ -92,7 +92,10 @@ class References:
         return True
 
     def _of_file(self, workdir: Path, batches: Any, source: PairRows) -> np.ndarray | None:
-        """Return the reference log-probability of each document; None if the run was asked to stop."""
+        """Return the reference log-probability of each document of a source; None if the run was asked to stop.
+
+        Reads the source's file in `workdir`, and computes missing documents.
+        """
         header = source.file.header
         path, about = file_of(workdir, self._run, self.digest, header)
         peers, log_probs = self._services.peers, np.full(header["documents"], np.nan, np.float32)
@@ -178,7 +181,7 @@ class References:
 
 
 def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the references of a token file, and the facts that it must have.
+    """Return the path of the reference log-probabilities of a token file, and the `about` entry that the file must have.
 
     Args:
       digest: of the reference's weights.
@@ -198,7 +201,9 @@ def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any
 
 
 def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) -> tuple[np.ndarray, str]:
-    """Return the reference log-probability of each document, NaN for missing ones, and the reason why the file cannot be used.
+    """Return (reference log-probability of each document, NaN if unknown; the fault of the file, "" without).
+
+    A missing file is no fault.
 
     Args:
       trained: training has changed the weights, so a file in another precision is used too.
@@ -223,7 +228,10 @@ def rows_without(source: PairRows, log_probs: np.ndarray) -> np.ndarray:
 
 
 def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], data: Iterable[Any]) -> list[Problem]:
-    """Return the problems of the references of a run that has trained all weights and cannot compute them again. Reads files.
+    """Return a problem for each file of reference log-probabilities that is missing, damaged or incomplete. Reads the files.
+
+    Call it for a run that has trained without adapters: the reference's weights no longer exist, so nothing can be computed
+    again.
 
     Args:
       step: of the checkpoint that the run resumes from.

@@ -1,8 +1,8 @@
 """A training run, from its config to its exit code. `train_attempt` has the steps from top to bottom.
 
 `run` is for Python programs and notebooks. The command line (main.py) reports mistakes before jax is imported, then calls
-`attempt`. Checks come first: of data, devices and checkpoints, then of shapes, shardings and the compiled step. Memory is
-allocated after these checks. Files are written only after all checks that may refuse a run.
+`attempt`. Checks of data, devices, checkpoints, shapes and shardings come first, and may refuse the run: only then are files
+written. The step is compiled next, and device memory is allocated only if the compiled step fits.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def attempt(
 
 
 class Ending:
-    """The end of an attempt: its exit code and reason, as far as known, and the ways in which other threads can end it."""
+    """The end of an attempt: exit code and reason as far as known, and the methods by which other threads end the attempt."""
 
     def __init__(self):
         self.step = 0  # optimizer steps done
@@ -159,11 +159,11 @@ class Ending:
         self.code, self.error, self.reason = code, error, first_line(error)
 
     def hung(self, cause: str) -> None:
-        """Complete the files of a run that the watchdog ends."""
+        """Complete receipt and ledger of a run that the watchdog ends."""
         self._finish(HUNG, cause)
 
     def asked_early(self, name: str, code: int) -> None:
-        """Complete the files of a run that is asked to stop before its first step, in this or in another process."""
+        """Complete receipt and ledger after a stop request before the first step, and pass the request to all processes."""
         self.peers.ask_to_stop(name)
         forbid_restart(name)
         with self._once:
@@ -228,7 +228,7 @@ class SharedRefusal(ConfigError):
 
 @contextlib.contextmanager
 def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
-    """Lock the run's folder, and check that all its processes have the same facts (ALIKE).
+    """Lock the run's folder, and check that all processes of the run have the same facts (ALIKE).
 
     Two runs in one folder would overwrite each other's metrics and checkpoints. Raises ConfigError.
     """
@@ -250,7 +250,7 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
 
 
 def check_references(setup: Setup, peers: Peers) -> None:
-    """Check the reference log-probabilities of a run on preference pairs that resumes after training all weights.
+    """Check the files of reference log-probabilities of a DPO run that resumes without adapters (references.check).
 
     Process 0 reads the files. Raises SharedRefusal on all processes.
     """
@@ -270,7 +270,9 @@ NO_LOCK = -1
 
 
 def lock(folder: Path) -> int | None:
-    """Return a lock on a folder, held until it is closed or this process ends; None if another process has it.
+    """Return the file descriptor of a lock on a folder; None if another process has the lock.
+
+    The lock is released when the descriptor is closed, or when this process ends.
 
     Some network file systems cannot lock a folder. Then the result is NO_LOCK.
     """
@@ -316,8 +318,8 @@ def open_services(
 ) -> Iterator[Services]:
     """Open the files of an attempt and listen to signals; record in `ending` how the block ended, and complete the files.
 
-    Expected failures of training are recorded, reported, and raised no further. Raises ConfigError if a tracker or an earlier
-    receipt cannot be opened.
+    Expected failures of training are recorded and reported, but not raised from the block. Raises ConfigError if a tracker or
+    an earlier receipt cannot be opened.
     """
     workdir, process, peers = setup.workdir, jax.process_index(), ending.peers
     receipt = Receipt(workdir, process_index=process)
@@ -389,7 +391,7 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 
 
 def train(setup: Setup, services: Services, start_times: StartTimes, ending: Ending, own_process: bool) -> None:
-    """Train within `train.max_minutes`, with all saves ended afterwards. Set the exit code and the reason in `ending`.
+    """Train within `train.max_minutes`, and wait for running saves. Set the exit code and the reason in `ending`.
 
     Raises Diverged, OutOfMemory, CheckpointError, MetricsError, Corrupted, and the exceptions of data and devices.
     """
@@ -485,7 +487,7 @@ def learn_references(setup: Setup, restored: Restored, saver: Saver, services: S
 
 
 def without_step(run: RunConfig) -> RunConfig:
-    """Return a run that resumes from its newest checkpoint."""
+    """Return the run without `checkpoint.step`, so that it resumes from its newest checkpoint."""
     return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, step=-1))
 
 
@@ -518,7 +520,7 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
 def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None:
     """Remove metrics and samples of steps that this attempt repeats.
 
-    If the folder has metrics and no checkpoint, they are moved aside.
+    If the folder has metrics and no checkpoint, the metrics are moved aside.
     """
     writers = services.writers
     for moved in () if restored.start.resumed else writers.set_aside():

@@ -27,7 +27,7 @@ class Saver:
     """Saves states of one run and counts saves that failed."""
 
     def __init__(self, asked: RunConfig, program: Program, checkpoints: Checkpoints, services: Services):
-        """Args: asked: the config as the user gave it, which checkpoints hold."""
+        """Args: asked: the config as the user gave it, which is written to checkpoints."""
         self.checkpoints, self._services, self._saved_part = checkpoints, services, program.saved
         self.snapshots = Snapshots(program.saved(program.state))
         self._meta = {
@@ -57,7 +57,7 @@ class Saver:
         Args:
           meta: facts for this checkpoint, in addition to those of `remember`.
 
-        Raises CheckpointError after MOST_FAILURES failures in a row.
+        Raises CheckpointError after MOST_FAILURES failed saves in a row.
         """
         services, began = self._services, time.perf_counter()
         with services.phase("checkpoint", "save"):
@@ -80,11 +80,14 @@ class Saver:
         self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
-        """Report saves that have ended. Costs nothing."""
+        """Report saves that have ended. Does not wait for a running save."""
         self._report(self.checkpoints.poll())
 
     def finish(self, save_again: Callable[[], None] | None = None) -> None:
-        """Wait until the running save is on disk or has failed. With `save_again`, repeat a failed save."""
+        """Wait until the running save is on disk or has failed.
+
+        save_again: begins the save again after a failure, until MOST_FAILURES saves in a row have failed; None: do not repeat.
+        """
         with self._services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
             while save_again and 0 < self.failures < MOST_FAILURES:

@@ -1,4 +1,4 @@
-"""The parts of an attempt that report and guard it: log, metrics, receipt, goodput, watchdog, processes, signals."""
+"""The objects that record and guard an attempt: log, metrics, receipt, goodput, watchdog, peers, signals."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from jaxtrain.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """One object of each kind. The loop, saves and evaluation call these objects."""
+    """The objects that record and guard an attempt. The loop, saves and evaluation call them."""
 
     console: Console
     writers: Writers

@@ -1,4 +1,4 @@
-"""Everything that an attempt trains with: checked before anything is written, compiled before memory is allocated."""
+"""The setup of an attempt: checked before any file is written, compiled before device memory is allocated."""
 
 import dataclasses
 import math
@@ -64,16 +64,16 @@ class Compiled:
 
 
 def open_checkpoints(run: RunConfig, workdir: Path, peers: Peers) -> Checkpoints:
-    """Return the checkpoints of a run's folder, or of `checkpoint.dir`."""
+    """Return the checkpoints in `checkpoint.dir`, by default in `checkpoints` in the run's folder."""
     return Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every, peers)
 
 
 def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Checkpoints, own_process: bool) -> Setup:
-    """Open data and checkpoints and build the program, and write nothing.
+    """Open the data, choose the checkpoint to start from, and build the program. Writes nothing.
 
     Args: own_process: the watchdog may end this process.
 
-    Raises ConfigError, with all problems, for a run that cannot start.
+    Raises ConfigError for a run that cannot start, with the problems of the first check that fails.
     """
     devices = jax.devices()
     try:
@@ -102,7 +102,8 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     """Compile the train step and the evaluation step, and report the memory that they need.
 
-    Returns the setup with the remat policy that fits, and the compiled steps. Raises OutOfMemory if none fits.
+    Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the policy that fits. Raises OutOfMemory if
+    the step does not fit.
     """
     console, receipt = services.console, services.receipt
     if setup.options.why:
@@ -144,7 +145,10 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
 
 
 def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watch | None:
-    """Return the plan of the compiled step, to compare the run with; None on a CPU or a GPU without known rates."""
+    """Return the plan of the compiled step, to compare the run with; None without a plan.
+
+    CPUs and GPUs without known rates have no plan. A step that cannot be planned is reported.
+    """
     device = jax.local_devices()[0]
     gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None
     if gpu is None:

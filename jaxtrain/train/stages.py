@@ -1,14 +1,15 @@
 """Schedules of pipeline stages: the layers of each stage, and the order of its passes. Imports no jax.
 
-A stage holds `groups` groups of consecutive layers. Group q is on stage q % stages, so a microbatch passes through all stages
-once for each group of a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2; one group: a plain pipeline). All groups
-have the same length. If groups do not divide the layers evenly, the last slots of some groups are empty. An empty slot is the
-identity.
+A stage holds `groups` groups of consecutive layers, Megatron's virtual stages. Group q is on stage q % stages, so a microbatch
+passes through all stages once for each group of a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2; one group: a
+plain pipeline). All groups have the same number of slots. If groups do not divide the layers evenly, the last slots of some
+groups are empty. An empty slot is the identity.
 
 All stages run in lockstep: in a tick each runs one group forward on one microbatch, and one group backward on another. A unit
 is a pass of one microbatch through one group. Units are ordered in runs of `stages` microbatches: group 0 on the first run,
 group 1 on the same run, ..., then the next run. Stage s runs forward unit u at tick u + s. Its output arrives at the next tick
-at stage s + 1, or at the first stage for the next group. Backward units are in the reverse order, `wait` ticks later:
+at stage s + 1, or at the first stage for the next group. Backward units have the same order of microbatches and the reverse
+order of groups. Stage s runs backward unit w at tick w + `wait` + stages - 1 - s:
 
     1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit.
                         So the forward and the backward unit of a tick are independent, and one computes during the
@@ -35,7 +36,7 @@ STAGE = "stage"  # the mesh axis
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """The slots of layers in a stack that is sharded evenly over the stages: one stage after another, each group by group."""
+    """The slots of layers in a stack that is sharded evenly over the stages: stage by stage, in each stage group by group."""
 
     layers: int
     stages: int = 1
@@ -43,12 +44,12 @@ class Arrangement:
 
     @property
     def per_group(self) -> int:
-        """Return the slots of each group."""
+        """Return the number of slots in each group."""
         return -(-self.layers // (self.stages * self.groups))
 
     @property
     def places(self) -> int:
-        """Return the length of the stack."""
+        """Return the number of slots in the stack."""
         return self.per_group * self.stages * self.groups
 
     @functools.cached_property
@@ -81,7 +82,7 @@ def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Consecutive ticks of one kind."""
+    """Consecutive ticks in which stages do the same kinds of work."""
 
     ticks: range
     forward: bool  # stages run forward units
@@ -96,7 +97,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The unit of each stage at each tick. `groups` above 1 needs microbatches in complete runs of `stages`."""
+    """The unit of each stage at each tick. If `groups` is above 1, `stages` must divide the number of microbatches."""
 
     name: str
     stages: int
@@ -105,7 +106,7 @@ class Schedule:
 
     @property
     def units(self) -> int:
-        """Return the number of forward units of a stage, which is also that of its backward units."""
+        """Return the number of forward units of a stage, which equals the number of its backward units."""
         return self.groups * self.microbatches
 
     @property
@@ -137,8 +138,8 @@ class Schedule:
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the buffer slots of saved activations: slot by forward unit, slot by backward unit, number of slots.
 
-        A slot has one unit at a time, even on the first stage, where units are in flight the longest. After the last forward
-        unit, idle stages run further forward units in free slots.
+        A slot has one unit at a time, even on the first stage, where units are in flight the longest. After its last forward
+        unit, an idle stage runs further forward units in free slots, and their results are discarded.
         """
         done = {self.backward_unit(w): w + self.wait + self.stages - 1 for w in range(self.units)}
         free: list[int] = []
@@ -160,7 +161,10 @@ class Schedule:
 
     @functools.cached_property
     def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
-        """Return all ticks in order as loops: (count, the phases of the first iteration). Each iteration is a period later."""
+        """Return all ticks in order as loops: (number of iterations, phases of the first iteration).
+
+        The phases of the next iteration are stages x groups ticks later.
+        """
         period = self.stages * self.groups
         first = period - 1  # the tick in which the first microbatch leaves the last stage
 
@@ -185,7 +189,7 @@ class Schedule:
         return tuple(rounds)
 
     def _count_repeats(self, phases: list["Phase"]) -> int:
-        """Return how often the first two phases repeat, one period later each time."""
+        """Return how often the first two phases occur in a row, each time stages x groups ticks later."""
         count = 1
         while (here := phases[2 * count : 2 * count + 2]) and len(here) == 2:
             shift = count * self.stages * self.groups
@@ -201,5 +205,5 @@ class Schedule:
 
     @property
     def in_flight(self) -> float:
-        """Return the largest number of microbatches in flight on a stage."""
+        """Return the largest number of microbatches in flight on a stage. A unit counts as 1 / groups of a microbatch."""
         return self.slots[2] / self.groups

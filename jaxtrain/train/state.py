@@ -1,7 +1,7 @@
 """The train state: its storage on devices, and the names of its tensors in checkpoints.
 
-Only this file depends on the storage of master weights, the stacking of layers, and the order of layers in a stack. Checkpoints
-use `to_tensors`: one named array per layer and tensor, with the same names for every layout in memory.
+Checkpoints do not depend on the stacking of layers or on their order in a stack: `to_tensors` returns one named array per layer
+and tensor, with the same names for every layout in memory.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def abstract_state(
     """Return shapes, dtypes and shardings of a state before its allocation. Moments are sharded like their parameters.
 
     trained: the parameters that have moments; None: all.
-    offload: moments are in pinned host memory. Described devices have none, and jax then silently drops the memory kind from a
-    sharding; `compiler.compile_train` restores it.
+    offload: moments are in pinned host memory. Devices of a topology without hardware have no host memory, and jax then
+    silently drops the memory kind from a sharding; `compiler.compile_train` restores it.
     layers: the arrangement of layers on pipeline stages; None without stages.
     """
     abstract = jax.eval_shape(lambda params: _placed(params, layers), definition.abstract)
@@ -187,17 +187,17 @@ class NamedLeaf(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """Return slot and name of each layer of a stack."""
+        """Return (slot, name of the tensor) for each layer of a stack."""
         return [(place, layer_name(self.name, layer)) for place, layer in enumerate(self.order) if layer is not None]
 
     @property
     def rows(self) -> list[str | None]:
-        """Return the name of the tensor in each slot of a stack, None for an empty slot; for another array, its own name."""
+        """Return the name of the tensor in each slot of a stack, None for an empty slot. An unstacked array has one name."""
         return [None if layer is None else layer_name(self.name, layer) for layer in self.order] or [self.name]
 
 
 def named_leaves(state: TrainState) -> list[NamedLeaf]:
-    """Return the arrays of a state, or their shapes."""
+    """Return each array of a state, or its shape, with its name and the order of its layers."""
     return [_leaf(state, path, a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
 
 
@@ -207,7 +207,7 @@ def _leaf(state: TrainState, path: Any, a: Any) -> NamedLeaf:
 
 
 def abstract_tensors(abstract: TrainState) -> Tensors:
-    """Return name -> shape, dtype and sharding of every tensor of a state, layers apart."""
+    """Return name -> shape, dtype and sharding of every tensor of a state. Each layer of a stack has its own tensors."""
     out: Tensors = {}
     for leaf in named_leaves(abstract):
         a = leaf.array
@@ -240,10 +240,11 @@ def to_tensors(state: TrainState) -> Tensors:
 
 
 def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str | None], Any]]:
-    """Begin to compute digests of the tensors of `to_tensors` from the state: names, and uint32 (names, 3), or (3,) for one.
+    """Begin to compute the digests of a state's tensors. Return (names, digests) of each array of the state.
 
-    An empty slot of a stack has a digest, and the name None. `digests_by_name` waits for them. compiled: digests.program of the
-    arrays in device memory.
+    The digests of a stack are uint32 (slots, 3), those of another array (3,). An empty slot has a digest too, with the name
+    None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
+    compiled: the compiled digests.program of the arrays in device memory.
     """
     found = named_leaves(state)
     out: list[tuple[list[str | None], Any]] = []
@@ -308,5 +309,5 @@ def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def without_params(state: TrainState) -> TrainState:
-    """Return a state without parameters, which come from elsewhere; frees their memory."""
+    """Return a state without parameters, to free their memory before the parameters of another run are read."""
     return dataclasses.replace(state, params={})

@@ -1,6 +1,7 @@
 """The train step: gradients of a batch, their norm, the guard, the update. A pure function.
 
-The gradients come reduced and sharded like the weights (gradients.py). program.py builds the functions around it from a config.
+The gradients are already reduced over devices and sharded like the weights (gradients.py). program.py builds the step's
+functions from a config.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return a pure function `(state, batch) -> (state, metrics)`, to be jitted with explicit shardings.
 
-    A step is skipped if its loss or gradient norm is not finite, or exceeds the recent ones by `spike` (guard.judge). A skipped
-    step changes neither weights nor optimizer state. It counts as a step. The next step is held: it changes nothing, so that
-    the loop can react first.
+    A step is skipped if its loss or gradient norm is not finite, or exceeds the recent values by `spike` (guard.judge). A
+    skipped step changes neither weights nor optimizer state, but counts as a step. The next step is held: it changes nothing,
+    so that the loop can react first.
 
     Metrics, f32 (): `loss` (nats per token, or the mean over pairs, before the update; with z-loss, without the experts'
     auxiliary losses), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts

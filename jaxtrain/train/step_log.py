@@ -80,7 +80,7 @@ class StepLog:
             self._mfu = MfuAlert(watch.expected.longest_s, run.log.mfu_alert)
 
     def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
-        """Show that a step is done, and write its line if one is due.
+        """Show the progress and warnings about GPUs after a step, and write its line if one is due (log.every_steps).
 
         Args:
           batches: number of batches read from the data up to this step.
@@ -120,7 +120,7 @@ class StepLog:
 
 
 def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
-    """Return the rates of this model on these devices. If the device's peak FLOP/s are unknown, MFU is null."""
+    """Return the object that computes the run's rates from step times. MFU is null if the device's peak is unknown."""
     per_token, recomputed = flops.training(run), flops.beyond(run)
     device = jax.devices()[0]
     peak = run.log.peak_tflops

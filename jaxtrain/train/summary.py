@@ -106,7 +106,10 @@ def print_summary(
 
 
 def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the names of files whose contents or packed rows differ from an earlier fingerprint. A file may come or go."""
+    """Return the names of data files whose contents or packed rows differ between two fingerprints of the data.
+
+    Files in only one of the fingerprints are ignored.
+    """
     was, now_is = (
         {file["name"]: (file["content_sha256"], file.get("rows")) for file in each.get("files") or ()} for each in (before, now)
     )

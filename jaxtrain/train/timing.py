@@ -24,7 +24,7 @@ def process_age_s() -> float:
 class StartTimes:
     """Seconds from the start of the process to the first step, by part.
 
-    Constructed when JAX has its devices: the part `launch` ends there.
+    Construct it when JAX has its devices: the part `launch` ends there.
     """
 
     def __init__(self):
@@ -32,7 +32,7 @@ class StartTimes:
         self._since = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Count the time since the last call to this part."""
+        """Add the time since the previous call, or since the construction, to the part of this name."""
         now = time.perf_counter()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._since
         self._since = now
@@ -66,9 +66,10 @@ class GarbageCollector:
             gc.enable()
 
     def step(self, done: int) -> float:
-        """Collect if `done`, the number of steps, is a multiple of EVERY. Return the seconds it took; otherwise 0.0.
+        """Collect garbage if `done`, the number of steps, is a multiple of EVERY. Return the seconds it took; otherwise 0.0.
 
-        Call it after every step. It collects young objects: a step leaves no old garbage, and a search for it takes far longer.
+        Call it after every step. It collects only the two young generations: a step leaves no old garbage, and to search the
+        old generation takes far longer.
         """
         if done % self.EVERY:
             return 0.0
@@ -80,8 +81,8 @@ class GarbageCollector:
 class SlowSteps:
     """Finds steps that took far longer than others, and a run that became slower than it was at its start.
 
-    A slow step takes above TIMES the median of the last steps, and LEAST_S more than it. A step's time is from its start to the
-    next one's start. Time that the loop does not account for is attributed to the device.
+    A slow step takes more than TIMES the median of the last steps, and at least LEAST_S more than the median. A step's time is
+    from its start to the start of the next step. Time that the loop does not account for is attributed to the device.
     """
 
     WINDOW = 64  # steps whose times are known
@@ -107,7 +108,7 @@ class SlowSteps:
 
         Args:
           wall_s: seconds from the start of the step to the start of the next step.
-          data_s, save_s, gc_s: seconds of them that the loop waited for data and saves, and collected garbage.
+          data_s, save_s, gc_s: seconds of `wall_s` that the loop waited for data and saves, and collected garbage.
           eval_s: seconds of evaluation and samples. If above 0, the step takes long on purpose and is not compared.
           saving: the step whose save runs meanwhile: copies occupy the device, and writing takes processors and memory.
         """
@@ -136,7 +137,7 @@ class SlowSteps:
         return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{beside}{more}"
 
     def _note_slower(self, step: int, usual: float) -> str | None:
-        """Return a line if steps have become slower than at the start. The next line needs fast steps in between."""
+        """Return a line when steps become slower than at the start of the run; None while they stay slow, or are fast."""
         start = self._at_start
         if start is None:
             return None
