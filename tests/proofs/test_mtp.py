@@ -151,7 +151,7 @@ def test_targets_lie_in_the_document_of_their_input():
 
 
 def test_what_follows_a_document_plays_no_part_in_it():
-    """Other tokens after the third document change neither loss."""
+    """Other tokens after the third document change neither the model's loss nor that of the modules."""
     run, batch, params, ((loss, sums), _) = stepped()
     made, after = helpers.program(run), sum(LENGTHS[:3])
     weights = batch["weights"].copy()

@@ -36,7 +36,7 @@ def rows(run: RunConfig, made: Plan) -> list[Row]:
 
 
 def several(cases: dict, *often: str) -> list:
-    """Return the names of the cases. Only a campaign compiles those not in `often`."""
+    """Return the names of the cases as parameters. Names that are not in `often` run only in a campaign."""
     assert {*often} <= cases.keys()
     return [pytest.param(name, marks=() if name in often else pytest.mark.more) for name in cases]
 
@@ -131,7 +131,7 @@ def sharded(case: str) -> tuple[RunConfig, Plan]:
 def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
     """FLOPs of the program equal the formula's, which without a window is the same for every rank.
 
-    The search's bounds are below them.
+    The search's bounds on step time and memory are below the plan's figures.
     """
     run, made = sharded(case)
     assert made.attention == "cudnn" and made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
