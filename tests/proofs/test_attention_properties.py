@@ -68,8 +68,7 @@ def does(kernel: str, b: Bucket) -> bool:
 
 
 def examples(kernel: str):
-    """Return hypothesis settings. Pallas kernels get two examples and no shrinking: their interpreter takes seconds for each.
-    """
+    """Return settings of hypothesis. Pallas gets two examples and no shrinking: their interpreter takes seconds for each."""
     if thorough() or kernel != "pallas":
         return settings()
     return settings(max_examples=2, phases=[Phase.generate])

@@ -132,7 +132,7 @@ def test_attention_calls(mask, window, name, pairs):
 
 
 def test_experts_call_in_8_bits():
-    """Its FLOPs use the 8-bit matmul rate. Without that rate, the call is refused."""
+    """An FP8 call of the experts' kernel runs at the 8-bit matmul rate. Without that rate, the call is refused."""
     rows, weights = "f8e4m3fn[1000,5000]{1,0}", "f8e4m3fn[4,10000,5000]{2,1,0}"
     arguments = f"\n  %r = {rows} parameter(3)\n  %w = {weights} parameter(4)"
     named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times8_fast/mpmd_map"}'
@@ -168,8 +168,8 @@ def test_experts_call(filled, tflop):
     ],
 )
 def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
-    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 for each
-    query.
+    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 pairs for
+    each query.
     """
     assert op_cost.attention_pairs(mask, window, queries, keys) == pairs
 

@@ -51,7 +51,7 @@ PLACED = placement(data=1, fsdp=2, expert=2, tensor=2)
     ],
 )
 def test_layouts(axes: tuple, at_rest: P, in_use: list, replicas: tuple):
-    """Each case has a weight's stored spec, its axes in use, and the mesh axes over which it is replicated."""
+    """Each case has a stored weight's spec, the mesh axes that shard it in use, and the axes over which it is replicated."""
     assert PLACED.sharding(axes).spec == at_rest
     assert [PLACED.compute_axes(axis) for axis in axes] == in_use
     assert PLACED.replica_axes(axes) == replicas
