@@ -612,7 +612,7 @@ class Job:
         )
 
     def run(self, *plans: str | int, arguments: tuple[str, ...] = (), **env: str) -> tuple[int, str, list[str]]:
-        """Return (exit code, stderr, arguments of each call of scontrol)."""
+        """Run the script. Returns (exit code, stderr, arguments of each call of scontrol)."""
         process = self.begin(*plans, arguments=arguments, **env)
         stderr = process.communicate(timeout=HUNG_S)[1]
         asked = self.folder / "requeued"

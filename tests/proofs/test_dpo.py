@@ -184,7 +184,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", helpers.few(OTHERS, "experts", "adapters"))
 def test_other_models_and_trained_parts(other, source):
-    """The losses that balance experts are added as usual. On a mesh the results are the same."""
+    """The losses that balance experts are added as usual. On a mesh, loss, rewards and gradients are those of one device."""
     model, layout = OTHERS[other]
     run = config_of(source, model)
     tensors = dict(helpers.initial_tensors(run))

@@ -219,8 +219,8 @@ def test_every_token_goes_through_its_experts(name):
 
 @pytest.mark.parametrize("over", helpers.few(["expert", "fsdp"], "expert"))
 def test_sampling_splits_weights_and_not_tokens(over):
-    """Each device has all tokens and some experts, or a shard of D of the stored weights, or a shard of
-    every expert's width.
+    """Each device has all tokens. `expert` shards the experts, `fsdp` the stored weights' D, and `tensor` the width of each
+    expert.
     """
     case = Case(((over, 4), ("tensor", 2)), Moe(buffer=1.0), SHARED, tokens_replicated=True)
     p, given = case.placement, inputs(SHARED)
@@ -424,7 +424,7 @@ def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
 
 
 def test_step_moves_the_bias_and_no_gradient_does():
-    """A layer's bias moves by moe.bias_rate a step, by the layer's loads. It has no moment. The loss is cross entropy alone."""
+    """A layer's bias moves by moe.bias_rate a step, toward equal loads. It has no moment. The loss is cross entropy alone."""
     base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
     run = helpers.tiny(base | {"moe.bias_rate": 0.25})
     assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [

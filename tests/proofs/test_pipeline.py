@@ -89,7 +89,7 @@ def test_compiled_memory_does_not_grow_with_the_microbatches():
 def test_the_program_has_the_ticks_of_the_formula(schedule: str):
     groups = 2 if schedule == "interleaved" else 1
     s = Schedule(schedule, 2, groups, 4)
-    # Each tick carries a unit's results: one array forward, and one back.
+    # Each tick sends the results of one microbatch: one array forward, and one back.
     ran = sum(times for eqn, times in loops(program_of(schedule, 4)) if eqn.primitive.name == "ppermute")
     assert (ran - 2 * s.units) / ran == s.bubble == 1 / (4 * groups + 1)
 

@@ -181,8 +181,8 @@ def test_a_run_that_is_not_as_planned_is_told_once():
 
 @pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")])
 def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
-    """Each byte is copied once, and replicas share the copies. Devices do not communicate, and one layer
-    at a time is in use.
+    """Each byte is copied once, as replicas divide the copies. Devices do not communicate. Temporary memory is
+    at most one layer's shard.
     """
     params = build(config(*mesh), devices(NODE)).state.params
     gate, head = params["layers"]["mlp"]["gate"], params["head"]

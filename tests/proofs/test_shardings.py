@@ -40,7 +40,7 @@ THREE = MESHES[2]
 
 @functools.cache
 def of(run: RunConfig) -> Shardings:
-    """Return the table of a run on fake devices."""
+    """Return the table of a run's shardings on fake devices."""
     return describe(run, devices_of(run))
 
 

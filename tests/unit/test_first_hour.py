@@ -1,4 +1,4 @@
-"""benchmarks/first_hour.py: its schedule of an hour, its configs on GPUs that are only named, and its verdicts."""
+"""benchmarks/first_hour.py: its schedule of an hour, its configs on GPUs that this machine lacks, and its verdicts."""
 
 import json
 import os

@@ -59,7 +59,7 @@ def test_cublas_call(target):
 
 
 def test_cublas_call_that_writes_into_a_stack():
-    """In XLA's dynamic-slice fusion, the GEMM's output goes directly to its slice of a stack of 40."""
+    """In XLA's dynamic-slice fusion, the matmul's output goes directly to its slice of a stack of 40 layers."""
     stack, out = "bf16[40,1000,10000]{2,1,0}", "bf16[1000,10000]{1,0}"
     config = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
     before = f"""
