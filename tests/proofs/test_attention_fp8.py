@@ -1,7 +1,7 @@
 """Attention with its forward pass in e4m3: the kernel against its definition, its registers, gradients, whole steps.
 
 Error bounds follow from the types, element by element. `e` is the roundoff of float32, `u` that of bfloat16. Rounding to e4m3
-changes a number by at most 2^-4 of it, or by half of the smallest number, 2^-10, times its scale.
+changes a number by at most the larger of 2^-4 of it and 2^-10 (half of the smallest e4m3 number) times its scale.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def rows_of(spec: Spec, T: int) -> Rows:
 
 
 def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
-    """Return q, k, v and the output's gradient, (B, T, heads, H). Heads differ much in size, and each has its own scale."""
+    """Return q, k, v and the output's gradient, (B, T, heads, H). Heads differ much in size; each has its own FP8 scale."""
     rng = np.random.default_rng(seed)
     drawn = [rng.standard_normal((B, T, heads, H)) * 4.0 ** np.arange(heads)[:, None] for heads in (1, K, K, N)]
     drawn[0] = rng.standard_normal((B, T, N, H)) * 4.0 ** -(np.arange(N)[:, None] // GROUP)
@@ -83,7 +83,7 @@ def mask_of(rows: Rows, spec: Spec, row: int) -> np.ndarray:
 
 
 def off(x: np.ndarray) -> np.ndarray:
-    """Return the largest change of each number of a head when it is rounded to e4m3."""
+    """Return, for each number of a head, the largest change that rounding it to e4m3 can cause."""
     scale = float(fp8.scale_of(jnp.float32(np.abs(x).max()), fp8.E4M3))
     return np.maximum(2.0**-4 * np.abs(x), scale * 2.0**-10)
 
@@ -135,7 +135,7 @@ def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool) -> list[float
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Make tiles so small that a short row has many."""
+    """Use tiles so small that a short row has many tiles."""
     monkeypatch.setattr(pallas, "LONGEST", 32)
     monkeypatch.setattr(pallas, "tiles", lambda head_dim: {FORWARD_FP8: Tile(32, 32, 2)})
     monkeypatch.setattr(pallas_kernels, "ROWS", 16)
@@ -144,7 +144,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("how", [KERNEL, EMULATED])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_is_its_definition(name, how, small_tiles):
-    """The kernel is within the tight bounds of rounded inputs, and within the format's bounds of exact inputs."""
+    """The kernel agrees with the definition: on rounded inputs within tight bounds, on exact inputs within e4m3's bounds."""
     spec = dataclasses.replace(CASES[name], fp8=how)
     arrays, rows = values(75, spec.head_dim), rows_of(spec, 75)
     got = forward(spec, arrays, rows)
@@ -154,7 +154,7 @@ def test_forward_is_its_definition(name, how, small_tiles):
 
 
 def test_with_its_own_tiles(monkeypatch):
-    """Each slot of shared memory is filled several times, and the interpreter finds no race between copies and loads."""
+    """With its default tiles the kernel fills each slot of shared memory several times. The interpreter finds no race."""
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     spec = Spec(128, "bf16", True, 4, fp8=KERNEL)
     arrays, rows = values(300, 128), rows_of(spec, 300)
@@ -309,7 +309,7 @@ def test_layouts_take_the_steps_of_one_device(name):
 
 
 def test_losses_follow_those_in_bfloat16():
-    """The losses agree over 20 steps, in which the loss falls."""
+    """The losses agree with those of attention in bfloat16 over 20 steps, in which they fall."""
     small = {"model.num_layers": 2}
     eight, sixteen = (helpers.train(helpers.tiny(small | FP8 | x), 20).loss for x in ({}, {"attention.forward": "compute"}))
     assert eight[-1] < 0.95 * eight[0]
@@ -356,7 +356,7 @@ def test_the_plan_of_a_ring(monkeypatch):
 
 
 def test_rate_of_the_plan():
-    """The rate is FlashAttention-3's FP8 rate relative to its 16-bit rate, between the lengths of its figure."""
+    """The factor is FlashAttention-3's FP8 rate over its 16-bit rate, interpolated between the lengths in its figure."""
     assert rates.fp8_attention(2048) == rates.fp8_attention(4096) == pytest.approx(716 / 579)
     assert 716 / 579 < rates.fp8_attention(6000) < 815 / 602
     assert rates.fp8_attention(2**20) == pytest.approx(881 / 616)

@@ -68,9 +68,7 @@ def does(kernel: str, b: Bucket) -> bool:
 
 
 def examples(kernel: str):
-    """Return settings with fewer examples for the Pallas kernels, whose interpreter takes seconds for each. No example is
-    shrunk.
-    """
+    """Return settings of hypothesis. Pallas gets two examples and no shrinking: their interpreter takes seconds for each."""
     if thorough() or kernel != "pallas":
         return settings()
     return settings(max_examples=2, phases=[Phase.generate])
@@ -78,7 +76,7 @@ def examples(kernel: str):
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulate cuDNN's primitives, interpret Pallas, and use blocks that do not divide short rows."""
+    """Emulate cuDNN's primitives, interpret Pallas, and use chunks (`chunked.BLOCK`) that do not divide short rows."""
     reset_gpu_interpret_mode_state()  # a failed test would make all later ones fail
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
@@ -87,7 +85,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def shapes(draw, b: Bucket) -> Bucket:
-    """Return the bucket, or with the thorough profile a random shape of its kind."""
+    """Return the bucket. With the thorough profile, return a random shape with the bucket's options instead."""
     if not thorough():
         return b
     K = draw(st.sampled_from([1, 2, 3]))
@@ -168,7 +166,7 @@ def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
 
 
 def sinks_of(b: Bucket) -> np.ndarray:
-    """Return a sink for each head, (N,): below most scores, and above."""
+    """Return a sink for each head, (N,), from -1 (below most scores) to 3 (above most scores)."""
     return np.linspace(-1.0, 3.0, b.N)
 
 
@@ -210,8 +208,8 @@ def run(kernel: str, b: Bucket, arrays, segments, positions) -> list[np.ndarray]
 
 
 def worst(got, wanted, limits, real) -> float:
-    """Return the largest ratio of error to bound over o, dq, dk and dv. It is infinite for NaN and for an
-    error with bound 0.
+    """Return the largest ratio of error to bound over o, dq, dk and dv. The ratio is infinite for NaN,
+    and for an error whose bound is 0.
     """
     ratios = []
     for i, (a, b, limit) in enumerate(zip(got, wanted, limits, strict=True)):
@@ -247,8 +245,8 @@ def test_attention_is_its_definition(kernel, name):
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "pallas"])
 def test_a_score_far_above_the_cap(kernel):
-    """The token sees only itself: its gradients are zero up to rounding. The cap's slope is smaller than
-    the slope's own error.
+    """The row's only token sees only itself: its gradients are zero up to rounding. The cap's slope is smaller than
+    the rounding error of the slope.
     """
     dtype = "bf16" if kernel == "pallas" else "f32"
     b = bucket(1, 2, 2, 8, dtype, window=1, softcap=0.5)
@@ -308,7 +306,7 @@ def test_what_a_query_does_not_see_does_not_exist(kernel):
 def test_blocks_merge_into_the_whole():
     """A row's halves attend to themselves, and the second half to the first. Outputs merge by their log-sum-exps.
 
-    With the merged values, the gradients of the blocks add up. (test_context.py tests the other kernels' blocks.)
+    With the merged outputs and log-sum-exps, the gradients of the blocks add up. (test_context.py has the other kernels.)
     """
     b = bucket(80, 2, 1, 16, "bf16")
 
@@ -350,8 +348,8 @@ def test_blocks_merge_into_the_whole():
 @pytest.mark.parametrize("window", [0, 1, 8, 9, 10, 16, 17, 18, 19, 40])  # every relevant remainder, for both tile sizes
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tiles_to_visit(window, ordered):
-    """The list contains all tiles with a visible pair. For rows in training order it has no other tile, and full tiles need no
-    mask.
+    """The list contains all tiles with a visible pair. For rows in training order the list has no other tile, and full tiles
+    need no mask.
     """
     b = bucket(96, 1, 1, 16, "f32", window=window)
     q_tile, kv_tile = 16, 8

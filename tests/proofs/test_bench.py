@@ -60,7 +60,7 @@ def test_a_case_stops_at_its_limit(compiled, monkeypatch):
 
 
 def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch, tmp_path):
-    """The plan and the trace raise errors. The result keeps everything measured before."""
+    """The plan and the trace fail. The result keeps everything measured before."""
     from jaxtrain import profiling
 
     def broken(*_, **__):
@@ -85,7 +85,7 @@ def test_results_say_what_auto_keeps(compiled, monkeypatch):
 
 
 def test_memory_that_does_not_suffice(compiled, monkeypatch):
-    """The allocator fails while the step runs. The result keeps everything known before."""
+    """The allocator fails while the step runs. The result keeps everything known before the failure."""
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 1 TiB.\nand much more")
@@ -125,7 +125,7 @@ def test_kernels_run(kind, monkeypatch):
 
 
 def test_products_with_one_array_stay_apart():
-    """The compiler does not merge the eight GEMMs of a round into one that is eight times as wide."""
+    """The compiler does not merge the eight matmuls of a round into one matmul that is eight times as wide."""
     sizes = dataclasses.replace(kernel_workloads.TINY, gemm=(32,))
     work = next(kernel_workloads.gemm(jax.devices()[0], sizes))
     assert isinstance(work, kernel_workloads.Work)

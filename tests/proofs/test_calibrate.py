@@ -70,7 +70,7 @@ def test_a_round_waits_for_all_of_the_last():
 
 @pytest.fixture
 def for_h200s(monkeypatch):
-    """Compile programs ahead of time for eight H200s instead of timing them. Returns the devices and the list of the HLO."""
+    """Compile programs ahead of time for eight H200s, and time none. Returns the devices and the list of HLO texts."""
     devices = topology.devices(topology.parse("h200:8"))
     kept: list[str] = []
 
@@ -150,7 +150,7 @@ def test_the_loop_multiplies():
 
 
 def test_a_slow_gpu_makes_fewer_rounds(monkeypatch):
-    """The rounds follow from a probe of 10 iterations: at 0.02 s each, 15 rounds fit in 0.3 s."""
+    """The number of rounds follows from a probe of 10 rounds: at 0.02 s each, 15 rounds fit in 0.3 s."""
     now = [0.0]
     monkeypatch.setattr(micro, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 

@@ -53,7 +53,7 @@ def test_restore_onto_another_mesh(tmp_path: Path):
 
 
 def test_donation_right_after_save(tmp_path: Path):
-    """The checkpoint holds the copies' values at the call, although the next steps change the arrays that were copied."""
+    """The checkpoint holds the values at the time of the call, although later steps overwrite the arrays that were copied."""
     expected = {"w": np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)}
     state = placed(expected, mesh(8, 1))
     wanted = abstract(state)
@@ -70,7 +70,7 @@ def test_donation_right_after_save(tmp_path: Path):
 
 
 def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
-    """Each save waits for the save before it."""
+    """Each save waits for the previous save."""
     found = Checkpoints(tmp_path, keep=2, keep_every=6)
     for step in range(2, 13, 2):
         found.save(step, placed(values(step), mesh(8, 1)), {})
@@ -295,9 +295,9 @@ print(saved.bytes / 2**30, max(peaks) - before, saved.host_gib - max(peaks))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory through Linux's /proc")
 @pytest.mark.parametrize(("limit", "least", "most"), [(1, 0.0, 0.4), (4 << 30, 0.4, 0.6)], ids=["twice the largest", "4 GiB"])
 def test_a_save_of_half_a_gib_needs_little_more_host_memory(tmp_path: Path, limit: int, least: float, most: float):
-    """A save of four tensors of 128 MiB needs twice the largest tensor; with a higher limit, up to all four.
+    """Saving four tensors of 128 MiB takes host memory of two of them; with a limit of 4 GiB, of up to all four.
 
-    The exact size depends on the machine: the copy of the first tensor may be written and freed before the last one is copied.
+    The amount depends on the machine: the copy of the first tensor may be written and freed before the last one is copied.
     """
     line = [sys.executable, "-c", HOST_MEMORY, str(tmp_path), str(limit)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

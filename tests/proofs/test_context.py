@@ -1,4 +1,4 @@
-"""Attention with a sequence over several devices equals attention on one device, for every kernel, method and row."""
+"""Attention with a sequence over several devices equals attention on one device, for every kernel, method and kind of row."""
 
 import dataclasses
 
@@ -126,7 +126,7 @@ TOLERANCE = 1e-5  # float32, for sums of a few dozen terms near 1
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulate cuDNN's primitives, and use blocks that do not divide a chunk."""
+    """Emulate cuDNN's primitives. Let the kernel `chunked` use blocks that do not divide a rank's chunk of the sequence."""
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     monkeypatch.setattr("jaxtrain.kernels.attention.chunked.BLOCK", 5)
 
@@ -173,7 +173,7 @@ def test_attention_over_several_devices_is_that_of_one(asked):
 
 
 def test_backward_in_parts_over_a_ring(monkeypatch):
-    """Each block runs once for each key/value head's queries, and for each row."""
+    """Each ring block calls cuDNN's backward pass once for each row and key/value head, with that head's queries."""
     monkeypatch.setattr(cudnn, "part_of", lambda B, T, S, N, K, H, documents, **how: (1, N // K))
     assert compare(WAYS["ring 2"], CASES["packed"], "cudnn", 8, 4) < TOLERANCE
 

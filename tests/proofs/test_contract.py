@@ -82,7 +82,7 @@ T = SIZES["data.seq_len"]
 
 
 def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
-    """Mark a test that tries only these of jaxtrain's own parts, except in a campaign."""
+    """Mark a test that runs only for these names of jaxtrain's own parts, except in a campaign."""
 
     def mark(test: F) -> F:
         test.sample = names  # pyright: ignore
@@ -401,7 +401,7 @@ def test_loss_is_the_same_on_any_layout(part, run):
 
 @sample()
 def test_loss_takes_the_same_steps_on_any_layout(part, run):
-    """Within a step, the head may have another form than a plain array."""
+    """Within a step, a loss gets the device's shard of the head, and gathers the head itself."""
     same_steps(run)
 
 
@@ -533,7 +533,7 @@ def test_source_gives_the_arrays_of_a_batch(part, run):
 
 
 def test_source_batches_follow_from_the_step(part, run):
-    """Batches are equal in any order, from a new object, and by rows. So a run resumes exactly, on any number of hosts."""
+    """A batch is equal in any order of steps, from a new object, and by rows. Runs resume exactly, on any number of hosts."""
     source = opened(run)
     first = {step: source.batch(step) for step in (0, 1, 5)}
 

@@ -90,8 +90,8 @@ def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(sh
 
 
 def gradients(q, k, v, do, segments, spec):
-    """Return gradients as a row's backward pass computes them, and as ring blocks do: against the same
-    keys, and earlier keys.
+    """Return the gradients of attention on the whole rows, then those of two blocks of ring attention: against the same
+    keys, and against earlier keys.
     """
 
     def whole(q, k, v):
@@ -111,7 +111,7 @@ MORE = [pytest.param(packed, PARTS, marks=pytest.mark.more) for packed in (True,
 
 @pytest.mark.parametrize(("packed", "parts"), [(True, (PARTS[0], PARTS[3])), *MORE])
 def test_parts_of_a_backward_pass_are_the_whole(packed, parts, monkeypatch):
-    """The parts are groups of heads, rows with different numbers of documents, the queries of one group, and all three."""
+    """The parts are key/value groups of heads, single rows, half of a group's query heads, and single heads of single rows."""
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
     segments = segments if packed else jnp.ones_like(segments)

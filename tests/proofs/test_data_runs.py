@@ -1,4 +1,4 @@
-"""A run on text and conversations: its messages about short rows, and its end at a damaged file before it trains on it."""
+"""A run on text and conversations: messages about rows with padding, and an error before it trains on a damaged block."""
 
 import json
 

@@ -45,8 +45,8 @@ def tool(name: str) -> str:
 
 
 def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: Path) -> launch.Loaded:
-    """Parse a training command line in this environment alone. Problems about data and volumes, which are not here, are
-    ignored.
+    """Parse a training command line in this environment alone. Problems about data and volumes, which this machine lacks,
+    are ignored.
     """
     machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
     with mock.patch.dict(os.environ, environ, clear=True):
@@ -60,7 +60,7 @@ def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: P
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Return (instruction, its arguments) of a Dockerfile, without comments and with continued lines joined."""
+    """Return (instruction, arguments) of each line of a Dockerfile, without comments and with continued lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(name.upper(), rest.strip()) for name, _, rest in (line.partition(" ") for line in joined.splitlines()) if name]
@@ -261,7 +261,7 @@ def test_every_exit_code_has_its_consequence(jobset: dict[str, Any]):
 
 
 def test_pods_find_each_other(jobset: dict[str, Any]):
-    """The name of pod 0 follows from the JobSet's names, as its controller makes it. The number of pods is in the Job."""
+    """The coordinator is the host name that the JobSet controller gives pod 0. The number of pods is in the Job."""
     (container,), job, network = pod_of(jobset)["containers"], job_of(jobset), jobset["spec"]["network"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
     nodes = job["completions"]
@@ -510,7 +510,7 @@ FORMS = {
 
 
 def directives(text: str) -> tuple[dict[str, str], list[str]]:
-    """Return {option: value} of the #SBATCH lines, and the lines that sbatch would refuse or not read."""
+    """Return {option: value} of the #SBATCH lines, and the lines that sbatch would refuse or ignore."""
     found, wrong = {}, []
     lines = text.splitlines()
     first_command = next(i for i, line in enumerate(lines) if line.strip() and not line.startswith("#"))
@@ -612,7 +612,7 @@ class Job:
         )
 
     def run(self, *plans: str | int, arguments: tuple[str, ...] = (), **env: str) -> tuple[int, str, list[str]]:
-        """Return (exit code, stderr, arguments of each call of scontrol)."""
+        """Run the script. Returns (exit code, stderr, arguments of each call of scontrol)."""
         process = self.begin(*plans, arguments=arguments, **env)
         stderr = process.communicate(timeout=HUNG_S)[1]
         asked = self.folder / "requeued"

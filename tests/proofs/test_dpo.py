@@ -103,7 +103,7 @@ def step(run, host, tensors):
 
 
 def off(got, wanted):
-    """Return the largest relative difference of a gradient, in norm."""
+    """Return the largest relative difference, in norm, over all gradients."""
     assert got.keys() == wanted.keys()
     return max(float(np.linalg.norm(got[k] - wanted[k]) / np.linalg.norm(wanted[k])) for k in wanted)
 
@@ -184,7 +184,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", helpers.few(OTHERS, "experts", "adapters"))
 def test_other_models_and_trained_parts(other, source):
-    """The losses that balance experts are added as usual. On a mesh the results are the same."""
+    """The losses that balance experts are added as usual. On a mesh, loss, rewards and gradients are those of one device."""
     model, layout = OTHERS[other]
     run = config_of(source, model)
     tensors = dict(helpers.initial_tensors(run))
@@ -337,7 +337,7 @@ def test_a_run_resumes_with_its_references(whole, capsys):
 
 
 def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
-    """The base's weights are no longer available: the file of references must be present, complete, and of
+    """A resumed run has no weights of its base: the file of references must be present, complete, and of
     this run and data.
     """
     shutil.copytree(whole / "parts", tmp_path / "parts")
@@ -365,7 +365,7 @@ def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
 
 
 def test_before_training_another_reference_is_made_anew(whole, capsys):
-    """The run never saved a checkpoint, and starts again from another base."""
+    """The run never saved a checkpoint, and starts again from another base: its references are computed again."""
     path, found, about = stored(whole, "whole")
     (whole / "stale" / references.FOLDER).mkdir(parents=True)
     other = whole / "stale" / references.FOLDER / path.name
@@ -424,7 +424,7 @@ def test_adapters_have_their_base_for_a_reference(whole, capsys):
 @pytest.mark.more
 def test_killed_three_times(folder, tmp_path):
     """SIGKILL comes in the middle of the reference pass, before the first checkpoint, and after one. The
-    losses are the same.
+    losses are those of a run that was not killed.
     """
     pairs_file(tmp_path / "many.tok", 9000)
     over = {"data__source": tmp_path / "many.tok", "init__from": folder / "base", "loss__name": "dpo", "loss__beta": 0.5}

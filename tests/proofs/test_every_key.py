@@ -139,7 +139,7 @@ def adapted(program: Program) -> str:
 
 
 def without_moments(program: Program) -> str:
-    """Return the blocks of a layer whose weights are not trained."""
+    """Return the patterns (`layers.mlp.*`, comma-separated) of the blocks of a layer whose weights are not trained."""
     moments = [name for name in state.abstract_tensors(program.state) if name.startswith("optimizer.mu.layers.0.")]
     return ",".join(f"layers.{x}.*" for x in ("mlp", "attention") if not any(f".{x}." in name for name in moments))
 
@@ -408,7 +408,7 @@ def saves(workdir: Path) -> list[int]:
 
 
 def kept(workdir: Path) -> list[int]:
-    """Return the complete checkpoints, in the run's folder or in "elsewhere"."""
+    """Return the steps of the complete checkpoints in the run's folder, or else in "elsewhere"."""
     here = workdir / "checkpoints"
     return Checkpoints(here if here.exists() else workdir.parent / "elsewhere").steps()
 
@@ -450,7 +450,7 @@ def eval_sequences(runs):
 
 
 def start(runs: Runs, **changes: Any) -> Any:
-    """Return the start of a run that resumes in the folder of "other"."""
+    """Return the result of `choose_start` for a run that resumes in the folder of "other"."""
     run = runs.config("other", **changes)
     runs.workdir("other")
     return choose_start(run, Checkpoints(runs.folder / "elsewhere"), helpers.program(run))
@@ -501,7 +501,7 @@ def sampling(runs):
 
 
 def log_peak_tflops(runs):
-    """The MFU of the last step is a number only if the peak is set and a step was counted."""
+    """On CPUs, the MFU of a metrics line is a number only if log.peak_tflops is set."""
     rates = {}
     for name, peak in (("base", 0.0), ("other", 1.0)):
         measured = measure_rates(runs.config("base", **{"log.peak_tflops": peak}), None)

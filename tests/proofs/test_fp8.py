@@ -135,8 +135,8 @@ def test_zeros():
 
 
 def feed_forward(x, weights, dy, activation, bounded):
-    """Return y, dx, and the gradients of gate, up and down, by `gated_linear` or by three `dot`s. Also
-    return the projections.
+    """Return y, dx, the gradients of gate, up and down, and the two projections. bounded: use `gated_linear` instead of
+    three `dot`s.
     """
 
     @jax.jit
@@ -233,7 +233,7 @@ def test_remat_gives_the_same_gradients(one, other):
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """The losses agree over 20 steps. benchmarks.numerics compares 300 steps; docs/evidence/fp8_training.md has its table."""
+    """Losses agree with bfloat16's over 20 steps. docs/evidence/fp8_training.md has 300 steps of benchmarks.numerics."""
     eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
     assert eight[-1] < 0.95 * eight[0]
     assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
@@ -320,8 +320,8 @@ def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
 
 
 def test_weights_that_do_not_learn_have_fewer_products():
-    """Frozen weights have two matmuls each, and one in the first layer. Matmuls of adapters stay in
-    bfloat16; a few are listed.
+    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16; the
+    warning lists a few of them.
     """
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))

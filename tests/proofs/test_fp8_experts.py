@@ -130,7 +130,7 @@ def losses(*given) -> np.ndarray:
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """The losses agree over 20 steps, with one expert a device and no dropped tokens."""
+    """The losses agree with bfloat16's over 20 steps, with one expert a device and no dropped tokens."""
     wide, eight_bits = losses(("precision", "bf16")), losses()
     assert eight_bits[-1] < 0.95 * eight_bits[0]
     assert (abs(eight_bits / wide - 1) < 0.01).all() and (eight_bits != wide).any()

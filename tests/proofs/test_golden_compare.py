@@ -1,6 +1,6 @@
 """Golden plans: their files, which changes count as differences, and the command that writes them.
 
-Broken steps are two layers of Llama 3 8B, compiled for described H200s.
+Broken steps are two layers of Llama 3 8B, compiled ahead of time for H200s.
 """
 
 import dataclasses
@@ -251,7 +251,7 @@ def test_what_cannot_be_compared_is_refused(healthy, tmp_path):
 
 @pytest.fixture
 def run(capsys, tmp_path):
-    """Return a function that runs the command with a ready plan; None: the plan could not be made."""
+    """Return a function that runs the command with a ready plan. With None, planning crashes."""
 
     def command(plan: Plan | None, write: bool = False) -> tuple[int, str]:
         def plan_many(requests, *, on_done):

@@ -109,7 +109,7 @@ def test_without_any_one_option_they_are_not(tmp_path, name, change, monkeypatch
 
 @pytest.mark.parametrize("form", [4, 5])
 def test_yarn_turns_as_in_transformers(form):
-    """The factor and frequencies agree for each form of config.json, which is read and written."""
+    """YaRN's factor and frequencies agree for config.json as transformers 4 and 5 write it. Export writes the same settings."""
     tree = hugging_face.settings("qwen3_yarn", form)
     for settings, (factor, *frequencies) in zip(YARN, GOLDEN["yarn"], strict=True):
         rotary = {"rope_type": "yarn", **settings}

@@ -2,7 +2,8 @@
 
 As in test_attention_properties.py, error bounds follow from the types, element by element. `e` is the roundoff of float32, in
 which all sums are made. `u` is that of the compute dtype, to which results are rounded. `r` is that of the reduce dtype, in
-which P partial sums are communicated: each of them is rounded, and so may each of their P - 1 sums be.
+which P partial sums are communicated: each of them is rounded, and so may each of their P - 1 sums be. A
+matmul with "D terms" sums D products for each element.
 """
 
 import functools
@@ -112,7 +113,7 @@ def test_dot(mesh, types):
 
 @on
 def test_dot_of_heads(mesh, types):
-    """y = x w': F terms, in partial sums by device. dx: D terms. dw = x^T dy: B T terms, in partial sums."""
+    """y = x w': 4 H terms for 4 heads, in partial sums. dx: D terms. dw = x^T dy: B T terms, in partial sums."""
     n, u, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual, weight, heads = ("batch", "residual", None), ("embed", "heads", "head_dim"), ("batch", "sequence", "heads", None)

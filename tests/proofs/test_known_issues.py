@@ -29,7 +29,7 @@ def at_home(monkeypatch, request):
 
 @pytest.fixture
 def retraced():
-    """Clear JAX's caches: JAX would use a function's earlier trace, without the planted bug."""
+    """Clear JAX's caches before and after: otherwise JAX would reuse a trace from without, or with, the planted bug."""
     jax.clear_caches()
     yield
     jax.clear_caches()

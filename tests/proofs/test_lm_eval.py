@@ -125,7 +125,7 @@ def test_rolling_scores_every_token_once(model: Any) -> None:
 
 
 def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer puts a token before every text. It comes once before contexts, prompts and whole texts."""
+    """The tokenizer puts a token before every text. This token comes once before contexts, prompts and whole texts."""
     byte = ByteTokenizer()
     monkeypatch.setattr(byte, "bos", (7,), raising=False)
     monkeypatch.setattr(model, "ids", byte)
@@ -139,7 +139,7 @@ def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_texts_are_the_likeliest_tokens(model: Any) -> None:
-    """Prompts of different lengths share a batch. Each text ends at its own end, independently of the others."""
+    """Prompts of different lengths share a batch. Each text ends at its own limit or stop string, whatever the others do."""
     byte = ByteTokenizer()
     prompts = ["d", "def f(x", "a longer prompt here", "", "z" * 60]
     seen = [byte.encode(p)[-(32 - 8) :] or [EOT] for p in prompts]

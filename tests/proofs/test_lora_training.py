@@ -92,7 +92,7 @@ def expected():
 
 @pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "unrolled"))
 def test_gradients_are_those_of_the_merged_weights(layout, expected):
-    """The base keeps its bits."""
+    """The loss too is that of the merged weights, and the step leaves the bits of the base unchanged."""
     tensors, loss, grads = expected
     run = helpers.tiny(MODEL | LORA | LAYOUTS[layout])
     found, mine, after = step(run, tensors)
@@ -233,7 +233,7 @@ def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
 
 @pytest.mark.more
 def test_another_base_is_refused(trained, tmp_path, capsys):
-    """The base at the same path has changed, or is gone."""
+    """The base at the path in the config first changes, and then is deleted."""
     folder = tmp_path / "copy"
     shutil.copytree(trained / "adapters", folder)
     shutil.copytree(trained / "base", tmp_path / "base")

@@ -202,7 +202,7 @@ def test_remat_gives_the_same_gradients(policy):
 
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_gradients_of_a_stack_are_those_of_autodiff(policy, monkeypatch):
-    """Some models run their layers by remat.Plan.run, with StackWeight weights. Others use autodiff, without uses_plan_run."""
+    """Layers run by remat.Plan.run (uses_plan_run = True) have the gradients of plain autodiff (uses_plan_run = False)."""
     given = {"remat.policy": policy, "mesh.fsdp": 2, "train.grad_accum": 2}
     run = helpers.tiny(SMALL | REMAT | given | {"train.accumulate": "microbatch"})
     learnt = gradients(run)
@@ -215,7 +215,7 @@ def test_gradients_of_a_stack_are_those_of_autodiff(policy, monkeypatch):
 
 @pytest.mark.more
 def test_offloaded_tensors_go_to_host_memory():
-    """The step is compiled for 8 described H200s: CPUs have one memory, so an offloading policy moves nothing there.
+    """The step is compiled ahead of time for 8 H200s: CPUs have one memory, so an offloading policy moves nothing there.
 
     The host holds the offloaded activation of every layer but the last, of each device's own sequences, and nothing else.
     """
@@ -320,7 +320,7 @@ def test_temperature_0_takes_the_likeliest_token_of_the_whole_model():
 
 
 def test_draws_follow_the_seed_and_the_place():
-    """With equal logits the noise alone chooses: each position has another token, and so has another seed."""
+    """With equal logits the noise alone chooses: tokens differ between positions, and between seeds."""
     run = helpers.tiny(SMALL)
     alike = params_of(run) | {"head": 0 * params_of(run)["head"]}
     made = draw(run, params=alike)

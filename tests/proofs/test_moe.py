@@ -69,7 +69,7 @@ class Case:
         return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
 
     def __call__(self, params, x, real):
-        """Return y, this device's term of y, and the statistics, for local shards."""
+        """Return this device's term of y, and the statistics, for local shards."""
         model = self.definition.bind(params)
         return model.ctx.zero.gather_module(model)(x, real)
 
@@ -219,8 +219,8 @@ def test_every_token_goes_through_its_experts(name):
 
 @pytest.mark.parametrize("over", helpers.few(["expert", "fsdp"], "expert"))
 def test_sampling_splits_weights_and_not_tokens(over):
-    """Each device has all tokens and some experts, or a shard of D of the stored weights, or a shard of
-    every expert's width.
+    """Each device has all tokens. `expert` shards the experts, `fsdp` the stored weights' D, and `tensor` the width of each
+    expert.
     """
     case = Case(((over, 4), ("tensor", 2)), Moe(buffer=1.0), SHARED, tokens_replicated=True)
     p, given = case.placement, inputs(SHARED)
@@ -258,8 +258,8 @@ def test_uneven_loads_lose_no_token(bias, over):
 def test_rounds_lose_no_precision_in_bfloat16(bias):
     """Compared with the plain model in float32, many small rounds are hardly less exact than one large round.
 
-    Gradients of weights also round the first round's sum, by at most 2^-9 of each element. It may be twice as large as the sum
-    of all rounds. Independent errors add up in squares.
+    Gradients of weights also round the first round's sum, by at most 2^-9 of each element. That sum may be twice as large as
+    the sum of all rounds. Independent errors add up in squares.
     """
     given, off = biased(bias), []
     y, _, grads = plain_gradients(*given, ROUNDS["expert=8"].run.model)
@@ -276,7 +276,7 @@ def test_rounds_lose_no_precision_in_bfloat16(bias):
 
 @pytest.mark.parametrize(("parts", "alone", "further_room"), [(8, True, 1), (4, False, 2), (1, False, 8)])
 def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_room):
-    """By hand: each device has 16 tokens with 2 choices; all tokens but one choose one expert."""
+    """By hand: each device has 16 tokens with 2 choices. One choice is of padding, and the other 31 are of one expert."""
     exchange = Exchange(E, 16, K, ("expert",) if parts > 1 else (), parts, ("expert",) if parts > 1 else (), 0.0, 1.0, alone)
     assert (exchange.room, exchange.further_room) == (32 // parts, further_room)
     chosen = jnp.full((16, K), 5, jnp.int32).at[0, 0].set(E)  # one is a padding token's
@@ -424,7 +424,7 @@ def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
 
 
 def test_step_moves_the_bias_and_no_gradient_does():
-    """Each layer's bias moves by its own loads, by one rate a step. It has no moment. The loss is cross entropy alone."""
+    """A layer's bias moves by moe.bias_rate a step, toward equal loads. It has no moment. The loss is cross entropy alone."""
     base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
     run = helpers.tiny(base | {"moe.bias_rate": 0.25})
     assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [
@@ -451,7 +451,7 @@ def test_step_moves_the_bias_and_no_gradient_does():
 
 
 def test_losses_of_experts_by_hand():
-    """The losses are means over the layers, each with its own factor. The columns are those of kernels/experts/routing.py."""
+    """Each loss is a mean over the layers, times its own factor. kernels/experts/routing.py lists the statistics' columns."""
     balance = Balance(Moe(balance_loss=0.5, sequence_balance_loss=7.0, z_loss=0.001), 2, (1, 0), (0, 1), {})
     rest = [0.0] * (len(COLUMNS) - 3)
     statistics = jnp.asarray([[1.0, 3.0, 30.0, *rest, 0.5, 0.5], [2.0, 4.0, 50.0, *rest, 0.0, 0.0]])

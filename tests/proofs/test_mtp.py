@@ -151,7 +151,7 @@ def test_targets_lie_in_the_document_of_their_input():
 
 
 def test_what_follows_a_document_plays_no_part_in_it():
-    """Other tokens after the third document change neither loss."""
+    """Other tokens after the third document change neither the model's loss nor that of the modules."""
     run, batch, params, ((loss, sums), _) = stepped()
     made, after = helpers.program(run), sum(LENGTHS[:3])
     weights = batch["weights"].copy()
@@ -195,7 +195,7 @@ def test_evaluation_and_sampling_are_those_of_the_model_alone():
 
 
 def test_the_routers_of_modules_learn_to_spread_tokens():
-    """The biases of the modules' routers move toward balanced loads. Their rows are in the experts' metrics and losses."""
+    """The biases of the modules' routers move toward balanced loads. The modules count in the metrics and losses of experts."""
     run = helpers.tiny(MTP | EXPERTS | {"model.mtp_layers": 2})
     made, state = helpers.program(run), helpers.fresh_state(run)
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)

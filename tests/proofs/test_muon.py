@@ -176,7 +176,7 @@ def test_orthogonal_at_any_scale_and_either_way_up(numerics):
 
 
 def test_devices_share_the_layers():
-    """Each of 8 devices multiplies 2 of 16 layers and never sees the others: all-to-all is the only collective."""
+    """Each of 8 devices multiplies 2 of 16 layers and never holds other layers whole: all-to-all is the only collective."""
     placement, axes = placed({"mesh.fsdp": 4, "mesh.tensor": 2}), {"layers": {"down": AXES["layers"]["down"]}}
     tx = make_optimizer(RECIPE, TYPES, axes, placement)
     home = placement.sharding(axes["layers"]["down"])
@@ -213,7 +213,7 @@ def test_momentum_is_stored_in_its_type(m, atol):
 
 
 def test_streamed_from_the_host():
-    """The update runs layer by layer. The numbers agree up to the order of sums in matmuls of one or several matrices."""
+    """An update layer by layer agrees with the update of all layers at once, up to the order of sums in matmuls."""
     placement = placed({"mesh.fsdp": 2})
     how = (RECIPE, TYPES, AXES, placement, FLOAT32)
     tx = make_optimizer(*how)

@@ -30,7 +30,7 @@ STEPS = 20
 
 
 def test_the_sample_has_every_model_and_every_pair_of_settings():
-    """The sample has all 414 pairs of settings that any of the 230 layouts combines. Triples are left to the campaign."""
+    """The sample has every pair of settings that any layout combines, at least 414. Triples are left to the campaign."""
     sample = [*matrix.SAMPLE, *matrix.SAMPLE_BF16]
     assert {*sample} <= matrix.MATRIX.keys()
     assert {model for model, _ in matrix.MATRIX.values()} == {matrix.MATRIX[name][0] for name in sample}

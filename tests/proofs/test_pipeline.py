@@ -89,7 +89,7 @@ def test_compiled_memory_does_not_grow_with_the_microbatches():
 def test_the_program_has_the_ticks_of_the_formula(schedule: str):
     groups = 2 if schedule == "interleaved" else 1
     s = Schedule(schedule, 2, groups, 4)
-    # Each tick carries a unit's results: one array forward, and one back.
+    # Each tick sends the results of one microbatch: one array forward, and one back.
     ran = sum(times for eqn, times in loops(program_of(schedule, 4)) if eqn.primitive.name == "ppermute")
     assert (ran - 2 * s.units) / ran == s.bubble == 1 / (4 * groups + 1)
 
@@ -139,7 +139,7 @@ def test_fp8_matmuls_run_on_a_stage():
 
 @pytest.mark.more
 def test_fp8_rounds_as_it_does_without_stages():
-    """A device has the same tokens, and so the same scales. Only the sums of its shard of the head differ."""
+    """A device has the same tokens as without stages, and so the same scales. Only the sums of its shard of the head differ."""
     with_stages, without = (
         steps_of({"precision": "fp8", "mesh.fsdp": 2, "train.grad_accum": 2} | mesh) for mesh in ({"mesh.stage": 2}, {})
     )
@@ -167,7 +167,7 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
 
 
 class Louder(Transformer):
-    """A model that doubles the layers' output. A pipeline, which calls the parts of a model, would not apply that."""
+    """A model that doubles the layers' output. A pipeline, which calls the parts of a model, would skip the doubling."""
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         return 2 * super().__call__(tokens_BT, segments_BT, positions_BT)

@@ -1,4 +1,4 @@
-"""Two layers of Llama 3 8B, compiled by XLA:GPU for described H200s: what a step communicates, shards and recomputes.
+"""Two layers of Llama 3 8B, compiled ahead of time for H200s: a step's communication, shards and recompute.
 
 All figures are read from the partitioned, scheduled program. The campaign compiles the shipped configs in full.
 """
@@ -32,14 +32,14 @@ def moved(*which: str) -> list[collectives.Found]:
 
 
 def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int]]:
-    """Return the calls of a cuDNN kernel, and how often each runs in a step."""
+    """Return (call, number of times that it runs in a step) for each call of a cuDNN kernel."""
     calls = [(i, times) for i, _, times, _ in hlo.walk(module(*which)) if i.opcode == "custom-call"]
     return [(i, times) for i, times in calls if i.attributes["custom_call_target"] == f'"{target}"']
 
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_layers_communicate_no_float32(which):
-    """Only the loss and the gradient norm use float32. test_golden_compare.py has a step that does more."""
+    """Only the loss and the gradient norm use float32. test_golden_compare.py has a step that gathers weights in float32."""
     found = [f for f in moved(*which) if "f32" in f.dtype and "layers" in f.op_name and "(loss)" not in f.op_name]
     assert not found
 
@@ -181,8 +181,8 @@ def test_a_run_that_is_not_as_planned_is_told_once():
 
 @pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")])
 def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
-    """Each byte is copied once, and replicas share the copies. Devices do not communicate, and one layer
-    at a time is in use.
+    """Each byte is copied once, as replicas divide the copies. Devices do not communicate. Temporary memory is
+    at most one layer's shard.
     """
     params = build(config(*mesh), devices(NODE)).state.params
     gate, head = params["layers"]["mlp"]["gate"], params["head"]

@@ -36,7 +36,7 @@ def rows(run: RunConfig, made: Plan) -> list[Row]:
 
 
 def several(cases: dict, *often: str) -> list:
-    """Return the names of the cases. Only a campaign compiles those not in `often`."""
+    """Return the names of the cases as parameters. Names that are not in `often` run only in a campaign."""
     assert {*often} <= cases.keys()
     return [pytest.param(name, marks=() if name in often else pytest.mark.more) for name in cases]
 
@@ -131,7 +131,7 @@ def sharded(case: str) -> tuple[RunConfig, Plan]:
 def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
     """FLOPs of the program equal the formula's, which without a window is the same for every rank.
 
-    The search's bounds are below them.
+    The search's bounds on step time and memory are below the plan's figures.
     """
     run, made = sharded(case)
     assert made.attention == "cudnn" and made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
@@ -252,7 +252,7 @@ def test_stages_and_experts_communicate_what_their_formulas_say():
 
 
 def test_an_uneven_load_of_experts_is_priced():
-    """One expert has three times an even load, and the other expert of its device a third of one.
+    """One expert has three times an even load, and the other expert of its device has a third of an even load.
 
     So their device has 1.67 times its even load: one round of 1.5 and another of 0.25.
     """
@@ -316,7 +316,7 @@ def test_ticks_are_counted_by_what_goes_to_a_neighbour():
     def permute(count: int, gib: float) -> Collective:
         return Collective("collective-permute", "bf16", "stage", 4, count, gib, gib, 1.0, 0.0, "", "", "")
 
-    # 16 units each way plus 3 ticks. Statistics that are sent beside them are no ticks.
+    # 16 passes each way plus 3 ticks of bubble. Sends of statistics beside them are not ticks.
     moved = [permute(19, 1.9), permute(19, 1.9), permute(19, 0.001)]
     assert pipeline_moe._idle(schedule, moved) == pytest.approx(3 / 19) == pytest.approx(schedule.bubble)
     assert pipeline_moe._idle(schedule, [permute(38, 3.8), permute(38, 0.01)]) == pytest.approx(3 / 19)

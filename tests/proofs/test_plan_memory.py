@@ -1,7 +1,7 @@
 """Memory of a step: XLA's buffer assignment, replayed, gives XLA's own peak; classes and names are those of the config.
 
-Also cuDNN's workspace, moments on the host, and remat.policy=auto, which saves the activations that fit. Compiled for described
-GPUs.
+Also cuDNN's workspace, moments on the host, and remat.policy=auto, which saves the activations that fit. Steps are compiled
+ahead of time for GPUs.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def shards_gib(tree) -> float:
 
 
 def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
-    """The allocated memory exceeds the peak by the heap's gaps. XLA counts a few scalars beside the temporaries."""
+    """The allocated memory exceeds the peak by the heap's fragmentation. XLA counts a few scalars beside the temporaries."""
     step, memory = held
     analysis = step.executable.memory_analysis()
     assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB

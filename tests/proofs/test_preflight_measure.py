@@ -60,13 +60,13 @@ def test_a_driver_that_hangs_is_a_fault(monkeypatch):
 
 
 def all_devices_at_once(monkeypatch, seconds: float) -> None:
-    """Let every program take `seconds` on every device."""
+    """Make every program take `seconds` on every device."""
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [seconds])
     monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[seconds]] * len(devices))
 
 
 def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
-    """By hand: three matmuls, three arrays, and nccl-tests' bus bandwidth, with factors 2(n-1)/n or (n-1)/n."""
+    """By hand: FLOPs of three matmuls, bytes of three arrays, nccl-tests' bus bandwidth with 2(n-1)/n or (n-1)/n."""
     all_devices_at_once(monkeypatch, 0.5)
     found = measure.Results({}, 60.0)
     measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
@@ -241,7 +241,7 @@ def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
 
 
 def test_a_slow_disk_is_given_up_in_time(disk, tmp_path, monkeypatch):
-    """Half of the time is for writing: three pieces of 0.1 s."""
+    """Half of the limit of 0.5 s is for writing. The third piece, each of 0.1 s, passes that half."""
     monkeypatch.setattr(disk_rates, "SYNC_BYTES", MIB)
     found = disk_rates.disk(tmp_path, 0.5, 64 * MIB)
     assert len(disk[0]) == 3 and found["write_gb_s"] == pytest.approx(3 * MIB / 0.3 / 1e9)

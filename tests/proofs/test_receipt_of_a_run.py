@@ -1,4 +1,4 @@
-"""Receipt and rates of one real run: its source, its figures on the page and in TensorBoard, and its printed form."""
+"""Receipt and rates of one real run: its source code, its figures on the page and in TensorBoard, and its printed form."""
 
 import json
 import shutil

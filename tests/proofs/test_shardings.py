@@ -40,7 +40,7 @@ THREE = MESHES[2]
 
 @functools.cache
 def of(run: RunConfig) -> Shardings:
-    """Return the table of a run on fake devices."""
+    """Return the table of a run's shardings on fake devices."""
     return describe(run, devices_of(run))
 
 
@@ -243,7 +243,7 @@ def test_what_is_kept_is_what_the_policy_names(policy):
 
 
 def test_arrays_kept_without_a_name_are_found():
-    """The policy dots saves the outputs of matmuls, which come before rotary, so they are not the named q and k."""
+    """The policy `dots` saves the outputs of matmuls, which come before rotary, so they are not the named q and k."""
     rows = table({"remat.policy": "dots"}).filter(saved="keep")
     products = [r for r in rows if r.name.endswith("dot_general")]
     found = {r.local_shape[1:]: r.copies for r in products}
@@ -372,7 +372,7 @@ def test_load_reads_sections_and_dotted_keys():
 
 
 def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
-    """No rule describes how these arrays fit together, so the table has a device's shard alone."""
+    """No sharding relates the devices' shards of these arrays, so the table has the shape of one device's shard alone."""
     gate = table({"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS}).row("mlp_gate")
     out = table({"mesh.seq": 2, "mesh.fsdp": 2, "parallel.context": "ulysses"}).row("attention_out")
     assert (len(gate.local_shape), gate.local_shape[1]) == (2, 48) and out.local_shape == (8, 64, 4, 8)

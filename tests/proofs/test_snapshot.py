@@ -70,7 +70,7 @@ def test_copies_outlive_the_state(layout: str) -> None:
 
 
 def test_memory_of_the_save_before_is_used_again(tmp_path: Path) -> None:
-    """Each save copies into the memory of the save before."""
+    """Each save copies into the memory of the previous save's copies."""
     run = helpers.tiny(SMALL)
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     store, seen = Checkpoints(tmp_path, keep=9), []

@@ -201,7 +201,7 @@ def test_a_run_does_not_outlive_the_supervisor(node: Supervised):
 
 @pytest.mark.parametrize(("name", "code"), ASKED.items())
 def test_a_signal_between_two_attempts_ends_at_once(node: Supervised, name: str, code: int):
-    """The pause is eleven days. A request for a trace does not change it."""
+    """The pause before the second attempt would be eleven days. A request for a trace does not end it."""
     process = node.begin("exit 124", JAXTRAIN_RESTART_WAIT="999999", JAX_PLATFORMS="cpu")
     assert process.stderr
     introduction = "".join(process.stderr.readline() for _ in range(2))

@@ -202,7 +202,7 @@ def test_a_resumed_run_drops_samples_of_steps_it_takes_anew(watched: Watched) ->
 
 
 def test_generation_is_compiled_once(watched: Watched) -> None:
-    """Once for each prompt length, and once for the next token, for any number of samples."""
+    """Generation is compiled once for each prompt length and once for the next token, for any number of samples."""
     assert watched.compiled == [3, 3]
 
 
@@ -234,7 +234,7 @@ def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
 
 
 def test_events_page_and_metrics_agree(watched: Watched, plain: Path) -> None:
-    """Every loss agrees to the last digit that each of them has, also in a resumed run."""
+    """Every loss agrees to the last digit that events, page and metrics store, also in a resumed run."""
     for workdir, sets in ((watched.workdir, ("web", "code_2")), (plain, ("",))):
         shown = curves_of(page.html([read(workdir)]))
         train = [x for x in runs.lines(workdir) if x["kind"] == "train"]
@@ -286,7 +286,7 @@ def test_differences_on_the_page_are_those_of_receipt_diff(watched: Watched, tmp
 
 
 def history(records: list[Any]) -> list[dict[str, Any]]:
-    """Return the logged values. A table is a dict of several keys, named by their first part."""
+    """Return the values of each record. A value with a nested key, as a table has, gets the first part of its key."""
     rows = ([(i.key or i.nested_key[0], json.loads(i.value_json)) for i in r.history.item] for r in records)
     return [dict(row) for row in rows if row]
 

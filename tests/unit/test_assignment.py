@@ -101,8 +101,8 @@ ONE_AFTER_ANOTHER = [(A, 1), (F, 1), (A, 2), (F, 2), (A, 3), (F, 3)]
 
 @pytest.mark.parametrize(("taken", "peak"), [(10, 100), (59, 100), (75, 115)])
 def test_workspace_is_held_during_its_call_alone(taken, peak):
-    """The workspace is added to the call's 40 bytes alone. Another instruction has the peak of 100. The heap's gaps do not
-    change.
+    """The workspace is added only while the call runs, beside 40 bytes. Another instruction holds 100 bytes. Fragmentation
+    does not change.
     """
     read = assignment.read(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
     held = [alive for alive, _ in assignment.replay(read)]

@@ -201,8 +201,8 @@ def test_cudnn_goes_backward_part_after_part():
     ],
 )
 def test_pallas_kernels_lower_for_a_gpu(asked, tokens, mask):
-    """The kernels lower to Mosaic GPU's module for described GPUs: sizes that fill no tile, rows and heads sharded as in
-    models.
+    """The kernels lower to Mosaic GPU's module ahead of time for H200s. No size fills a tile; rows and heads are sharded as
+    in models.
     """
     mesh = Mesh(np.array(topology.devices(topology.parse("h200:8"))).reshape(4, 2), ("data", "tensor"))
     rows, heads = P("data"), P("data", None, "tensor")

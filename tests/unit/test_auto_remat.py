@@ -46,8 +46,8 @@ def test_bytes_are_those_of_the_arrays():
 def test_bytes_of_experts_and_of_a_pipeline():
     """With experts, two rows a token count, plus the spare rows of a dispatch buffer or a capacity.
 
-    With 4 stages, a stage saves its 8 layers for each microbatch in flight. Interleaved, it saves groups of 4 layers for each
-    unit in flight.
+    With 4 stages, a stage saves its 8 layers for each microbatch in flight. Interleaved, it saves
+    the 4 layers of a virtual stage for each pair of virtual stage and microbatch in flight.
     """
     up, axes, one = frozenset({"mlp_up"}), WHOLE | {"batch": 8}, 32 * 8192 * 14336 * 2
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")

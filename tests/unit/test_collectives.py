@@ -194,8 +194,8 @@ def test_a_computation_that_is_called_twice_launches_twice():
 
 
 def test_collectives_of_one_launch_are_added_up():
-    """The bytes of a launch are the sum: each reduce-scatter sends 384. On nodes of 2, the ring's 384 bytes are shared by 2
-    GPUs.
+    """The bytes of a launch are summed over its collectives: each reduce-scatter sends 384. On nodes of 2, two GPUs share
+    the ring's 384 bytes.
     """
     line = "%y = (f32[2,16], f32[2,16]) fusion(%x, %x), kind=kCustom, calls=%both"
     (found,) = collectives.read(module(line, extra=BOTH), MESH, 2).values()

@@ -37,7 +37,7 @@ def test_a_users_options_stand_beside_ours_or_in_their_place():
 
 
 def test_the_scheduler_is_given_what_a_run_may_use():
-    """XLA's limit is the state plus a slop% share of the remaining memory. The sum is the usable memory, to a percent."""
+    """XLA's limit is the state plus slop% of the remaining memory. It equals the usable memory, to 1% of the remaining."""
     made = program(train__grad_accum=1)
     card = compiler.card(topology.parse("h200:8").memory_gib)
     held = compiler.local_bytes(compiler.on_device(made)) / 2**30
@@ -127,7 +127,7 @@ def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
 
 
 def test_an_empty_list_leaves_no_kernel_for_cuda_graphs(tmp_path):
-    """XLA's own text of its options for a program that was compiled for an H200 has no kernels for CUDA graphs."""
+    """With an empty list, XLA's dump of its options for a program for an H200 names no kinds of kernels for CUDA graphs."""
     (device,) = topology.devices(topology.parse("h200:1"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=SingleDeviceSharding(device))
     kinds = {}

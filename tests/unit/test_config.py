@@ -178,7 +178,7 @@ SEVERAL = (
 
 @pytest.fixture(autouse=True)
 def a_plain_shell():
-    """Remove the suite's fake devices, which a described node of GPUs would refuse, and restore the environment afterwards."""
+    """Remove the variables for fake CPU devices, which a run on GPUs refuses, and restore the environment afterwards."""
     before = dict(os.environ)
     for name in environment.select_variables(os.environ):
         del os.environ[name]
@@ -301,7 +301,7 @@ def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_gemma_on_stages_around_a_ring(name):
-    """Of the shipped presets only gemma3_12b, with 48 layers, divides into whole patterns."""
+    """On 2, 4 and 8 stages only gemma3_12b of the shipped presets, with 48 layers, has whole layer patterns on each stage."""
     for preset, shape in family(name).PRESETS.items():
         for stages in (2, 4, 8):
             run = RunConfig(model=Model(family=name, **shape), mesh=Mesh(stage=stages, seq=2))
@@ -648,7 +648,7 @@ def test_every_key_is_documented():
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
     """train.attempt gets the config, the workdir and the launch. The memory variable is exported before
-    its module is imported.
+    jaxtrain.train.run is imported.
     """
     seen = {}
 

@@ -115,7 +115,7 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
 
 @pytest.mark.parametrize("longest", [9, 30])
 def test_borders_of_documents_in_windows(monkeypatch, longest):
-    """The most documents in a window, and the tokens beyond a window's first documents, do not depend on the chunk size."""
+    """The most documents in a window, and the tokens masked beyond max_segments, do not depend on `windows.WINDOWS`."""
     starts = np.cumsum(np.r_[0, np.random.default_rng(longest).integers(1, longest, 500)])
     columns = [[s % 32 for s in starts if w * 32 < s < w * 32 + 32] for w in range(60)]
     for windows_together in (1, 7, 100):
@@ -127,8 +127,8 @@ def test_borders_of_documents_in_windows(monkeypatch, longest):
 
 
 def test_max_segments_of_0_is_what_the_data_has(tmp_path):
-    """No token is masked, and the rows equal those of a higher number. The step is built for the most documents of all data
-    sets.
+    """No token is masked, and the rows equal those of a higher max_segments. The step is built for the data set
+    whose rows have the most documents.
     """
     few, more = (write_file(tmp_path / f"{n}.tok", random_documents(1, 60, n)) for n in (40, 5))
     opened = [open_batches(path) for path in (few, more)]

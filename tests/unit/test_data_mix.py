@@ -161,7 +161,7 @@ def places(batches: pipeline.Batches, step: int) -> list[tuple[str, int]]:
 def test_a_changed_mixture_skips_and_repeats_nothing(tmp_path):
     """The weights change twice: nine to one, one to one, two to eight, for 10,000 rows each.
 
-    If turns were counted from row 0, the first change alone would skip 4,000 windows of one source and repeat 4,000 of the
+    If the new weights applied from row 0, the first change alone would skip 4,000 windows of one source and repeat 4,000 of the
     other.
     """
     for name in "ab":
@@ -257,7 +257,7 @@ WEIGHTS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=4, max_size
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(WEIGHTS, st.integers(0, 30)), min_size=1, max_size=5))
 def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
-    """For sources by number, each part takes its rows in their shares, to within the number of sources."""
+    """Each phase reads its sources in proportion to their weights, to within the number of sources."""
     read, found, row = [0] * 4, [], 0
     for weights, rows in parts:
         part = mixture.Phase(0, row, tuple(weights), tuple(read))

@@ -277,7 +277,7 @@ def test_all_stop_at_the_furthest_step(connect: Connect):
 
 
 def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for(connect: Connect):
-    """All processes roll back after they have agreed on a step to stop at, even one that has not read the request."""
+    """After a rollback, all processes stop before the agreed step, even a process that has not read the request."""
     store = Store()
     peers = connect(store, 2)
     assert all(one.may_start(step) for one in peers for step in (1, 2, 3))

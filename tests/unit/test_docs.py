@@ -1,7 +1,7 @@
 """README and docs are correct: links and file names exist, and commands can be parsed.
 
 tests/campaign/test_doc_commands.py runs the commands of ```bash blocks. Commands in ```text blocks, and in the docstrings of
-config files, need GPUs or the network: their configs are checked against a described node of eight GPUs.
+config files, need GPUs or the network: their configs are checked against the properties of a node of eight GPUs.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]
 
 @pytest.mark.parametrize("page", sorted({page for page, *_ in all_commands()}))
 def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Commands of ```bash blocks run on this machine in a campaign; all others are checked for a described node."""
+    """Commands of ```bash blocks run on this machine in a campaign; all others are checked for a node of eight GPUs."""
     monkeypatch.chdir(REPO)
     for variable in environment.select_variables(os.environ):  # the described node must not see the suite's fake devices
         monkeypatch.delenv(variable)
@@ -342,7 +342,7 @@ def test_the_list_of_commands_has_every_option_and_default():
 
 
 def with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Return a parser and those of its subcommands."""
+    """Return a parser and the parsers of its subcommands."""
     under = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return [parser, *(child for action in under for child in action.choices.values())]
 

@@ -60,7 +60,7 @@ def attention_outputs(config: str, gpus: int) -> Callable[[], float]:
 
 
 def recorded(page: str) -> str:
-    """Return a source: a page of docs/evidence that contains the figure. A command writes that page, or the page names it."""
+    """Return a source: a page of docs/evidence with the figure. A command writes the page, or the page names the command."""
     return (REPO / "docs/evidence" / page).read_text()
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/first_hour.py: its schedule of an hour, its configs on described GPUs, and its verdicts."""
+"""benchmarks/first_hour.py: its schedule of an hour, its configs on GPUs that this machine lacks, and its verdicts."""
 
 import json
 import os
@@ -39,8 +39,8 @@ def test_stages_fit_into_their_time():
 
 @pytest.mark.parametrize("gib", [140.0, 79.6])
 def test_cases_can_be_run(gib):
-    """The cases are valid on one described H200 and one H100. All runs differ, except that the H100 runs the 1B instead of the
-    8B.
+    """The cases are valid on one H200 and one H100. All runs differ; on the H100 two are equal, as the 1B model replaces
+    the 8B.
     """
     runs = {}
     for name in first_hour.CASES:
@@ -179,7 +179,7 @@ def test_rates_of_an_earlier_stage_are_used(tmp_path, monkeypatch):
 
 
 def test_the_cost_of_gpu_metrics_follows_from_turns(tmp_path, monkeypatch):
-    """Stage 6 on a described GPU: steps take 1.01 s with GPU metrics and 1 s without."""
+    """Stage 6 with fake programs: steps take 1.01 s with GPU metrics and 1 s without."""
     asked = []
 
     def run_program(command, log, *, environ=None, limit_s):

@@ -236,7 +236,7 @@ def test_contradicting_memory_variables(name, value):
 
 
 def test_jax_reads_the_variable_that_is_exported(monkeypatch):
-    """Fails if another jax version reads another variable."""
+    """jax reads the memory fraction from this variable; a later version may read another one."""
     from jaxlib import xla_client
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

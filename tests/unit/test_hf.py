@@ -216,7 +216,7 @@ def test_experts_in_one_tensor_are_read(tmp_path, name):
 
 
 def in_fp8(folder, block):
-    """Rewrite a folder's matrices in FP8 with a scale for each block. Returns its tensors, and their values."""
+    """Rewrite a folder's matrices in FP8 with a scale for each block. Returns the stored tensors, and their values."""
     tensors, stand_for = tensors_of(folder), {}
     for name, x in tensors.copy().items():
         if x.ndim == 2 and ("_proj" in name) and ".self_attn.kv_a" not in name:

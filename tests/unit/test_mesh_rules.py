@@ -215,7 +215,7 @@ def test_pallas_grouped_matmuls_need_hopper(devices, more, words):
     ],
 )
 def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
-    """Whole experts need no reordering after a gather. The remaining mesh axes shard the model dimension of each expert."""
+    """Whole experts need no reordering after a gather. Mesh axes that do not divide the experts shard their model dimension."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
     run = launch.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)

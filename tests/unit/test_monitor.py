@@ -50,7 +50,7 @@ class Watched:
         self.monitor.__exit__()
 
     def lines(self, step: int = 1, seconds: float = 10.0) -> list[dict[str, Any]]:
-        """Return the lines after `seconds` and one more sample."""
+        """Return the metrics lines after `seconds` and one more sample."""
         self.now += seconds
         self.monitor.sample()
         return self.monitor.lines(step)

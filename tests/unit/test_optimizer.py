@@ -136,7 +136,7 @@ def test_moments_are_stored_in_their_types_and_updated_in_f32(m, v):
 
 
 def taken(clip: float, loss: float = 1.0) -> tuple[TrainState, dict[str, Any]]:
-    """Take step 3 of plain descent at a rate of 1/4, for one weight vector whose gradient has the norm 5."""
+    """Take step 3 of gradient descent at a rate of 1/4, for one weight vector whose gradient has the norm 5."""
     params = {"w": jnp.asarray([1.0, 2.0])}
 
     def gradients(params: Any, batch: Any) -> Any:

@@ -221,7 +221,7 @@ def test_traffic_stands_beside_the_least_in_a_step_and_in_a_layer():
 
 
 def test_published_runs_bound_what_is_believed():
-    """The range precedes the roofline. Without comparable published runs, the report names that reason."""
+    """The range from published runs precedes the roofline's step time. Without comparable runs, the report says so."""
     expected = "expected: step 746 to 824 ms, 9,940 to 11,000 tokens/s/GPU, MFU 51.7% to 57.1% causal"
     expected += " of the bf16 peak, 25.8% to 28.5% of the FP8 peak"
     shown = " ".join(written(sample(), 120).split())

@@ -315,7 +315,7 @@ def test_rates_below_what_a_board_reaches():
 
 
 def test_a_slow_gpu_is_one_below_the_others(capsys):
-    """Of two GPUs the slower one is found, although it lowers their median. Its number is that of nvidia-smi."""
+    """Of two GPUs the slower one is found, although it lowers their median. The finding has its index in nvidia-smi."""
     judged = rates.CHECKS.run(context(measured={"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}))
     found = {finding.name: finding for finding in judged}
     assert found["GEMM"].state == FAULT and "GPU2 600 (-14%)" in found["GEMM"].seen and "GPU5" not in found["GEMM"].seen
@@ -516,7 +516,7 @@ def test_one_question_that_hangs_is_named(tmp_path, capsys):
 
 
 def together_on(name: str, paths: dict[str, str], seconds: float = 60) -> report.NodeReport:
-    """Return preflight's report on a recorded node without rates, so that preflight measures."""
+    """Return preflight's report on a recorded node. The rates of the recording are removed, so that preflight measures."""
     node_ = RecordedNode(RECORDED / name)
     node_.measured = {}
     (found,) = Preflight(context(node_, paths), None, seconds).run()

@@ -233,7 +233,7 @@ def test_an_attempt_began_where_it_first_began(tmp_path: Path) -> None:
 
 
 def lines(count: int, first: int = 1, **fields: Any) -> list[dict[str, Any]]:
-    """Return train lines whose step time in ms is the step's number. The first lines are slow."""
+    """Return train lines whose step time in ms is the step's number. The first two steps take 10 s each."""
     out = []
     for step in range(first, first + count):
         seconds = 10.0 if step < first + 2 else step / 1000

@@ -59,7 +59,7 @@ def test_cublas_call(target):
 
 
 def test_cublas_call_that_writes_into_a_stack():
-    """In XLA's dynamic-slice fusion, the GEMM's output goes directly to its slice of a stack of 40."""
+    """In XLA's dynamic-slice fusion, the matmul's output goes directly to its slice of a stack of 40 layers."""
     stack, out = "bf16[40,1000,10000]{2,1,0}", "bf16[1000,10000]{1,0}"
     config = json.dumps({"gemm_backend_config": {"dot_dimension_numbers": {"lhs_contracting_dimensions": ["1"]}}})
     before = f"""
@@ -132,7 +132,7 @@ def test_attention_calls(mask, window, name, pairs):
 
 
 def test_experts_call_in_8_bits():
-    """Its FLOPs use the 8-bit matmul rate. Without that rate, the call is refused."""
+    """An FP8 call of the experts' kernel runs at the 8-bit matmul rate. Without that rate, the call is refused."""
     rows, weights = "f8e4m3fn[1000,5000]{1,0}", "f8e4m3fn[4,10000,5000]{2,1,0}"
     arguments = f"\n  %r = {rows} parameter(3)\n  %w = {weights} parameter(4)"
     named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times8_fast/mpmd_map"}'
@@ -168,8 +168,8 @@ def test_experts_call(filled, tflop):
     ],
 )
 def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
-    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 for each
-    query.
+    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 pairs for
+    each query.
     """
     assert op_cost.attention_pairs(mask, window, queries, keys) == pairs
 

@@ -141,7 +141,7 @@ def test_ten_are_shown_that_may_fit_best_first():
 
 
 def test_the_config_itself_is_one_of_them():
-    """The config is listed too if one of its axes is -1."""
+    """The config is a candidate, once, also if one of its axes is -1."""
     for overrides in (("mesh.fsdp=-1",), ("mesh.fsdp=8",)):
         assert [c.changes for c in ranked(load(*overrides), H200).candidates].count(()) == 1
 
@@ -266,7 +266,7 @@ def test_a_machine_without_a_description_is_refused():
 
 
 def everything_saved() -> RunConfig:
-    """Return 8B that does not fit: 8 sequences of 8192 tokens a GPU in a microbatch, and no recompute."""
+    """Return a run of Llama 3 8B that does not fit: 8 sequences of 8192 tokens a GPU in a microbatch, and no recompute."""
     return load("remat.policy=none", "remat.tensors=", "train.grad_accum=4", "loss.chunk=512")
 
 
@@ -293,7 +293,7 @@ def test_a_plan_far_above_its_formula_makes_the_search_careful(inline):
 
 
 def test_storage_types_come_after_all_that_costs_only_time(inline):
-    """70B's state, gradients and inputs with float32 moments exceed the memory even with full recompute."""
+    """70B's state with float32 moments, gradients and layer inputs exceed the memory even with full recompute."""
     run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", "train.memory_fraction=0.85", file=FILE_70B)
     result = fit(run)
     assert result.best.rank == 1 and "dtypes.m=bf16" in result.best.changes

@@ -51,7 +51,7 @@ PLACED = placement(data=1, fsdp=2, expert=2, tensor=2)
     ],
 )
 def test_layouts(axes: tuple, at_rest: P, in_use: list, replicas: tuple):
-    """Each case has a weight's stored spec, its axes in use, and the mesh axes over which it is replicated."""
+    """Each case has a stored weight's spec, the mesh axes that shard it in use, and the axes over which it is replicated."""
     assert PLACED.sharding(axes).spec == at_rest
     assert [PLACED.compute_axes(axis) for axis in axes] == in_use
     assert PLACED.replica_axes(axes) == replicas
@@ -155,7 +155,7 @@ def test_a_redirected_gradient_is_that_of_the_other_array():
 
 @pytest.mark.parametrize("partial", [(), ("tensor",), ("fsdp", "tensor"), ("fsdp",)])
 def test_a_blocks_output_is_summed_into_the_residual_stream_and_gathered_from_it(partial: tuple[str, ...]):
-    """Each device gets its tokens of the sum. Their gradients go to every term, and so do the gradients from the next block."""
+    """Each device gets the sums of its tokens. Their gradients, and those from the next block, reach every device's term."""
     p = Placement(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor")), tuple(RULES.items()))
     of_device = P(("fsdp", "tensor"))
     x, of_residual, of_block = whole_numbers(4, 4, 2), whole_numbers(4, 2, 2), whole_numbers(4, 4, 2)[::-1]

@@ -43,8 +43,8 @@ def test_signals_ask_to_stop_or_to_trace(
 
 
 def test_where_nothing_is_there_to_save_a_run_leaves_at_once(monkeypatch: pytest.MonkeyPatch):
-    """The request may come from here or from elsewhere. The run's files are closed first, and the process ends even if that
-    fails.
+    """The request is a signal, another process's request or the time limit. The run's files are closed first, and the
+    process ends even if that fails.
     """
     left: list[int] = []
     monkeypatch.setattr(signals.os, "_exit", left.append)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which layers a stage has, and in which tick it runs each unit. No arrays."""
+"""Pipeline schedules: which layers a stage has, and in which tick it runs each microbatch. No arrays."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_microbatch_passes_every_layer_once_and_in_order(layers: int, stages: 
 
 
 def done_by(s: Schedule) -> tuple[dict[tuple[int, int, int], int], dict[tuple[int, int, int], int]]:
-    """Return {(stage, group, microbatch): tick} of the forward and the backward pass. No unit runs twice."""
+    """Return {(stage, virtual stage, microbatch): tick} of the forward and of the backward passes. None runs twice."""
     forward, backward = {}, {}
     for stage in range(s.stages):
         for u in range(s.units):

@@ -116,7 +116,7 @@ class FakeGpu:
 
 
 def test_the_machine_itself(monkeypatch):
-    """Tests what follows from the devices' names and numbers, because there is no GPU here."""
+    """There is no GPU here, so the test covers results that depend only on the devices' names and numbers."""
     present = [FakeGpu("NVIDIA H200") for _ in range(4)]
     monkeypatch.setattr(jax, "devices", lambda: present)
     machine = here()

@@ -100,7 +100,7 @@ def test_what_goes_on_beside_the_main_thread_is_watched_too(clock: Clock, tmp_pa
 
 
 def watch(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch, *turns: Callable[[], object]) -> list[dict[str, Any]]:
-    """Return the reports with which the watchdog's thread would end the process. `turns` run between its looks at the clock."""
+    """Return the reports with which the watchdog's thread would end the process. `turns` run between its checks."""
     reports: list[dict[str, Any]] = []
     monkeypatch.setattr(dog, "_leave", reports.append)
     monkeypatch.setattr(dog, "_stop", Turns(clock, *turns))
@@ -170,7 +170,7 @@ def test_it_leaves_evidence_and_ends_the_process(index: int, clock: Clock, tmp_p
 def test_it_ends_the_process_whatever_fails(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The facts, the end of the run's files and its folder all fail. Evidence then goes to the folder for temporary files."""
+    """Facts, completion of the run's files and writes to its folder all fail. Evidence goes to the temporary folder."""
 
     def facts() -> dict[str, Any]:
         raise SystemExit(3)

@@ -80,8 +80,8 @@ def zero_of(asked: dict[str, Any]) -> Zero:
 
 
 def summed(zero: Zero, axes: tuple) -> tuple[list[str], list[str]]:
-    """Return the mesh axes over which a gradient is summed in its layer, and those at the end of the step,
-    without a compile.
+    """Return the mesh axes over which a gradient is summed in its layer, and those at the end of the step.
+    They are read from the traced functions, without a compile.
     """
 
     def over(f: Any) -> list[str]:
