@@ -25,7 +25,7 @@ PROBE = 512  # rows and columns of the matrices that each device multiplies afte
 
 
 class Corrupted(RuntimeError):
-    """The same computation gave different bits, or replicas differ. The message names the devices that may be faulty."""
+    """The same computation gave different bits, or replicas differ. The message names the devices that differ."""
 
 
 class Verifier:

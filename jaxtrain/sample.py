@@ -12,7 +12,7 @@ from jaxtrain.startup import start_jax
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str], str]:
-    """Return a check of an option's text. It returns "" for an allowed number, `rule` for another number, else an error."""
+    """Return a check of an option's text. It returns "" for an allowed number, or the broken rule."""
 
     def check(text: str) -> str:
         try:

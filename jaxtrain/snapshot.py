@@ -125,7 +125,7 @@ class Snapshots:
         return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
     def forget(self) -> None:
-        """Give the next copies their own memory, because the last ones may still be read."""
+        """Give the next copies new memory, because the previous copies may still be read."""
         self._kept = []
 
 
