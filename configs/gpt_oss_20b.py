@@ -1,6 +1,6 @@
 """GPT-OSS 20B, sequences of 8192 tokens; sized for one node of 8 GPUs with 141 GB each.
 
-It trains from scratch, or with --config.init.from=openai/gpt-oss-20b from the published weights.
+It trains from scratch, or with --config.init.from=hf:openai/gpt-oss-20b from the published weights.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:openai/gpt-oss-20b \\

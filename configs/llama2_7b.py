@@ -5,7 +5,7 @@
         --output=data/fineweb-edu-llama2.tok --validation=0.001
     ./run.sh --config=configs/llama2_7b.py --workdir=runs/llama2_7b
 
-This search found mesh, microbatch and remat. Without --search, the command plans this config, for this or another machine:
+The command below searched for mesh, microbatch and remat. Without --search, it plans this config, for this or another machine:
 
     ./run.sh plan --config=configs/llama2_7b.py --topology=h200:8 --search --budget=600
 

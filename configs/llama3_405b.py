@@ -1,4 +1,4 @@
-"""Llama 3.1 405B from scratch, sequences of 8192 tokens, on 16 or more nodes of 8 GPUs with 141 GB each.
+"""Llama 3.1 405B from scratch, sequences of 8192 tokens, on 8 or more nodes of 8 GPUs with 141 GB each.
 
     hf download HuggingFaceFW/fineweb-edu --repo-type=dataset --include 'sample/100BT/*' --local-dir=corpus
     ./run.sh data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NousResearch/Meta-Llama-3-8B \\

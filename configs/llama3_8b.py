@@ -9,7 +9,7 @@ Half of the layers, for measurements on one GPU (all of 8B in float32 with momen
 
     ./run.sh --config=configs/llama3_8b.py:half --config.data.source=synthetic --config.train.steps=20
 
-This search found mesh, microbatch and remat. Without --search, the command plans this config, for this or another machine:
+The command below searched for mesh, microbatch and remat. Without --search, it plans this config, for this or another machine:
 
     ./run.sh plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 

@@ -58,6 +58,7 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
 
     Raises:
         ConfigError: the config has mistakes, or training on this machine would refuse it.
+        LayoutError: the mesh or the rules do not fit the devices of this process.
         TopologyError: the machine is unknown.
     """
     from jaxtrain.plan import shardings as tables
@@ -99,7 +100,7 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     A formula estimates the step time of every layout. Layouts are compiled in the order of that estimate.
 
     Args:
-        budget: seconds until running compiles are ended; 0: no limit.
+        budget: seconds after which the search ends, running compiles included; 0: no limit.
 
     Raises:
         ConfigError, TopologyError: as `shardings`.
@@ -119,6 +120,10 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
     """Train in this process, as `python -m jaxtrain.main` does, and return how the run ended.
 
     If the folder has a run, that run is resumed.
+
+    Args:
+        config: a config, or the ConfigDict or nested dict of its keys.
+        overrides: keys of the config; ignored for a ConfigDict or dict.
 
     Raises:
         ConfigError: the config has mistakes; nothing was written.
@@ -145,7 +150,8 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
 def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "") -> dict[str, float]:
     """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
 
-    Each text is a separate document. Longer texts than the model's sequences are divided; every token counts once.
+    Each text is a separate document. Texts longer than the model's sequences are divided. Each token is scored once, but the
+    first token of a text is not scored if the tokenizer has no start token.
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
@@ -193,8 +199,8 @@ def generate(
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
-        temperature: of sampling; 0: always the most likely token.
-        top_p: probability mass of the most likely tokens to sample from.
+        temperature: sampling temperature; 0: always the most likely token.
+        top_p: sample from the smallest set of most likely tokens whose probabilities add up to this.
         base: for a run with adapters, the folder of the base model if it was moved.
 
     Raises:
@@ -216,7 +222,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
 
     Args:
         config: a path or a name, as in `load`. A small model is enough: agreement does not depend on its size.
-        meshes: such as "one,fsdp2,tensor2"; "": the default layouts of `python -m jaxtrain.parity`.
+        meshes: names of layouts, such as "one,fsdp2,tensor2"; "": the default layouts of `python -m jaxtrain.parity`.
         overrides: keys of the config.
 
     Raises:

@@ -90,7 +90,7 @@ class Option:
         return f"Write --{self.name}={self.value}" + ("" if self.value.endswith(".") else ".")
 
     def problem(self, text: str) -> Problem | None:
-        """Return the rule that a given value breaks, or None."""
+        """Return a Problem with the rule that a given value breaks, or None."""
         key = f"--{self.name}"
         fix = self.fix
         if not self.value:
@@ -135,7 +135,7 @@ class Command:
             Each word is one argument. "..." at the end allows more, "[" at the beginning allows none.
         modes: names of options that each replace the usual action. At most one is given.
         examples: command lines for --help, without `python -m jaxtrain.NAME`.
-        notes: the last paragraphs of --help: exit codes.
+        notes: the last paragraphs of --help, such as the exit codes.
     """
 
     name: str
@@ -218,7 +218,7 @@ class Command:
         return dataclasses.replace(problem, remedy=fix)
 
     def _wrong_modes(self, modes: Sequence[str], written: set[str]) -> list[Problem]:
-        """Return the problems of options that exclude each other."""
+        """Return the problems of modes that exclude each other, and of options that the given mode does not use."""
         if len(modes) > 1:
             both = " ".join(f"--{name}" for name in modes)
             return [Problem(both, None, "each of these is an action of its own", f"Leave out --{modes[1]}.")]
@@ -348,14 +348,14 @@ def run_command(
     """Run one command and return its exit code.
 
     Args:
-        argv: the arguments without the program's name; None: those of this process.
+        argv: the arguments without the program's name; None: the arguments of this process.
         act: the command's own work, for a command line without problems. Returns the exit code.
-        check: returns further problems of the command line. They are reported together with those of the options.
+        check: returns further problems of the command line. They are reported together with the problems of the options.
         errors: exceptions of `act` that mean wrong input. The message is printed, and the exit code is 2.
 
     Returns:
-        the code of `act`; 0 after --help; 2 if the command line, the config or an input is wrong; 1 if a file cannot be read or
-        written; 130 after Ctrl-C.
+        the exit code that `act` returns; 0 after --help; 2 if the command line, the config or an input is wrong; 1 if a file
+        cannot be read or written; 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(arg == "-h" or arg.partition("=")[0] == "--help" for arg in argv):

@@ -111,7 +111,7 @@ class Key:
     """The declaration of a key, without its type and default.
 
     Attributes:
-        doc: one line.
+        doc: its meaning, in one line.
         choices: the values that a string takes; () for any.
         importable: `package.module:name` is a value too.
         at_least, above, at_most, below: the range of a number; None if it is open.
@@ -394,7 +394,7 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Storage dtypes. auto: by `precision`. int8: quantized in blocks."""
+    """Storage dtypes of weights, moments and gradients. int8: quantized in blocks."""
 
     params: str = key(
         "auto", "the master weights (auto: f32); norms and biases are f32 in any case", choices=("auto", "f32", "bf16")
@@ -535,7 +535,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW or Muon, and the schedule."""
+    """AdamW or Muon, and the schedule of the learning rate."""
 
     name: str = key(
         "adamw",
@@ -569,7 +569,10 @@ class Optimizer:
     )
 
     def decay(self, steps: int) -> int:
-        """Return the number of decay steps in a run of `steps` steps: decay_steps, or for 0 the default of the schedule."""
+        """Return the number of decay steps in a run of `steps` steps: decay_steps, or for 0 the default of the schedule.
+
+        It is at most the number of steps after the warm-up.
+        """
         after = max(1, steps - max(1, self.warmup_steps))
         derived = max(1, steps // 5) if self.schedule == "wsd" else after
         return min(self.decay_steps or derived, after)
@@ -577,7 +580,7 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """Start a new run from another run's result."""
+    """The weights that a new run starts from: of another run, or of a Hugging Face model."""
 
     from_: str = key("", "a run's folder, one of its checkpoints/<step>, or a Hugging Face folder; the step starts at 0")
     what: str = key("weights", "restored from init.from", choices=("weights", "weights+optimizer"))
@@ -746,7 +749,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One problem of a config, in words for the user."""
+    """One problem of a config or a command line: the key, its value, the rule that it breaks, and the remedy."""
 
     key: str
     value: object
@@ -769,10 +772,10 @@ class ConfigError(ValueError):
 def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
 
-    With zero = 0, weights and their gradients and moments are replicated over the mesh axes that shard the batch.
+    With zero = 0, weights, gradients and moments are replicated over the mesh axes that shard the batch and the sequence.
 
-    Mesh axes that divide the number of experts shard the experts, which are contiguous in memory for the all-gather. The other
-    axes shard the model dimension of each expert's weights.
+    The axis `expert`, and axes of sharding.rules.experts whose sizes divide the number of experts, shard the experts: the
+    shards are contiguous in memory for the all-gather. The other axes shard the model dimension of each expert's weights.
     """
     rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
     whole: list[str] = []
@@ -793,9 +796,9 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
     """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    If data and fsdp are both -1, fsdp is `node` / (expert x tensor x seq), or 1 if that is below 1. Stages are on different
-    nodes if there are enough nodes. data has the size that uses all devices. `what` names the devices in an error. Raises
-    ConfigError for sizes that do not fill the devices.
+    If data and fsdp are both -1, fsdp is the greatest common divisor of the devices that are left and of the devices of a node
+    divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data has the size that uses
+    all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
@@ -940,7 +943,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return a remedy for a misspelt name."""
+    """Return a remedy for a misspelt name: the nearest known name, or all of them."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
 
@@ -997,7 +1000,8 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
 def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Return the RunConfig of a ConfigDict with every derived value filled in, and the problems found.
 
-    Derived: `model.head_dim` from d_model / num_heads or the parts of a latent model's heads, `dtypes.*` from `precision`.
+    Derived: `model.head_dim` is d_model / num_heads, or qk_nope_head_dim + qk_rope_head_dim with latent attention. `dtypes.*`
+    that are auto are f32, and `dtypes.reduce` is the compute dtype.
     """
     tree = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
     run, problems = from_dict(tree)
@@ -1012,10 +1016,10 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> Any:
-    """Return the `:variant` of `--config=FILE:variant`, typed by its defaults.
+    """Return the `:variant` of `--config=FILE:variant`, with the types of `defaults`.
 
     `parse_arg("half,seq=4096", half=False, seq=8192)` gives an object with `.half` True and `.seq` 4096. A bare name
-    switches a bool on. Leftovers and values of the wrong type raise ConfigError.
+    switches a bool on. Unknown names and values of the wrong type raise ConfigError.
     """
     chosen = dict(defaults)
     problems: list[Problem] = []

@@ -1,11 +1,12 @@
 """Context parallelism: the sharding of a sequence's tokens and its attention over the ranks of `mesh.seq`. Imports no jax.
 
-A rank of the seq axis is ring rank x ulysses + Ulysses rank. So the ranks of a Ulysses group are neighbours: its all-to-alls
-send more bytes than the ring.
+A rank is the index of a device along an axis or in a group. A rank of the seq axis is ring rank x ulysses + Ulysses rank. So
+the devices of a Ulysses group are neighbours, because its all-to-alls send more bytes than the ring.
 
 A ring of r ranks cuts each sequence into 2 r chunks of C tokens and gives ring rank g the chunks g and 2 r - 1 - g (zigzag
-order). An early chunk has few visible keys, its partner many. Under the causal mask every ring rank computes the same 2 r C^2
-pairs. The Ulysses ranks of a ring rank shard its two chunks. In attention, each of them has both chunks, for some of the heads.
+order). An early chunk has few visible keys, the late chunk of the same rank many. So under the causal mask every ring rank
+computes 2 r C^2 query-key pairs. The Ulysses ranks of a ring rank shard its two chunks. In attention, each of them has both
+chunks, for some of the heads.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
     """Return the ring and Ulysses sizes for `ranks` ranks of the seq axis.
 
     Args:
-      method: parallel.context.
+      method: parallel.context. Unless it is ulysses, all ranks are ring ranks.
       asked: attention.ulysses; 0: as many ranks as the heads allow.
       ranks: mesh.seq.
       heads, kv_heads: numbers of query and key/value heads on each rank of the tensor axis.
@@ -67,7 +68,7 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
 def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
     """Return why a Ulysses group of this size cannot shard these heads, or None.
 
-    If there are fewer key/value heads than ranks, ranks hold replicas of them.
+    If there are fewer key/value heads than ranks in the group, several ranks have replicas of one key/value head.
     """
     if heads % group:
         return f"{heads} query heads do not divide over {group} ranks"

@@ -25,11 +25,14 @@ PROBE = 512  # rows and columns of the matrices that each device multiplies afte
 
 
 class Corrupted(RuntimeError):
-    """The same computation gave different bits, or replicas differ. The message names the device if it is known."""
+    """The same computation gave different bits, or replicas differ. The message names the devices that differ."""
 
 
 class Verifier:
-    """Runs steps twice and compares the results. mesh: the mesh of the states. say: writes a line to the log."""
+    """Runs steps twice and compares the results.
+
+    abstract: shapes, dtypes and shardings of the state. mesh: its mesh. say: writes a line to the log.
+    """
 
     def __init__(self, abstract: TrainState, mesh: jax.sharding.Mesh, say: Callable[[str], None]):
         self._abstract, self._mesh, self._say = abstract, mesh, say
@@ -52,7 +55,7 @@ class Verifier:
         """Return the result of `train_step(current, batch)` after two executions gave the same bits. `current` is donated.
 
         During the two executions, a copy of the state is in host memory, so devices need no more memory than for a step.
-        Raises Corrupted.
+        Raises Corrupted if the two results differ, or if replicas of a shard differ after the step.
         """
         jax.block_until_ready(current)
         began = time.perf_counter()

@@ -1,9 +1,9 @@
 """Digests of arrays, computed on their devices: equal bits have equal digests, on any mesh and any number of processes.
 
-A digest is three sums modulo 2^32 over an array's elements, read as unsigned words w_i of their own width: of w_i, of
-w_i x (2654435761 i | 1), and of the number of elements that are not finite. Integer sums do not depend on their order, so the
-digest does not depend on the sharding. One flipped bit changes the first sum by a power of two below 2^32, never by 0; swapped
-elements change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
+A digest is three sums modulo 2^32 over an array's elements, read as unsigned words w_i of their own width: the sum of w_i, the
+sum of w_i x (2654435761 i | 1), and the number of elements that are not finite. Integer sums do not depend on their order, so
+the digest does not depend on the sharding. One flipped bit changes the first sum by a power of two below 2^32, never by 0;
+swapped elements change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
 
 Each device sums its shards, and one all-reduce adds all sums of a call. Hundreds of small all-reduces would need the same order
 on every process, relative to the all-reduces of training.
@@ -113,7 +113,8 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
 def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return the digests of arrays by name, uint32 (3,).
 
-    It waits for a few arrays at a time. Arrays of one shape, dtype and sharding share a compiled program.
+    At most AT_ONCE arrays are in one call, and the next call waits for it. Calls with the same number of arrays of one shape,
+    dtype and sharding share a compiled program.
     """
     kinds: dict[Any, list[str]] = {}
     for name, x in arrays.items():

@@ -1,4 +1,4 @@
-"""Skipped steps (jaxtrain/train/guard.py): their reports and counts, and the number at which a run has diverged.
+"""Skipped steps (jaxtrain/train/guard.py): their reports, their counts, and the decision that a run has diverged.
 
 All processes have the same numbers, so all decide equally.
 """
@@ -50,7 +50,7 @@ class Bads:
         self.row.clear()
 
     def add(self, bad: Bad) -> bool:
-        """Add a skipped step. Return whether the run has diverged."""
+        """Add a skipped step. Return whether the run has diverged: whether `most` steps in a row were skipped."""
         self.in_a_row += 1
         self.skipped += 1
         self.row.append(bad)

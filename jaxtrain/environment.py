@@ -83,7 +83,7 @@ class Overlay:
     unset: dict[str, str] = dataclasses.field(default_factory=dict)  # variables left unset on purpose, with the reason
 
     def common(self) -> dict[str, str]:
-        """Return the variables that must be equal on all processes. Limits of host memory and network names may differ."""
+        """Return the variables that must be equal on all processes: all but HOST_LIMIT and the names in SITE."""
         apart = (HOST_LIMIT, *SITE)
         return {name: value for name, value in {**self.inherited, **self.set}.items() if name not in apart}
 
@@ -97,7 +97,7 @@ class Overlay:
 
 
 def table(sm: int) -> Table:
-    """Return the table of a GPU. sm: its compute capability times ten; between two tables, the older GPU's is returned."""
+    """Return the table of a GPU. sm: its compute capability times ten; without a table for it, the next older GPU's table."""
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
@@ -141,7 +141,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
 def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
     """Return the variables that a run sets, and the problems of the environment in which it would start.
 
-    On CPUs only `env.set` applies, and no variable is refused.
+    On CPUs only `env.set` applies, and no variable of the shell is refused.
     """
     env = run.env
     asked, problems = parse(env.set)
@@ -193,7 +193,8 @@ def _derive_variables(
 def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, known: set[str]) -> list[Problem]:
     """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
 
-    known: variables that the run sets or refuses.
+    If an earlier run of this process set some of them, these have a separate problem. known: variables that the run sets or
+    refuses.
     """
     earlier = environ.get(EXPORTED, "").split(",")
     found = {

@@ -8,11 +8,11 @@ length T, and 2 FLOPs per multiply-add:
     attention      4 N H T                               scores and their sum over values, whole T x T square ("full")
                    2 N H T                               the half that a causal mask leaves                   ("causal")
 
-and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three
-times the forward pass: the backward pass has two matmuls for each one. With H N = D the "full" sum is the 6 N + 12 L H Q T of
-the PaLM paper, appendix B; Megatron-LM and MaxText count the "causal" half. The two differ by a tenth for 8B at 8192, so every
-figure names its convention. Neither counts norms, rotary embedding, softmax or the optimizer, and neither considers document
-borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients (`training`).
+and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three times
+the forward pass: the backward pass has two matmuls for each one. The "full" sum is the 6 N + 12 L H Q T of the PaLM paper,
+appendix B, where N counts parameters; Megatron-LM and MaxText count the "causal" half. The two differ by 12% for Llama 3 8B at
+T = 8192, so every figure names its convention. Neither counts norms, rotary embedding, softmax or the optimizer, and neither
+considers document borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients (`training`).
 
 A token of a model with E experts goes through k of them, and through the shared expert of width S. So the feed-forward block is
 
@@ -50,7 +50,7 @@ from jaxtrain.config import Model, Remat, RunConfig, parts_of
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs per token in both conventions."""
+    """FLOPs per token, with attention in the "causal" and in the "full" convention of this module's docstring."""
 
     causal: float
     full: float
@@ -63,12 +63,12 @@ class Flops:
 
 
 def head_dim(model: Model) -> int:
-    """Return H: as configured, or D / N."""
+    """Return the width of a query or key head: model.head_dim, or d_model / num_heads if it is 0."""
     return model.head_dim or model.d_model // model.num_heads
 
 
 def value_dim(model: Model) -> int:
-    """Return the width of a value's head."""
+    """Return the width of a value head: model.v_head_dim, or the width of a query head if it is 0."""
     return model.v_head_dim or head_dim(model)
 
 
@@ -100,8 +100,8 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
 def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
     """Return forward FLOPs per token of one layer's matmuls, by weight (names without layer numbers).
 
-    rows: rows of experts' matmuls per token; 0: the number of experts per token.
-    dense: whether the layer is one of model.dense_layers. The names are those of the other layers.
+    rows: rows of experts' matmuls per token (`expert_rows`); 0: the number of experts per token.
+    dense: whether the layer is one of model.dense_layers. Its weights have the same names as the weights of other layers.
     """
     d = model.d_model
     found = {f"layers.attention.{name}": 2.0 * into * out for name, (into, out) in projections(model).items()}
@@ -117,7 +117,7 @@ def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, 
 
 
 def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
-    """Return forward FLOPs per token of one layer's matmuls, by the activation they compute (`activations.ACTIVATIONS`)."""
+    """Return forward FLOPs per token of one layer's matmuls, by result: a name of `activations.ACTIVATIONS`, or "router"."""
     out: dict[str, float] = {}
     for name, cost in products(model, rows, dense).items():
         out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
@@ -168,7 +168,7 @@ def stated(model: Model) -> Callable[[Model, int], Flops] | None:
 def forward(model: Model, seq_len: int) -> Flops:
     """Return forward FLOPs per token of a train step, with the modules of multi-token prediction.
 
-    A family from outside the package may state them; otherwise they follow from the formulas above.
+    A family from outside the package may state its FLOPs; otherwise they follow from the formulas of the module's docstring.
     """
     if own := stated(model):
         return own(model, seq_len)
@@ -221,7 +221,7 @@ def differentiates_layers(run: RunConfig) -> bool:
 
 
 def passes_mtp(run: RunConfig) -> bool:
-    """Whether the backward pass goes through the modules of multi-token prediction."""
+    """Return whether the backward pass goes through the modules of multi-token prediction."""
     names = [name for name in by_weight(run.model) if name.startswith("mtp.")]
     return differentiates_layers(run) or any(learns(run, name) for name in ("final_norm.scale", *names))
 
@@ -237,9 +237,10 @@ def adapters(run: RunConfig) -> float:
 def training(run: RunConfig) -> Flops:
     """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
 
-    A frozen weight has no gradient, which is one of its three matmuls. With adapters, a step has the FLOPs of two forward
-    passes of the base and three of the adapters. Input gradients below the lowest trained layer are counted although they are
-    not needed. The usual count of a first layer has them too. For a family that states its FLOPs, all weights count as trained.
+    A weight has three matmuls in a step, one of which computes its gradient; a frozen weight has two. With adapters, a step has
+    the FLOPs of two forward passes of the base and three of the adapters. Gradients of activations below the lowest trained
+    layer are counted although they are not needed, as usual for the input of the first layer. For a family that states its
+    FLOPs, all weights count as trained.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     if stated(m):
@@ -261,7 +262,10 @@ def training(run: RunConfig) -> Flops:
 
 
 def head(run: RunConfig) -> float:
-    """Return the FLOPs of `training` in the output head: its matmul, and the needed gradients of states and weight."""
+    """Return the FLOPs per token of `training` in matmuls with the output head, multi-token prediction included.
+
+    They are the forward matmul, and the needed gradients of the hidden states and of the head's weight.
+    """
     m = run.model
     one = heads(dataclasses.replace(m, mtp_layers=0))
     wanted = differentiates_layers(run) or learns(run, "final_norm.scale")
@@ -272,10 +276,9 @@ def head(run: RunConfig) -> float:
 def beyond(run: RunConfig) -> Flops | None:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
-    None for a family that states its FLOPs.
-
-    They are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity beyond an
-    even load. A capacity below 1 drops tokens, so the result may be negative.
+    These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
+    beyond an even load. A capacity below 1 drops tokens, so the result may be negative. It is None for a family that states its
+    FLOPs.
     """
     if stated(run.model):
         return None
@@ -294,9 +297,10 @@ def beyond(run: RunConfig) -> Flops | None:
 def expert_rows(run: RunConfig) -> float:
     """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
-    Without a capacity, it is the number of experts per token. With a capacity, it is multiplied by the capacity factor, since
-    buffers have the size of the capacity. Without a capacity and with one expert per device, it is multiplied by moe.buffer,
-    since the dense matmul of a device covers its whole buffer (kernels/experts/feed_forward.py).
+    The result is the number of experts per token times a factor, and at most the number of experts. With a capacity, the factor
+    is the capacity factor, since buffers have the size of the capacity. Without a capacity, it is moe.buffer if each device has
+    one expert and moe.impl is auto, since the dense matmul of a device covers its whole buffer
+    (kernels/experts/feed_forward.py). Otherwise it is 1.
     """
     e, m = run.moe, run.model
     alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
@@ -308,14 +312,15 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
     A matmul of a layer is recomputed if the backward pass needs its result and neither it nor a later activation is saved:
 
-    - q, k, v if they are not saved; with qk_norm q and k in any case, since its backward pass reads the input of the norm,
-      which only "dots" saves;
+    - q, k, v if they are not saved; with qk_norm, q and k also if they are saved, since the backward pass of the norm reads its
+      input, which only "dots" saves;
     - the attention kernel unless both its output and its log-sum-exp are saved;
     - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
     - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
     - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
-    - down in the layers whose output is the next layer's input under the same checkpoint. The last layer of each `remat.every`
-      is not such a layer: the backward pass does not read its output, and XLA drops it. With sandwich_norm, down in all layers;
+    - down, if it is not saved, in the layers whose output is the next layer's input under the same checkpoint. The last layer
+      of each `remat.every` is not such a layer: the backward pass does not read its output, and XLA drops it. With
+      sandwich_norm, down in all layers;
     - both projections of multi-token prediction, whose results only "dots" saves.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
@@ -348,9 +353,10 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) -> float | None:
-    """Return the fraction of the dense peak: FLOPs per token x tokens per second, both per device, over peak (TFLOP/s).
+    """Return FLOPs per token x tokens per second of one device, as a fraction of the device's dense peak (TFLOP/s).
 
-    With `per_token` it is MFU, with `per_token + beyond` HFU. None if the peak is unknown (None or 0).
+    With the FLOPs of `training`, the result is MFU; with those of `training` and `beyond`, it is HFU. None if the peak is
+    unknown (None or 0).
     """
     if not peak_tflops:
         return None

@@ -31,7 +31,10 @@ from jaxtrain.train.stages import STAGE, arrangement
 
 
 class Sampler:
-    """A model ready to continue text. Compiles once per prompt length and once for the single-token step."""
+    """A model ready to continue text.
+
+    For each cache capacity, temperature and top_p, it compiles one program per prompt length and one for a single token.
+    """
 
     def __init__(self, run: RunConfig, placement: Placement):
         run = for_inference(run)
@@ -56,14 +59,14 @@ class Sampler:
 
     @property
     def cache_specs(self) -> Any:
-        """Return the PartitionSpecs of a cache."""
+        """Return the PartitionSpecs of a key/value cache."""
         _, heads = cached_arrays(self.run.model, self.placement)
         kv, of_dense = (self.placement.spec((*first, None, None, heads, None)) for first in (("layers",), ()))
         made: Any = Cache
         return made((kv, kv), ((of_dense, of_dense),) * self.run.model.dense_layers, P(), P(), P())
 
     def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
-        """Return the logits of the token after each row's last one, f32 (B, V), and the cache with these tokens."""
+        """Return the logits of the token that follows `tokens_BT`, f32 (B, V), and the cache with `tokens_BT` added."""
         model = self.definition.bind(params)
         hidden, cache = self._pipe.decode(model, tokens_BT, cache) if self._pipe else model.decode(tokens_BT, cache)
         return model.logits(hidden[:, -1:])[:, 0], cache
@@ -73,7 +76,7 @@ class Sampler:
         return choose(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
 
     def empty_cache(self, rows: int, room: int) -> Cache:
-        """Return an empty cache on the devices, for `room` tokens in each row."""
+        """Return an empty key/value cache on the devices, for `rows` sequences of up to `room` tokens."""
         empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._places)
         return jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(self.placement.mesh, spec), self.cache_specs))
 
@@ -88,9 +91,10 @@ class Sampler:
         seed: int,
         room: int = 0,
     ) -> Iterator[int]:
-        """Yield token ids that continue the prompt (at least one id); the caller decides where to stop.
+        """Yield `max_tokens` ids that continue the prompt. The caller may stop earlier.
 
-        room: least capacity of the cache, in tokens. Prompts with the same capacity share the compiled single-token step.
+        prompt: at least one id. room: least capacity of the cache, in tokens. Prompts with the same capacity share the compiled
+        single-token step.
         """
         # Lengths are rounded up so that prompts of similar length share one compiled step.
         room = -(-max(len(prompt) + max_tokens, room) // 64) * 64
@@ -125,7 +129,7 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
 
 
 def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
-    """Return the prompt and its continuation, up to the end of the document or max_tokens. `room`: see Sampler.tokens."""
+    """Return the prompt and its continuation, up to the end-of-text token or max_tokens. `room`: see Sampler.tokens."""
     prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
     made: list[int] = []
     how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
@@ -137,7 +141,7 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
 
 
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """Return the ids of a prompt as the beginning of a document. If there would be no id, return the id of a newline.
+    """Return the ids of a prompt as the beginning of a document; for an empty prompt without ids, the ids of a newline.
 
     Raises TokenizerError for an id that the model does not have (another tokenizer than in training), and if there is no id.
     """
@@ -163,8 +167,8 @@ def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.S
 def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
     """Return config, sampler, weights and step of a run's newest checkpoint, one checkpoint, or a Hugging Face folder.
 
-    For a run with adapters, the weights are those of base and adapters. base: the folder of the base, if it was moved. Raises
-    CheckpointError, HuggingFaceError, also for a stored config of another version.
+    For a run with adapters, the weights are those of the base model and the adapters. base: the base model's folder, if it was
+    moved. Raises CheckpointError, HuggingFaceError, also for a stored config of another version.
     """
     source = open_origin(path)
     run = source.run()

@@ -1,7 +1,7 @@
 """The wall time of a run by cause, over all attempts, summed from its ledger. Imports no jax.
 
 Goodput is the fraction of the wall time spent on steps that count. The time between a planned end (exit code 0, or 130 for
-Ctrl-C) and the next attempt is "stopped" and excluded. ledger.py writes the file.
+Ctrl-C) and the next attempt is "stopped" and excluded. ledger.py writes the ledger.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Goodput:
 
     @property
     def goodput(self) -> float | None:
-        """Return the goodput as a fraction of the time without "stopped"; None before there is any."""
+        """Return the goodput as a fraction of the time without "stopped"; None if that time is 0."""
         wanted = self.wall_s - self.parts["stopped"]
         return self.parts["step"] / wanted if wanted > 0 else None
 
@@ -98,7 +98,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> Goodput:
-    """Sum up the lines of a ledger. now: the present time, for a live run; None: the time when it was last seen alive."""
+    """Sum up the lines of a ledger. now: the present time, for a live run; None: use the last line's `seen_last`."""
     spans: list[Span] = []
     attempts = at = repeated = 0
     began = until = 0.0
@@ -146,7 +146,7 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
 def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
     """Add the time from the last line of an attempt to when it was last seen. Return that time.
 
-    Lines come every LINE_S seconds: a much later modification time is the time at which the file was copied.
+    Lines come every LINE_S seconds, so at most 2 LINE_S are added: a later modification time is the time of a copy of the file.
     """
     length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
     if length:
@@ -161,13 +161,13 @@ def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
 
 
 def _hung(spans: list[Span], attempt: int) -> None:
-    """Count the time since an attempt's last step as lost: the watchdog ended the attempt."""
+    """Count the time since an attempt's last step as "hang": the watchdog ended the attempt."""
     for span in _spans_without_progress(spans, attempt):
         span.seconds = {"hang": sum(span.seconds.values())}
 
 
 def _repeat(spans: list[Span], step: int) -> None:
-    """Count the time of steps after `step` as repeated: the next attempt takes them again."""
+    """Count the time of steps after `step` as "repeated": the run takes these steps again."""
     for span in spans:
         if span.last is not None and span.last <= step:
             continue
@@ -183,7 +183,7 @@ def _repeat(spans: list[Span], step: int) -> None:
 
 
 def words(found: Goodput) -> str:
-    """Return one line: the goodput, and the other causes, largest first."""
+    """Return one line: the goodput, and the causes of at least 0.1% of the wall time, except "step" and "stopped"."""
     if found.goodput is None:
         return "goodput: nothing has been measured yet"
     rest = {cause: s for cause, s in found.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * found.wall_s}

@@ -108,7 +108,7 @@ class Devices:
 
     @property
     def gpu(self) -> Gpu | None:
-        """Return the table's entry; None on CPU and for an unknown GPU."""
+        """Return the GPU's entry in TABLE; None on CPU and for an unknown GPU."""
         return lookup(self.name) if self.kind == "gpu" else None
 
 
@@ -117,7 +117,8 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
 
     JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those that the
     driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
-    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute.
+    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute. If there is no driver
+    or CUDA plugin, or CUDA_VISIBLE_DEVICES hides all GPUs ("" or -1), the devices are CPUs unless JAX_PLATFORMS asks for a GPU.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
@@ -228,7 +229,7 @@ def _invisible(visible: str, rule: str) -> InvisibleGpu:
 
 
 def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
-    """Return the fraction of a GPU's memory that JAX takes: `configured`; for 0, all but the reserve, to four digits."""
+    """Return the fraction of a GPU's memory that JAX preallocates: `configured`; for 0, all but RESERVE_GIB, to four digits."""
     if configured > 0:
         return configured
     return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
@@ -249,9 +250,9 @@ def host_gib() -> float:
 
 
 def available_gib(root: str | os.PathLike[str] = "/") -> float:
-    """Return the GiB that a process can still get here: MemAvailable, or the smallest limit of its memory cgroups (v1, v2).
+    """Return the GiB that a process can still get here: the least of MemAvailable and the limits of its memory cgroups.
 
-    root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine counts.
+    root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine is in place of MemAvailable.
     """
     base = Path(root)
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(base / "proc/meminfo"), re.MULTILINE)
@@ -279,16 +280,18 @@ def _text(path: Path) -> str:
 
 
 def pinned_limit_gib(environ: Mapping[str, str]) -> float:
-    """Return the GiB of host memory that a process may pin for copies of the state: HOST_LIMIT, or by default HOST_SHARE."""
+    """Return the GiB of host memory that a process may pin for copies of the state.
+
+    It is the variable HOST_LIMIT, or by default the fraction HOST_SHARE of the host's memory.
+    """
     return float(environ.get(HOST_LIMIT) or int(HOST_SHARE * host_gib()))
 
 
 def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
     """Return the variables that make JAX take `fraction` of each GPU's memory, and the problems of contradicting variables.
 
-    They must be exported before JAX is imported.
-
-    JAX reads the fraction when it starts the GPU, takes 75% by default, and must preallocate for the number to be a budget.
+    The variables must be exported before JAX is imported. JAX reads the fraction when it starts the GPU, and takes 75% by
+    default. It must preallocate the memory: otherwise the fraction is no budget.
     """
     name = "XLA_CLIENT_MEM_FRACTION"
     problems = []

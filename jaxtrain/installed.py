@@ -29,7 +29,7 @@ def version(name: str) -> str | None:
 
 
 def script(name: str) -> str:
-    """Return a script of this environment as a user types it: its path if it is installed, `.venv/bin/hf`, else its name."""
+    """Return a script of this environment as a user types it: its path, such as `.venv/bin/hf`, if installed, else its name."""
     path = Path(sys.executable).with_name(name)
     if not path.is_file():
         return name
@@ -43,7 +43,7 @@ def remedy(extra: str) -> str:
 
 @functools.cache
 def code() -> str:
-    """Return the SHA-256 of jaxtrain's own files, as they are at the first call."""
+    """Return the SHA-256 of jaxtrain's own Python files, as they are at the first call."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())

@@ -87,8 +87,8 @@ class Launch:
 class Loaded:
     """The result of `load`.
 
-    `run` has defaults in place of keys with problems; `file_read` is False if it has only defaults. `asked` has the values
-    before derivation.
+    `run` has the defaults of keys with problems. `file_read` is False if the config file could not be read. `asked` has the
+    values of file and command line, before derivation.
     """
 
     run: RunConfig
@@ -169,9 +169,9 @@ def fit_schedule(
 ) -> tuple[RunConfig, list[str]]:
     """Shorten warm-up and decay to fit train.steps, and lower optimizer.lr_min to fit optimizer.lr.
 
-    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run. A
-    value changes only if its origin (default, file, command line) ranks below that of train.steps or optimizer.lr. Otherwise
-    `validate` reports the contradiction.
+    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run.
+    Warm-up and decay change only if their origin (default, file, command line) ranks below the origin of train.steps, lr_min
+    only if its origin ranks below that of optimizer.lr. Otherwise `validate` reports the contradiction.
 
     Args:
         run: the resolved config.
@@ -211,7 +211,7 @@ def fit_schedule(
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Return the result of `config.resolve`, with explanations for keys that do not exist on purpose."""
+    """Return the result of `config.resolve`. The problem of a dropout key explains why jaxtrain has none."""
     run, problems = resolve(config)
     return run, [_explain_refusal(p) for p in problems]
 
@@ -290,7 +290,7 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
 
 
 def _as_option(setting: str, given: str) -> str:
-    """Return a setting as an option. Its value is that of the table of synonyms, or else the value that was typed.
+    """Return a setting of the table of synonyms as an option, with the value in the table or else the value that was typed.
 
     given: "=VALUE" as it was typed, or "".
     """
@@ -308,12 +308,12 @@ def _file_and_variant(text: str) -> tuple[str, str]:
 
 
 def _relative(path: Path) -> str:
-    """Return the shortest way to write a path from the current folder."""
+    """Return a path relative to the current folder if it is inside that folder, else the path unchanged."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
-    """Return the ConfigDict of a config file, and the number of GPUs of its layout (0: any); or None and the problems.
+    """Return (ConfigDict of a config file, number of GPUs of its layout or 0 for any, []); or (None, 0, problems).
 
     The file is executed without being imported, so no __pycache__ appears next to it.
     """
@@ -398,7 +398,7 @@ def _example(text: str, kind: type) -> str:
 
 
 def parse(text: str, kind: type) -> Any:
-    """Return a value from its text. Raises ValueError or KeyError if the text is not of type `kind`."""
+    """Return a value from its text. Raises ValueError or KeyError if the text is not of type `kind`, or not finite."""
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     if kind is float:
@@ -410,7 +410,7 @@ def parse(text: str, kind: type) -> Any:
 
 
 def _explain_refusal(problem: Problem) -> Problem:
-    """Return the problem with an explanation, for keys that people expect and that do not exist on purpose."""
+    """Return the problem; for an unknown key or option of dropout, with the reason why jaxtrain has none."""
     if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem

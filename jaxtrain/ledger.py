@@ -91,7 +91,10 @@ class Ledger:
             self._append({"kind": "back", "step": step})
 
     def end(self, exit_code: int, reason: str) -> None:
-        """Record the end of the attempt. Nothing is written after it."""
+        """Record the end of the attempt, the last line that is written.
+
+        If another thread holds the lock for PATIENCE_S seconds, nothing is recorded.
+        """
         self._over.set()
         if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, for example, must not wait
             return
@@ -105,7 +108,10 @@ class Ledger:
             self._lock.release()
 
     def close(self, exit_code: int, reason: str) -> Goodput | None:
-        """Record the end of the attempt. Return the goodput of all attempts; None if it cannot be read."""
+        """Record the end of the attempt. Return the goodput of all attempts; None on processes other than 0.
+
+        None also if the ledger cannot be read.
+        """
         self.end(exit_code, reason)
         try:
             return summarise(read(self.path)) if self._kept else None
@@ -123,7 +129,7 @@ class Ledger:
         self._since = now
 
     def _write(self) -> None:
-        """Write one line with all time since the last line; after a failure it becomes part of the next line."""
+        """Write one line with all time since the last line. If the write fails, the next line includes this time."""
         seconds = {cause: round(s, 6) for cause, s in self._spent.items() if s > 0}
         line = {"kind": "spent", "until": self._since, "seconds": seconds, "step": self._step, "doing": self._stack[-1]}
         if seconds and self._append(line):
@@ -160,7 +166,7 @@ class Ledger:
 
 
 def _cut_to_lines(path: Path) -> float | None:
-    """Remove a last line that a kill cut short. Return the file's modification time; None if there is no file."""
+    """Remove a last line that a kill cut short. Return the file's modification time; None without a complete line."""
     try:
         seen = path.stat().st_mtime
         held = path.read_bytes()

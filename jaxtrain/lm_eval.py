@@ -28,7 +28,7 @@ ROWS = 8
 
 
 class TaskError(ValueError):
-    """A task needs something that this model cannot do."""
+    """The model cannot do the task, or an argument of the command or the model is wrong."""
 
 
 @functools.cache
@@ -128,7 +128,10 @@ def harness_model() -> type:
 
 
 def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
-    """Return (strings to stop at, maximal tokens) from a task's generation arguments. Raises TaskError for sampling."""
+    """Return (strings to stop at, largest number of tokens) from a task's generation arguments.
+
+    most: the largest number of tokens if the task names none. Raises TaskError for sampling and for unknown arguments.
+    """
     rest = dict(asked)
     until = rest.pop("until", None) or []
     lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]

@@ -26,7 +26,7 @@ from jaxtrain.train.state import Tensors, is_stacked
 
 @functools.partial(jax.jit, static_argnames="order")
 def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
-    """Return the sum modulo 2^32 of (each element's 16 bits + 1) times an odd number that depends on its index.
+    """Return the sum modulo 2^32 of (each element's bfloat16 bits + 1) times an odd number that depends on its index.
 
     order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. The index of an element in a stack
     is computed as if the layers were in order.
@@ -62,9 +62,10 @@ def digest(params: Params, layers: Arrangement | None = None) -> str:
 
 
 def base_path(meta: Mapping[str, Any], asked: str = "") -> str:
-    """Return the checkpoint of the base: `asked`, or by default the path in the adapters' meta.json.
+    """Return the path of the base: `asked`, or the path in the adapters' meta.json.
 
-    Raises CheckpointError if there is none.
+    The path in meta.json is returned if `asked` is "" or the init.from of the run that trained the adapters. Raises
+    CheckpointError if meta.json names no base.
     """
     base = meta.get("base")
     if not isinstance(base, Mapping) or not {"path", "digest"} <= base.keys():
@@ -130,7 +131,7 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
 
 
 def product(name: str, a: Any, b: Any) -> np.ndarray:
-    """Return a b in float32, with its dimensions in the order of the weight `name`."""
+    """Return the matrix product a b in float32, with its dimensions in the order of the weight `name`."""
     xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
     made = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
     letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as in the matmul

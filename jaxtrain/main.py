@@ -152,7 +152,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
 
 
 def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
-    """Return the command line's config, with the config of a replay bundle in place of the config file's."""
+    """Return `loaded` with the config of a replay bundle, and the command line's overrides, in place of the config file."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -168,7 +168,7 @@ def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
 
 
 def replay_bundle(bundle: Path, run: RunConfig) -> int:
-    """Repeat the step of a bundle. Return 0 if the step fails in the same way again, 1 if not."""
+    """Repeat the step of a bundle. Return 0 if it fails in the same way again, 1 if not, 2 if it cannot be repeated."""
     from jaxtrain import checkpoint, replay
     from jaxtrain.train import run as train
 

@@ -48,7 +48,7 @@ class MetricsError(ValueError):
 
 
 class Rewound(NamedTuple):
-    """The result of `rewind`: lines kept, lines of later steps dropped, and whether the last line was cut short."""
+    """The result of `Writers.rewind`: numbers of lines kept and dropped, and whether the last line was cut short."""
 
     kept: int
     dropped: int
@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
     """Return a line's numbers by their names in trackers: train/loss, eval/loss, eval/SET/loss, source/FILE/tokens and
-    gpu/I/power_w. GPU I of a process P other than 0 is gpu/P.I. Unknown numbers are left out."""
+    gpu/I/power_w. GPU I of a process P other than 0 is gpu/P.I. Values that are None are left out."""
     place = line["kind"]
     if "set" in line:
         place += f"/{line['set']}"
@@ -179,7 +179,7 @@ class Tracker(Protocol):
         ...
 
     def close(self, exit_code: int | None) -> None:
-        """Finish. exit_code None: not decided yet; `line` may reopen the tracker."""
+        """End the run in the tracker. exit_code None: the exit code is not known yet, and `line` may reopen the tracker."""
         ...
 
 
@@ -203,7 +203,7 @@ class Writers:
         """Write one train line.
 
         It takes all of TRAIN_KEYS except `kind` and `time_unix`; EXPERT_METRICS of a model with experts; MTP_METRICS of
-        multi-token prediction; and REWARD_METRICS of a loss of pairs. TypeError names any that is missing or unknown.
+        multi-token prediction; and REWARD_METRICS of a loss of pairs. Raises TypeError, which names missing and unknown keys.
         """
         more = [name for names in (REWARD_METRICS, MTP_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
@@ -219,8 +219,9 @@ class Writers:
     def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:
         """Write one eval line, and return it.
 
-        Takes all of EVAL_KEYS except `kind`; for a loss of pairs, REWARD_METRICS in place of the last two. Raises TypeError as
-        `train` does. The loss is in nats per token. bits_per_byte is None if the tokenizer has no byte counts.
+        Takes all of EVAL_KEYS except `kind`; for a loss of pairs, REWARD_METRICS in place of bits_per_byte and perplexity.
+        Raises TypeError as `train` does. The loss is in nats per token. bits_per_byte is None if the tokenizer has no byte
+        counts.
 
         name: of the held-out set; "" for a set without a name.
         """
@@ -270,9 +271,9 @@ class Writers:
         return moved
 
     def rewind(self, step: int) -> Rewound:
-        """Remove everything after `step` (-1: everything) from metrics.jsonl, samples.txt and the trackers.
+        """Remove everything after `step` (-1: everything) from metrics.jsonl and samples.txt, and rewind the trackers.
 
-        Each file is replaced atomically.
+        Each of the two files is replaced atomically.
         """
         self.close()
         kept = dropped = 0
@@ -302,7 +303,7 @@ class Writers:
         return {line["step"] for line in read(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
 
     def close(self, exit_code: int | None = None) -> None:
-        """Flush to disk and close. Writing later reopens the files, unless an exit code was given."""
+        """Flush to disk and close. A later write reopens the file; trackers reopen too, unless an exit code was given."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()

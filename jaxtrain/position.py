@@ -22,14 +22,14 @@ NAME = "skipped_data.json"
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The batches of steps after `step`; the first of them is batch `begin` of the source."""
+    """The batches of the steps after `step`: the source's batches from number `begin` on, without the skipped batches."""
 
     step: int  # optimizer steps done
     begin: int
     skipped: tuple[tuple[int, int], ...] = ()  # batches [first, last), ascending and not adjacent
 
     def at(self, step: int) -> int:
-        """Return the batch of the optimizer step after `step` steps (`step` at least self.step)."""
+        """Return the number of the source's batch for optimizer step `step` + 1. `step`: at least self.step."""
         batch = self.begin + step - self.step
         for first, last in self.skipped:
             if last > self.begin and batch >= max(first, self.begin):
@@ -37,18 +37,18 @@ class Position:
         return batch
 
     def read(self, step: int) -> int:
-        """Return the number of batches that were read or skipped in `step` optimizer steps."""
+        """Return how many batches of the source are read or skipped after `step` optimizer steps."""
         return self.at(step - 1) + 1 if step > self.step else self.begin
 
 
 class Positioned:
-    """A source whose batch i is the batch after i optimizer steps."""
+    """A data source by optimizer steps: its batch i is the batch of optimizer step i + 1."""
 
     def __init__(self, source: Any, position: Position):
         self._source, self._position = source, position
 
     def batch(self, step: int, rows: Any = None) -> Any:
-        """Return the batch after `step` optimizer steps. rows: as for the source's own `batch`."""
+        """Return the batch of optimizer step `step` + 1. rows: as for the source's own `batch`."""
         at = self._position.at(step)
         return self._source.batch(at) if rows is None else self._source.batch(at, rows)
 
@@ -84,9 +84,9 @@ def read(directory: "epath.Path") -> list[dict[str, Any]]:
 def skip(
     directory: "epath.Path", tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int
 ) -> list[dict[str, Any]]:
-    """Add a range of data [first, last) that this run skips, from its next start or rollback on. Return all ranges.
+    """Add a range of tokens [first, last) that this run skips, from its next start or rollback on. Return all ranges.
 
-    steps: the first and the last bad step. back_to: the checkpoint from which the run continues.
+    steps: the first and the last skipped step. back_to: the checkpoint from which the run continues.
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
     known = [*read(directory), new]

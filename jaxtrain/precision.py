@@ -12,18 +12,23 @@ SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floatin
 
 
 def uneven(run: RunConfig) -> bool:
-    """Return whether experts of a device have uneven numbers of rows. Gradients of their weights then stay in bfloat16."""
+    """Return whether the experts of a device may have different numbers of tokens.
+
+    If so, the matmuls of their weights' gradients stay in bfloat16.
+    """
     alone = run.mesh.expert == run.model.num_experts and run.moe.impl == "auto"
     return run.model.num_experts > 1 and not run.moe.capacity_factor and not alone
 
 
 def matmuls(model: Model) -> tuple[str, ...]:
-    """Return the names of a model's matmul weights, one name for all layers of a stack."""
+    """Return the names of a model's matmul weights without router and head, one name for all layers of a stack."""
     return tuple(name for name in flops.by_weight(model) if not name.endswith(".mlp.router"))
 
 
 def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
-    """Return the names of a model's matmul weights in 8 bits, and the problems of `fp8.exclude`.
+    """Return the names of the weights whose matmuls are in 8 bits, and the problems of `fp8.exclude`.
+
+    weights: names of all matmul weights, as from `matmuls`.
 
     An item of `fp8.exclude` is any part of a name between dots: wo, mlp.down, attention.
     """
@@ -59,7 +64,7 @@ def _parts(names: Iterable[str]) -> list[str]:
 
 
 def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
-    """Return the reasons why a model or devices cannot multiply in 8 bits.
+    """Return a problem if precision is fp8 and the devices are GPUs that cannot multiply in 8 bits.
 
     CPUs emulate it: they round to 8 bits as a GPU does, and multiply in bfloat16.
     """

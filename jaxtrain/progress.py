@@ -38,7 +38,7 @@ REDRAW_S = 0.1  # drawing more often shows nothing new and slows the loop
 
 
 class Console:
-    """The log and terminal of one process. A context manager; process 0 writes to the terminal, others only warnings."""
+    """The log and terminal of one process. A context manager. To the terminal, other processes than 0 write only warnings."""
 
     def __init__(self, workdir: str | Path, process_index: int, total_steps: int, *, stream: TextIO | None = None):
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
@@ -106,7 +106,7 @@ class Console:
     def _seconds_left(self, done: int, now: float, step_time_s: float | None) -> float | None:
         """Return an estimate of the seconds until the last step, from the last quarter of the lines, at least 20 lines.
 
-        It includes evaluations and saves. After the first line it uses the step time only.
+        The estimate includes evaluations and saves. At the first line, it is from the step time only.
         """
         while self._lines and self._lines[-1][0] >= done:  # a rollback
             self._lines.pop()
@@ -193,7 +193,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
-    """Return the columns of a progress line, without the step. `seconds_left`: until the last step. `of_fp8`: as in Console."""
+    """Return the columns of a progress line, without the step. `seconds_left`: until the last step. `of_fp8`: see Console."""
     parts = []
     for name, form in COLUMNS.items():
         value = line.get(name)

@@ -46,7 +46,7 @@ class ReplayError(RuntimeError):
 
 
 def weights_alone(current: TrainState) -> TrainState:
-    """Return the part of a state that a bundle stores."""
+    """Return the part of a state that a bundle stores: the step and the weights, without moments."""
     return TrainState(current.step, current.params, (), layers=current.layers)
 
 
@@ -63,7 +63,7 @@ def write(
     """Write the bundle of a skipped step; every process of the run calls it. Return a line for the log.
 
     run: the config of the compiled step. current: the state that the guard holds. batch: all rows of the batch. options: XLA's
-    options of the compiled step. Raises ReplayError if the bundle cannot be written, after removing its files.
+    options of the compiled step. Raises ReplayError if the bundle cannot be written. Its folder then has no bundle.json.
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
     sums = state.digests_by_name(state.to_digests(current))
@@ -97,7 +97,7 @@ def write(
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return bundle.json. Raises ReplayError if it is missing or cannot be read."""
+    """Return bundle.json. Raises ReplayError if it is missing, cannot be read, or has another format."""
     path = folder / BUNDLE
     try:
         record = files.unseal(path.read_bytes())
@@ -182,8 +182,8 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
 def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
     """Return one line about the first array, in the order of computation, with a value that is infinite or NaN.
 
-    sums: the parameters' digests. Layers are found by running the model's first 1, 2, 4, ... layers with its own final norm and
-    head, and plain cross entropy: a bad value of a layer shows in the loss after it.
+    sums: the parameters' digests. A bisection finds the first bad layer. Each of its steps runs some of the model's first
+    layers with the model's own final norm and head, and plain cross entropy: a bad value of these layers shows in the loss.
     """
     wrong = _order(name for name, x in sums.items() if digests.not_finite(x))
     if wrong:
@@ -240,7 +240,7 @@ def _in_loss(program: Program, params: Any, micro: Any) -> str:
 
 
 def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
-    """Return parameter of a layer -> f32 (2,): the number of values in its gradient that are not finite, and the norm."""
+    """Return parameter (of one layer) -> f32 (2,): the number of its gradient's values that are not finite, and the norm."""
     _, grads = program.gradients(params, batch)
     return {name: np.asarray(_measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 
@@ -274,7 +274,10 @@ def _named(wrong: list[str]) -> str:
 
 
 def _order(names: Any, backward: bool = False) -> list[str]:
-    """Return names of parameters in the order in which a step uses them: embedding, layers by number, other parameters."""
+    """Return names of parameters in the order of the forward pass: embedding, layers by number, other parameters.
+
+    backward: in the reverse order.
+    """
 
     def place(name: str) -> tuple[int, int, str]:
         layer = re.search(r"\.layers\.(\d+)\.", name)

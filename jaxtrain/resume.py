@@ -273,7 +273,7 @@ def _width_of_heads(values: Mapping[str, Any]) -> float:
 
 
 def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return whether a key decides which tokens are on a device, and so which tokens the capacity of its experts drops.
+    """Return whether a key decides which tokens are on a device, and so which tokens are above the capacity of experts.
 
     If mesh.seq shards sequences, parallel.context decides which tokens of a sequence are on a device.
     """
@@ -287,7 +287,9 @@ def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any
 def check_allow_change(allow_change: str) -> list[Problem]:
     """Return the problems of checkpoint.allow_change itself: unknown names, and patterns that match only fixed keys.
 
-    A pattern that also matches other keys passes here; `compare` still refuses a change of such a key."""
+    Fixed keys are those that can never change on resume.
+
+    A pattern that also matches a key that may change passes here; `compare` still refuses changes of the fixed keys."""
     known = list(config.declared())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):

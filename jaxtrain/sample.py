@@ -12,7 +12,7 @@ from jaxtrain.startup import start_jax
 
 
 def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str], str]:
-    """Return a function from a text to the rule that it breaks: to be a number, or `rule` if not `allowed`; else ""."""
+    """Return a check of an option's text. It returns "" for an allowed number, or the broken rule."""
 
     def check(text: str) -> str:
         try:
@@ -77,7 +77,7 @@ def _act(parsed: Parsed) -> int:
 
 
 def generate_texts(workdir: str, tokenizer_path: str, base: str, given: dict[str, object]) -> int:
-    """Print the continuations and return the exit code.
+    """Print each prompt with its continuation, and return the exit code.
 
     Args:
         given: fields of config.Sample that override the run's config.

@@ -5,8 +5,8 @@
     --- step 400
     ...
 
-With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. A line of a text that looks like such a
-heading is written with a space before it, so that the file can be read back. This module opens no file.
+With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. A line of a text that has the form of
+such a heading is written with a space before it, so that the file can be read back. This module opens no file.
 """
 
 import re
@@ -18,7 +18,7 @@ HEADING = re.compile(r"^--- step (\d+)(?:, prompt (\d+))?\n", re.MULTILINE)
 
 
 class Sample(NamedTuple):
-    """A text, prompt included. `prompt` counts from 1; 0 if there is only one."""
+    """A generated text, with its prompt. `prompt` is the number of the prompt, from 1; 0 if there is only one prompt."""
 
     step: int
     prompt: int

@@ -39,8 +39,8 @@ class Scored:
 class Scorer:
     """Scores texts with a model, on the devices of `sampler`.
 
-    rows: of a batch, rounded up to a multiple of the devices that share it. max_length: longest input in tokens; 0:
-    data.seq_len, the longest in training.
+    rows: sequences of a batch, rounded up to a multiple of the devices that shard it. max_length: longest input in tokens; 0:
+    data.seq_len, the sequence length of training.
 
     Raises LayoutError for a sampler on pipeline stages.
     """
@@ -93,7 +93,8 @@ class Scorer:
     def score(self, asked: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Return for each request the sum of its log-probabilities (nats), and whether each of its tokens is the likeliest.
 
-        A text that is too long loses tokens on the left. Raises ValueError if the tokens to be scored exceed max_length.
+        Of a text longer than max_length, the first tokens are dropped. Raises ValueError if more than max_length tokens are to
+        be scored.
         """
         for one in asked:
             if one.count > self.max_length:
@@ -118,9 +119,10 @@ class Scorer:
         return out
 
     def windows(self, tokens: Sequence[int], first: int) -> Iterator[Scored]:
-        """Yield a text of any length in requests of at most max_length tokens.
+        """Yield a text of any length in requests that score at most max_length tokens each.
 
-        Each token is scored once, with as much context as fits. `first`: the token before the text.
+        Each token is scored once. The context of a request's first token is the one token before it. Only a last request that
+        scores fewer tokens has more context before its first token. `first`: the token before the text.
         """
         after = [first, *tokens]
         for start in range(0, len(tokens), self.max_length):
@@ -128,17 +130,17 @@ class Scorer:
             yield Scored(after[max(0, end - self.max_length) : end + 1], end - start)
 
     def _next(self, params: Params, cache: Any, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the likeliest token after these, (B,), and the cache with them."""
+        """Return the likeliest token after `tokens_BT`, (B,), and the cache with `tokens_BT` added."""
         logits_BV, cache = self._sampler.decode(params, cache, tokens_BT)
         return jnp.argmax(logits_BV, axis=-1), cache
 
     def likeliest(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], done: Callable[[int, list[int]], bool]
     ) -> list[list[int]]:
-        """Return the greedy continuation of each prompt (at least one token each).
+        """Return the greedy continuation of each prompt. A prompt has at least one token.
 
-        It ends when `done(index of the prompt, its tokens so far)` is true, or after its `max_tokens`. A prompt that is too
-        long for max_length less `max_tokens` loses tokens on the left; ValueError if no token would be left.
+        A continuation ends when `done(index of the prompt, tokens of the continuation)` is true, or after `max_tokens` tokens.
+        Of a prompt longer than max_length - `max_tokens`, the first tokens are dropped. Raises ValueError if that is below 1.
         """
         for most in max_tokens:
             if most >= self.max_length:
@@ -197,5 +199,5 @@ class Scorer:
 
 
 def padded(length: int) -> int:
-    """Return the next power of two, at least SHORTEST."""
+    """Return the least power of two that is at least `length`, and at least SHORTEST."""
     return max(SHORTEST, 1 << max(0, length - 1).bit_length())

@@ -4,9 +4,9 @@ Every array has logical axis names ("batch", "embed", "heads", ...). `sharding.r
 tensor, seq; and stage and expert where they are used). A `Placement` is that map on a mesh.
 
 Gradients are computed inside one `jax.shard_map` over the whole mesh (train/program.py). Inside it every array is this device's
-local shard, and every collective is an explicit call. One rule holds: each device adds its own share to the loss, and the loss
-is the sum of the shares over all devices. Autodiff then gives each device its share of every gradient, and the gradient of a
-weight is the sum over the mesh axes that do not shard it.
+local shard, and every collective is an explicit call. One rule holds: each device computes a partial loss, and the loss is the
+sum of the partial losses of all devices. Autodiff then gives each device a partial gradient of every weight. The gradient of a
+weight is the sum of the partial gradients over the mesh axes that do not shard the weight.
 """
 
 import collections
@@ -48,7 +48,7 @@ def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int
       node: devices in a node; 0: all of them.
 
     Raises:
-      LayoutError: the product is not num_devices.
+      LayoutError: a size is invalid, or the product is not num_devices.
     """
     try:
         sizes = mesh_sizes(run.mesh, num_devices, node or num_devices)
@@ -63,7 +63,7 @@ def node_of(device: Any) -> int:
         for number in ("partition_index", "slice_index"):  # the present name, and the name in older versions of JAX
             if (found := getattr(device, number, None)) is not None:
                 return found
-    # A described device has one process for each node.
+    # In a topology without hardware, each node has one process.
     return device.process_index
 
 
@@ -123,7 +123,7 @@ class Placement:
 
     @property
     def all_axes(self) -> tuple[str, ...]:
-        """Return all mesh axes."""
+        """Return all mesh axes of size above 1."""
         return tuple(a for a, size in self.mesh.shape.items() if size > 1)
 
     @property
@@ -160,7 +160,7 @@ class Placement:
 
     @property
     def activation_shards(self) -> dict[str, int]:
-        """Return the number of devices that shard each logical axis of activations, and the experts in use."""
+        """Return logical axis of activations -> number of its shards; "experts": number of shards of experts while in use."""
         axes = ("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "layers")
         return {axis: self.size(self.mesh_axes(axis)) for axis in axes} | {"experts": self.size(self.compute_axes("experts"))}
 
@@ -201,22 +201,22 @@ class Placement:
 
 
 def all_gather(x: jax.Array, over: Sequence[str], dim: int) -> jax.Array:
-    """Concatenate the shards of all devices along a dimension."""
+    """Concatenate, along dimension `dim`, the shards of the devices along the mesh axes `over`."""
     return jax.lax.all_gather(x, tuple(over), axis=dim, tiled=True) if over else x
 
 
 def reduce_scatter(x: jax.Array, over: Sequence[str], dim: int) -> jax.Array:
-    """Sum over devices; each keeps its shard of a dimension."""
+    """Sum over the devices along the mesh axes `over`; each keeps its shard of dimension `dim`."""
     return jax.lax.psum_scatter(x, tuple(over), scatter_dimension=dim, tiled=True) if over else x
 
 
 def all_reduce(x: Any, over: Sequence[str]) -> Any:
-    """Sum over devices."""
+    """Sum over the devices along the mesh axes `over`."""
     return jax.lax.psum(x, tuple(over)) if over else x
 
 
 def all_to_all(x: jax.Array, over: Sequence[str], split: int, concat: int) -> jax.Array:
-    """Shard dimension `split` instead of dimension `concat`."""
+    """Return `x` with dimension `split` sharded over the mesh axes `over`, instead of dimension `concat`."""
     return jax.lax.all_to_all(x, tuple(over), split_axis=split, concat_axis=concat, tiled=True) if over else x
 
 
@@ -259,7 +259,7 @@ def to_block(x_BTD: jax.Array, p: Placement) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class GatherSpec:
-    """The gather of one weight, and the reduction of its gradient. Static."""
+    """The gather of one weight, and the reduction of its gradient. Hashable, for use as a static argument."""
 
     dims: tuple[tuple[int, tuple[str, ...]], ...]  # gathered dimensions, and their mesh axes
     summed: tuple[str, ...]  # replica axes: the gradient is all-reduced over them, after the reduce-scatters
@@ -285,7 +285,7 @@ def _gather_fwd(w: jax.Array, spec: GatherSpec) -> tuple[jax.Array, jax.Array]:
 # A custom_vjp_call is one operation for remat policies, which then save no part of it (models/remat.py).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def all_gather_weight(w: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Return a weight, or its FP8 bits, unsharded along the gathered dimensions. It has no gradient."""
+    """Return a weight, or its FP8 bits, unsharded along the gathered dimensions. Differentiation raises TypeError."""
     w = w.astype(spec.compute)
     for dim, over in spec.dims:
         w = all_gather(w, over, dim)
@@ -307,7 +307,10 @@ gather_weight.defvjp(_gather_fwd, _gather_bwd)
 
 
 def reduce_gradient(g: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Return this device's shard of a weight's gradient, in the reduce dtype. `g`: its share, of the gathered shape."""
+    """Return this device's shard of a weight's gradient, in the reduce dtype.
+
+    `g`: the device's partial gradient, of the gathered shape.
+    """
     g = g.astype(spec.reduce)
     for dim, over in reversed(spec.dims):
         g = reduce_scatter(g, over, dim)
@@ -316,7 +319,7 @@ def reduce_gradient(g: jax.Array, spec: GatherSpec) -> jax.Array:
 
 @jax.custom_vjp
 def redirect(value: jax.Array, into: jax.Array) -> jax.Array:
-    """Return `value`. Its gradient is given to `into`, of the same shape."""
+    """Return `value`. `into`, of the same shape, gets the gradient of the result; `value` gets none."""
     return value
 
 
@@ -350,12 +353,12 @@ def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
 
 
 def replicated(placement: Placement) -> NamedSharding:
-    """Return the replicated sharding."""
+    """Return the NamedSharding that replicates an array on all devices."""
     return NamedSharding(placement.mesh, P())
 
 
 def large_replicated_arrays(abstract: dict[str, jax.ShapeDtypeStruct], limit_bytes: int = 16 << 20) -> list[str]:
-    """Return the names of replicated arrays above the limit that mesh axes could shard."""
+    """Return name and size of each fully replicated array above the limit, if a mesh axis other than `data` could shard it."""
     found = []
     for name, a in abstract.items():
         sharding = a.sharding

@@ -29,7 +29,7 @@ class Stop:
     Signals are handled in the main thread only, because Python sets handlers nowhere else. A run in another thread leaves them
     to its caller, and is never asked to stop.
 
-    ask: called with the signal's name, in the reading thread, at the first signal to stop.
+    ask: called with the signal's name, in the thread that reads the pipe, at the first signal to stop.
 
     at_once: set while there is no state to save. At the first signal to stop, it is called with the signal's name and exit
     code, to complete the run's files. Then the process ends. The main thread may be in a compile that takes minutes.
@@ -98,7 +98,10 @@ class Stop:
                     self._received(signal.Signals(number))
 
     def asked_elsewhere(self, why: str) -> None:
-        """Note that another process of the run was asked to stop."""
+        """End this process by `at_once` if another process was asked to stop while there is no state to save.
+
+        Without `at_once`, do nothing: the loop learns of the request from the other processes. why: the other process's reason.
+        """
         if self.at_once is not None and self.reason is None:
             code = self.exit_code_of(why)
             try:

@@ -1,11 +1,11 @@
 """Copies of the state for its saves; the loop waits only for the copies.
 
 The programs for copies and digests are compiled in another thread during the first steps. So the first save is as fast as later
-saves, except for the digests of arrays in host memory. On GPUs, copies go to pinned host memory a layer at a time, since more
-may not fit on the device. XLA keeps that memory from save to save. Pinning it takes seconds to minutes, so `reserve` starts it
-during compilation, long before the first save. On CPUs, allocating memory takes several times as long as the copy, because the
-kernel clears every page at its first use. So one program makes all copies in the memory of the previous save's copies, and the
-loop does not wait for it.
+saves, except for the digests of arrays in host memory. On GPUs, copies go to pinned host memory a layer at a time, since copies
+of several layers may not fit on the device. XLA keeps the host memory from save to save. Pinning it takes seconds to minutes,
+so `reserve` starts it during compilation, long before the first save. On CPUs, allocating memory takes several times as long as
+the copy, because the operating system clears new memory at its first use. So one program makes all copies in the memory of the
+previous save's copies, and the loop does not wait for it.
 """
 
 import concurrent.futures
@@ -78,7 +78,10 @@ class Snapshots:
             self._reserved = self._worker.submit(allocate, self._leaves)
 
     def prepare(self) -> concurrent.futures.Future[None]:
-        """Begin to prepare, in another thread. Without it the first `take` does so and waits for it."""
+        """Begin to compile the programs, and on CPUs to allocate the copies, in another thread.
+
+        Without this call, the first `take` does both, and waits.
+        """
         if self._prepared is None:
             self._prepared = self._worker.submit(self._get_ready)
             self._worker.shutdown(wait=False)
@@ -122,7 +125,7 @@ class Snapshots:
         return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
     def forget(self) -> None:
-        """Give the next copies their own memory, because the last ones may still be read."""
+        """Give the next copies new memory, because the previous copies may still be read."""
         self._kept = []
 
 
@@ -139,7 +142,7 @@ def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
 
 
 def allocate(leaves: tuple[Leaf, ...]) -> None:
-    """Make XLA take the host memory of all copies from the system once. XLA keeps it for the saves that follow.
+    """Make XLA allocate the host memory of all copies once. XLA keeps this memory for the saves that follow.
 
     No device computes and no device memory is used: the zeros are made on the host.
     """
@@ -181,7 +184,7 @@ def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=8)
 def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
-    """Return compiled functions: digests of all arrays in device memory (digests.program); array[, layer] -> copy, by leaf."""
+    """Return compiled functions: digests of all arrays in device memory (digests.program); array[, slot] -> copy, by leaf."""
     here = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
     arrays = [leaf.abstract for leaf in here]
     summed = digests.program(arrays, [leaf.stacked for leaf in here]).lower(*arrays).compile()

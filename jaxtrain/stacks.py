@@ -1,8 +1,8 @@
 """Copy one layer of an array with layers stacked on axis 0, and build such a stack from layers, for any sharding.
 
 state.py decides which layer is in which slot of a stack. If a stack is sharded over pipeline stages, a layer is on the devices
-of one stage only. The other stages get the layer as a sum of bits, to which they add zeros. So -0.0 and NaN are preserved, and
-no device ever holds more than its own shard of a stack.
+of one stage only. A sum of its bits, as integers, sends it to all stages: the other stages add zeros. So -0.0 and NaN are
+preserved, and no device ever holds more than its own shard of a stack.
 """
 
 import functools
@@ -46,7 +46,7 @@ def _stages(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
-    """Return the dimension of a layer that the stages can shard; None if they divide no dimension.
+    """Return the first dimension of a layer that the stages can shard; None if they divide no dimension.
 
     shape, sharding: of the stack.
     """
@@ -68,7 +68,7 @@ def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedShar
 
 
 def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return a sharding that also uses the mesh axes of replicas, if they divide a dimension. So replicas share a copy."""
+    """Return a sharding over the mesh axes of replicas too, if they divide a dimension: each replica then copies one shard."""
     mesh, parts = sharding.mesh, _parts(sharding, len(shape))
     used = {axis for part in parts for axis in part}
     for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
@@ -80,7 +80,10 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def copy_sharding(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
-    """Return the sharding of the copy of an array, or of each of its layers; on GPUs in host memory."""
+    """Return the sharding of the copy of an array, or of the copy of each layer if the array is a stack.
+
+    It names no memory: the caller puts copies on GPUs into host memory.
+    """
     return _spread(layer_sharding(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
 
 
@@ -159,7 +162,7 @@ def place_layers(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
 
 @functools.cache
 def _stacking(order: tuple[int | None, ...], shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """Return the jitted function: layers, by number -> the stack."""
+    """Return the jitted function that maps the list of layers, layer 0 first, to the stack."""
     over, dim = _stages(sharding), _shared_dim(shape, sharding)
 
     def stacked(layers: list[jax.Array]) -> jax.Array:
@@ -191,7 +194,7 @@ def _putting(sharding: NamedSharding) -> Any:
 
 
 def stack(layers: list[jax.Array], order: tuple[int | None, ...], a: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return layers, by number, as one array with the shape, dtype and sharding of `a`, each in its slot.
+    """Return the list of layers, layer 0 first, as one array with the shape, dtype and sharding of `a`, each layer in its slot.
 
     A stack in host memory is filled layer by layer, since the device may have no memory for all layers.
     """

@@ -1,8 +1,8 @@
 """Start JAX: with GPUs in the environment of a run, without GPUs with the messages of the CUDA plugin removed.
 
 With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries it at start and prints a traceback, and the
-plugin's libraries report the missing driver, at start or when the first program is compiled for a described GPU. These messages
-are irrelevant, so the platform is set to CPU and those lines are removed from stderr. All other lines are kept.
+plugin's libraries report the missing driver, at start or when the first program is compiled for a GPU that is not there. These
+messages are irrelevant, so the platform is set to CPU and those lines are removed from stderr. All other lines are kept.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
 
 @contextlib.contextmanager
 def ending_at_once(stderr: int = 2) -> Iterator[None]:
-    """End a command at once on Ctrl-C, with one line on a file descriptor: imports of C libraries lose a KeyboardInterrupt."""
+    """On Ctrl-C, print one line to descriptor `stderr` and end at once: imports of C libraries lose a KeyboardInterrupt."""
     before = signal.getsignal(signal.SIGINT)
     if not jaxtrain.is_command or not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
@@ -116,7 +116,7 @@ def ending_at_once(stderr: int = 2) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Remove NOTES from stderr, from any thread or library. Every other line is passed on at once."""
+    """Remove the lines that match NOTES from stderr, from any thread or library. Every other line is passed on at once."""
     sys.stderr.flush()
     saved = os.dup(2)
     reading, writing = os.pipe()

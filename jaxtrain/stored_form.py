@@ -1,4 +1,4 @@
-"""Conversion of moments between storage dtypes: 8-bit blocks and others."""
+"""Conversion of a checkpoint's moments between 8-bit blocks and float32 or bfloat16."""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Addresses of object stores, and the paths that may be such an address. Checks of paths import no client.
+"""Addresses of object stores, and checks of the paths of a config. The checks import no client of a store.
 
 A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
 its interface).
@@ -53,7 +53,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
 
 
 def missing(path: str) -> str:
-    """Return the rule and the remedy for a folder of checkpoints that does not exist; "" if it does, or is in a store."""
+    """Return the rule and the remedy for a folder that does not exist; "" if it exists, or is in a store or at hf:."""
     if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
         return ""
     return "no such folder. Name a run's folder, its checkpoints folder, or one checkpoints/STEP."

@@ -335,7 +335,7 @@ MOST = 3  # candidates in one answer
 
 
 def index() -> dict[str, list[str]]:
-    """Return name of another trainer -> jaxtrain's settings for it."""
+    """Return name of a setting in another trainer -> jaxtrain's settings for it."""
     found: dict[str, list[str]] = {}
     for table in (PEERS, COMMON):
         for setting, names in table.items():
@@ -350,8 +350,9 @@ INDEX = index()
 def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three settings that a wrong key may mean, the likeliest first; [] if no key is near.
 
-    A key with one wrong letter in the typed section is the only result. Otherwise names of other trainers come first, then
-    longer or shorter names of the same section, then the same name in other sections. Without any of those, spelling decides.
+    Keys of the typed section that differ by one letter are the only results. Otherwise settings of the typed section come
+    first, those for a name of another trainer before related names (`_related`). Settings of other sections follow: those for
+    a name of another trainer, then keys of the same name. If there are none of these, spelling decides.
 
     Args:
         key: the dotted key, as it was typed.

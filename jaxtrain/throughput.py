@@ -20,10 +20,11 @@ class Throughput:
     Args:
         tokens_per_step: tokens of a global batch, padding included.
         num_devices: over all processes.
-        flops_causal, flops_full: model FLOPs per token, forward and backward, with half or all of the attention square.
+        flops_causal, flops_full: model FLOPs per token, forward and backward, with the causal half of the attention square and
+            all of it.
         flops_hardware: FLOPs per token that the devices execute, recomputation included; None: `hfu` is None.
         peak_flops: dense FLOP/s of one device; None or 0 if unknown: MFU and HFU are then None.
-        clock: seconds; for tests.
+        clock: returns the time in seconds; for tests.
     """
 
     SETTLE = 2  # steps that are not counted after a call of `exclude`, the current step included
@@ -51,7 +52,7 @@ class Throughput:
         self._waits: list[float] = []
 
     def start_step(self) -> None:
-        """Call at the start of every step, before its data is requested, and once after the last."""
+        """Record the start of a step. Call it at every step before the data is requested, and once after the last step."""
         now = self._clock()
         if self._started is not None:
             if self._skip:
@@ -100,7 +101,7 @@ class HasMemoryStats(Protocol):
 
 
 def memory(devices: Iterable[HasMemoryStats]) -> tuple[float | None, float | None]:
-    """Return (in use, peak) in GiB of the fullest of these local devices; None if the devices do not report it, as CPUs."""
+    """Return the largest (memory in use, peak memory) of these local devices in GiB; None if none reports it, as CPUs."""
     stats = [found for device in devices if (found := device.memory_stats())]
 
     def most(name: str) -> float | None:

@@ -25,7 +25,7 @@ def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Ask run.sh, if there is one, not to restart this run, which ends for its time limit."""
+    """Ask run.sh, if it started this run, not to restart it, if `why` (the reason of the stop) is the time limit."""
     if why.startswith(WHY) and NOTE in environ:
         with contextlib.suppress(OSError):  # without the note, the next attempt ends at once for its time limit
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
@@ -36,7 +36,7 @@ def limit_s(
 ) -> tuple[float, list[Problem]]:
     """Return the seconds from now that `train.max_minutes` allows, inf for no limit, and its problems.
 
-    Minutes count from the call of run.sh, or without it from `age` seconds ago.
+    Minutes count from the call of run.sh, or without run.sh from `age` seconds ago. "auto": until the end of the Slurm job.
     """
     key, value = "train.max_minutes", text.strip()
     if not value:

@@ -84,7 +84,7 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
 
 
 class _Activity:
-    """A running activity, and the used part of its budget."""
+    """A running activity, and the seconds of its budget that are used."""
 
     def __init__(self, name: str, what: str | None, budget: float):
         self.name, self.what, self.budget = name, what, budget  # what: only for background activities; seconds, 0: none
@@ -106,16 +106,16 @@ class _Activity:
         self.used, self.since = 0.0, now
 
     def over(self, now: float) -> float:
-        """Return seconds beyond the budget; negative within it."""
+        """Return seconds beyond the budget; negative within it, and -inf without a budget."""
         return self.seconds(now) - self.budget if self.budget else -math.inf
 
     def cause(self) -> str:
-        """Return the cause when the budget is used up."""
+        """Return the sentence of cause.txt for a budget that is used up."""
         began = f"{self.what} has not finished after" if self.what else CAUSES[self.name]
         return f"{began} {self.budget:g} s ({KEY}: {self.name}={self.budget:g})"
 
     def fields(self, now: float) -> dict[str, Any]:
-        """Return the fields of the report; times in seconds."""
+        """Return the activity's fields in report.json; times in seconds."""
         return {
             "name": self.name,
             "what": self.what,

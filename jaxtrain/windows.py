@@ -8,7 +8,10 @@ LOCAL, GLOBAL = "l", "g"
 
 
 def kinds(model: Model) -> str:
-    """Return a letter for each layer, LOCAL or GLOBAL: model.attention_pattern, repeated and cut to model.num_layers."""
+    """Return a letter for each layer, LOCAL or GLOBAL: model.attention_pattern, repeated and cut to model.num_layers.
+
+    Without a pattern all layers are LOCAL, and without model.sliding_window all are GLOBAL.
+    """
     if not model.sliding_window:
         return GLOBAL * model.num_layers
     pattern = model.attention_pattern or LOCAL
@@ -26,11 +29,11 @@ def pattern_of(kinds: str) -> str:
 
 
 def layers_by_kind(model: Model) -> list[tuple[str, int]]:
-    """Return each kind that the model has, and the number of its layers."""
+    """Return (kind, number of layers) of each kind of layer that the model has."""
     letters = kinds(model)
     return [(kind, letters.count(kind)) for kind in dict.fromkeys(letters)]
 
 
 def all_of(model: Model, kind: str) -> Model:
-    """Return the model with every layer of this kind."""
+    """Return the model's config with all layers changed to this kind."""
     return dataclasses.replace(model, sliding_window=window(model, kind), attention_pattern="")

@@ -12,8 +12,9 @@ After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float3
 
 The sum over replicas of a weight (over `data` with `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch it is
 part of the layer's backward pass. With several it runs once, at the end of the step. It also runs there if weights are gathered
-across nodes, because XLA's scheduler cannot overlap it. In the plan of Llama 3 70B on data=16 fsdp=64 with one microbatch,
-0.96 of 1.51 s of communication are exposed, and 0.26 s with the sum at the end of the step.
+across nodes, because XLA's scheduler cannot overlap it in the backward pass. In the plan of Llama 3 70B on data=16 fsdp=64 with
+one microbatch, 0.96 of 1.51 s of communication are exposed with the sum in the backward pass, and 0.26 s with the sum at the
+end of the step.
 
 Everything here computes with local shards, inside the step's shard_map.
 """
@@ -45,7 +46,7 @@ from jaxtrain.sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class ComputeCopy:
-    """A gathered or FP8 value of a weight, and the master weight that gets the gradient."""
+    """The gathered or the FP8 value of a weight, and the master weight, which gets the gradient."""
 
     value: Any  # an array, gathered; or Float8
     master: Any
@@ -55,11 +56,12 @@ class StackCheck:
     """A check that a model runs its stack of layers once, completely, and with unchanged weights.
 
     The stack has one backward pass, which gives its gradients to `StackWeight.into`. If the stack were run twice or partly,
-    sums of earlier microbatches would be added twice, or lost. A change of the weights before it would have no gradient.
+    sums of earlier microbatches would be added twice, or lost. If the model changed the weights before the stack runs, autodiff
+    would not differentiate the change.
 
     Args:
       into: the arrays of `StackWeight.into`.
-      adds: the backward pass adds to them. They are the sums of earlier microbatches' gradients.
+      adds: `into` has the sums of earlier microbatches' gradients, and the backward pass adds to them.
     """
 
     def __init__(self, into: Params, adds: bool):
@@ -69,7 +71,10 @@ class StackCheck:
         self._trace, self._run = get_opaque_trace_state(convention="nnx"), False
 
     def note_run(self, layers: int, into: Sequence[jax.Array]) -> None:
-        """Note that the stack is run, by its number of layers and their `into`. Raise TypeError if that is not allowed."""
+        """Note a run of the stack. Raise TypeError for a second run, some of the layers, changed weights, or a run in a loop.
+
+        layers: number of layers that are run. into: the `StackWeight.into` of their weights.
+        """
         found = ""
         if self._run:
             found = "run twice"
@@ -105,7 +110,7 @@ jax.tree_util.register_dataclass(StackWeight, ["value", "into"], ["check"])
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """The ZeRO stage of a run: how it shards weights and gradients. Static."""
+    """The ZeRO stage of a run: how it shards weights and gradients. Hashable, for use as a static argument."""
 
     placement: Placement
     numerics: Numerics
@@ -156,7 +161,7 @@ class Zero:
         return checkpoint_name(gather_weight(w, spec), "weight")
 
     def gather_spec(self, axes: Axes, compute: jnp.dtype) -> GatherSpec:
-        """Return how a weight with these logical axes is gathered, and its gradient reduced over all devices."""
+        """Return the gather of a weight with these logical axes, and the reduction of its gradient over all devices."""
         p = self.placement
         dims = tuple((dim, over) for dim, axis in enumerate(axes) if (over := p.gather_axes(axis)))
         return GatherSpec(dims, p.replica_axes(axes), compute, self.numerics.reduce)
@@ -167,7 +172,7 @@ class Zero:
         """Return (base, copies) of the master weights, for all microbatches of a step.
 
         base: the weights that are differentiated: at ZeRO-1 the gathered weights, otherwise the master weights.
-        copies: for each weight its `ComputeCopy.value`, or None.
+        copies: for each weight its `ComputeCopy.value`; None if it is used as in `base`.
 
         Args:
           in_fp8: the weights that are multiplied in FP8.
@@ -201,8 +206,8 @@ class Zero:
         Args:
           base, copies: of `step_weights`.
           rest: the weights of `base` that autodiff differentiates.
-          stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if remat.Plan.run runs it.
-          adds: those gradients are added to `stack`.
+          stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if remat.Plan.run runs the stack.
+          adds: the backward pass adds the gradients to `stack`. False: it replaces `stack`.
         """
         weights = jax.tree.map(
             lambda copy, w: w if copy is None else ComputeCopy(copy, w), copies, filled(base, rest), is_leaf=_is_copy_or_none
@@ -220,7 +225,7 @@ class Zero:
         return jax.tree.map(lambda w: jnp.zeros(w.shape, self.numerics.reduce), stack)
 
     def zero_sums(self, learnt: Params) -> Params:
-        """Return zero-initialised sums of these weights' gradients."""
+        """Return arrays of zeros for the sums of these weights' gradients over microbatches."""
         leaves, tree = jax.tree.flatten(learnt)
         return jax.tree.unflatten(tree, zeros([jax.ShapeDtypeStruct(w.shape, self.grad_dtype) for w in leaves])[0])
 
@@ -250,10 +255,10 @@ def _gather_bits(bits: jax.Array, spec: GatherSpec) -> jax.Array:
 
 
 def zeros(like: Sequence[Any], after: Any = None) -> tuple[list[jax.Array], Any]:
-    """Return arrays of zeros with these shapes and dtypes, and `after`. The zeros depend on `after`.
+    """Return arrays of zeros with the shapes and dtypes of `like`, and `after`. The zeros depend on the arrays of `after`.
 
-    Without a dependency XLA would allocate them long before their use. Each is made from a separate scalar: XLA would merge
-    equal zeros, and then copy them.
+    Without a dependency XLA would allocate the zeros long before their use. Each array is made from a separate scalar: XLA
+    would merge equal arrays, and then copy them.
     """
     scalars, after = jax.lax.optimization_barrier(([jnp.zeros((), a.dtype) for a in like], after))
     return [jnp.broadcast_to(x, a.shape) for x, a in zip(scalars, like, strict=True)], after

@@ -19,7 +19,7 @@ FLUSH_S = 5.0  # a flush waits for the disk; lines lost in a kill are restored f
 
 
 class TensorBoard:
-    """A `metrics.Tracker`. Numbers are scalars, samples and facts are texts."""
+    """A `metrics.Tracker`. Numbers are scalars; samples, config and receipt are texts."""
 
     def __init__(self, workdir: str | Path):
         self.folder = Path(workdir) / "tb"
@@ -27,7 +27,7 @@ class TensorBoard:
         self._step = 0  # of the newest line, for facts
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Write the event files again from the lines, including events that a kill lost before they were flushed.
+        """Write the event files again from lines and samples, including events that a kill lost before they were flushed.
 
         The old files are left empty until the next rewind. Event files of other programs are unchanged.
         """

@@ -3,7 +3,7 @@
 wandb's own variables configure it (online or offline, server, key): WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
 trainer is one W&B run across resumes; its id is in `wandb.json`. W&B cannot delete logged data. So the x axis of its charts is
 the trainer's step, not W&B's count of calls, and repeated steps appear twice, distinguished by `attempt`. metrics.jsonl has
-each step once. A new W&B run gets all its lines.
+each step once. A new W&B run gets all lines of metrics.jsonl.
 """
 
 import functools
@@ -29,7 +29,7 @@ class TrackerError(ValueError):
 
 
 def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
-    """Return the method with errors of W&B reported once. They end logging to W&B, not the run."""
+    """Return the method with errors of W&B caught. The first is logged and ends logging to W&B, not the trainer's run."""
 
     @functools.wraps(method)
     def call(self: "WandB", *args: Any) -> None:
@@ -48,8 +48,8 @@ def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
 class WandB:
     """A `metrics.Tracker`. Constructing it starts or continues the W&B run; raises TrackerError if that fails.
 
-    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run continues from a checkpoint, and so does its W&B run, if it is
-    in the same project.
+    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run resumes from a checkpoint. Its W&B run then continues too, if
+    `where` is unchanged.
     """
 
     def __init__(self, workdir: Path, where: str, *, resumed: bool):
@@ -91,7 +91,7 @@ class WandB:
 
     @_never_fails
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Log all earlier lines to a new W&B run; a continued one has them."""
+        """Log all lines and samples so far to a new W&B run. A continued W&B run has them already."""
         if self._new:
             for line in lines:
                 self._log(line)
@@ -118,7 +118,7 @@ class WandB:
 
     @_never_fails
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Set the config as W&B's config; save other facts as a file of the run."""
+        """Set the config as W&B's config; save the receipt as a file of the W&B run."""
         if name == "config":
             self._run.config.update(dict(facts), allow_val_change=True)
             return
@@ -141,7 +141,7 @@ class WandB:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the contents of a wandb.json. Raises TrackerError if the file is not valid, or of a later format."""
+    """Return the contents of a wandb.json. Raises TrackerError if the file is not valid, or of another format."""
     try:
         known = json.loads(path.read_text())
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))

@@ -67,7 +67,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 
 
 def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
-    """Return the problems on any machine with such devices, for any files and environment. Reads nothing."""
+    """Return the problems that depend only on the config and the devices, and not on files or the environment."""
     values = dict(flatten(to_dict(run)))
     problems = list(check_keys(values))
     bad = {p.key for p in problems}
@@ -89,10 +89,10 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
-    """Yield the problems of keys by themselves: values that are no choice, and numbers out of range.
+    """Yield the problems of single keys: values that are no choice, modules that are missing, and numbers out of range.
 
     Args:
-        values: the flat config.
+        values: dotted key -> value.
     """
     for name, key in config.declared().items():
         value = values[name]
@@ -318,8 +318,8 @@ OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts",
 def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if parameters, moments and gradients exceed the memory that CPU devices of one process share.
 
-    The formula is a lower bound, without activations and temporaries. Frozen weights have no moments and no gradients, so such
-    runs count only their parameters.
+    The formula is a lower bound, without activations and temporaries. A run with adapters or frozen weights counts only
+    parameters: its frozen weights have no moments and no gradients.
     """
     keys = ("model.", "dtypes.", "mesh", "sharding.", "optimizer.name", "lora.", "train.freeze")
     if devices.kind != "cpu" or any(key.startswith(keys) for key in bad) or run.model.family not in FAMILIES:
@@ -349,7 +349,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """Yield settings that break train.deterministic, or that need it."""
+    """Yield a problem for each setting that contradicts train.deterministic, or that needs it."""
     if run.train.sdc_check_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
         rule = "compares the bits of two runs of a step, which differ on GPUs without train.deterministic"
         yield Problem("train.sdc_check_every", run.train.sdc_check_every, rule, "Set train.deterministic=true, or this to 0.")
@@ -363,7 +363,7 @@ def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield settings that adapters exclude, and weights that have none."""
+    """Yield a problem for each setting that adapters exclude, and for each lora.targets that no weight has as its name."""
     if not run.lora.rank or "lora.rank" in bad:
         return
     targets, key = parts_of(run.lora.targets), "lora.targets"
@@ -386,7 +386,7 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield settings that a preference loss (loss.name=dpo) excludes."""
+    """Yield a problem for each setting that a preference loss (loss.name=dpo) excludes."""
     if not run.loss.of_pairs:
         return
     if not run.data.masks_documents:
@@ -400,7 +400,7 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield settings that multi-token prediction excludes."""
+    """Yield a problem for a setting that multi-token prediction excludes, or that is read only with it."""
     m, key = run.model, "model.mtp_layers"
     if bad & {key, "loss.mtp_weight"}:
         return
@@ -426,7 +426,7 @@ def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _shown(run: RunConfig) -> Iterable[Problem]:
-    """Yield a problem for samples that would never be written, and for a tracker that is not installed."""
+    """Yield a problem for samples that would never be written, for an invalid log.wandb, and if wandb is not installed."""
     if run.sample.every_steps > 0 and run.sample.max_tokens == 0:
         rule = "sample.max_tokens = 0 writes no samples"
         yield Problem("sample.every_steps", run.sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")

@@ -21,9 +21,10 @@ PALLAS_SM = 90  # compute capability (times ten) of the GPUs that the Pallas ker
 def check_experts(
     run: RunConfig, devices: Devices, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """Yield the problems of experts.
+    """Yield the problems of experts, and of their keys in a model without experts.
 
-    sizes: of the mesh axes. table: logical axis -> mesh axes above 1 that shard it. bad: invalid keys.
+    sizes: sizes of the mesh axes. table: logical axis -> mesh axes of size above 1 that shard it. bad: keys that have an
+    invalid value.
     """
     m = run.model
     if "model.num_experts" in bad:
@@ -90,7 +91,7 @@ def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
 
 
 def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """Yield settings that the Pallas kernels do not support (kernels/experts/grouped.py)."""
+    """Yield a problem if the Pallas kernels do not support the devices or the precision (kernels/experts/grouped.py)."""
     if devices.kind != "gpu":
         rule = f"the Pallas kernels need a GPU, and the run would be on {devices.name} ({devices.source})"
         yield Problem("moe.impl", "pallas", rule, "Set auto.")
@@ -102,7 +103,7 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
-    """Yield a problem if experts need 8-bit matmuls of uneven numbers of rows, and moe.impl or the devices lack them."""
+    """Yield a problem if experts need 8-bit matmuls of uneven numbers of rows that moe.impl or the devices do not have."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
     # Weights of a family from outside the package have names only after the model is built.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:

@@ -12,7 +12,7 @@ WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "loca
 
 
 def check_latent(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of the keys of latent attention and of dense layers. bad: invalid keys."""
+    """Yield the problems of the keys of latent attention and of dense layers. bad: keys that have an invalid value."""
     m = run.model
     if not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
         yield from _latent(m) if m.kv_lora_rank else _unread(m, OF_LATENT, "kv_lora_rank")

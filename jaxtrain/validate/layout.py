@@ -41,7 +41,7 @@ LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layer
 
 
 def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the arrays of a run's model."""
+    """Return array of the run's model -> its logical axes."""
     m, found = run.model, ARRAYS
     if m.kv_lora_rank:
         found = {name: axes for name, axes in found.items() if name not in ATTENTION} | LATENT
@@ -51,7 +51,7 @@ def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """Yield all problems of the layout. `bad`: invalid keys."""
+    """Yield all problems of mesh and sharding rules. `bad`: keys that have an invalid value."""
     sizes, wrong = mesh_sizes(run, devices)
     yield from wrong
     yield from _rules(run)
@@ -113,7 +113,7 @@ def _stages(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 def _context(
     run: RunConfig, devices: Devices, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """Yield the problems of heads, lengths and kernels with a sequence over several devices."""
+    """Yield the problems of context parallelism: heads, sequence length and kernels if a sequence is on several devices."""
     a, m = run.attention, run.model
     tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
     if bad & {"parallel.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
@@ -192,7 +192,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 
 
 def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of 8-bit moments whose blocks do not divide a shard, and of moments streamed from host memory."""
+    """Yield the problems of optimizer.offload, and of 8-bit moments, whose blocks must divide each shard."""
     m, name = run.model, run.optimizer.name
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
         rule = f"updates layer by layer, and {name} may need all of them at once"

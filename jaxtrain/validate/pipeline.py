@@ -12,7 +12,7 @@ from jaxtrain.train.stages import arrangement
 def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a pipeline.
 
-    stages: mesh.stage. table: logical axis -> mesh axes above 1 that shard it. bad: invalid keys.
+    stages: mesh.stage. table: logical axis -> mesh axes of size above 1 that shard it. bad: keys that have an invalid value.
     """
     p = run.pipeline
     if not bad & {"pipeline.schedule", "pipeline.groups"}:
@@ -42,14 +42,15 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
 
 
 def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem if stages would run layers of different kinds at once around a ring, or with gathered keys.
+    """Yield a problem if stages would run layers of different kinds at once, with keys sent or gathered over a ring.
 
-    All stages run one program, in which a layer's kind chooses one of several branches. The branches have different collectives
-    along the seq axis, and a collective waits for all devices: stages in different branches would deadlock. An all-to-all waits
-    only for its own group, which is within one stage. So stages may run different kinds with Ulysses without a ring.
+    The kinds are sliding window and full attention. All stages run one program, in which a layer's kind chooses one of several
+    branches. The branches have different collectives along the seq axis, and a collective waits for all devices: stages in
+    different branches would deadlock. An all-to-all waits only for its own group, which is within one stage. So stages may run
+    different kinds with Ulysses without a ring.
 
-    stages: mesh.stage. context: sharding over the seq axis. whole: Ulysses groups could be as large as the seq axis. bad:
-    invalid keys.
+    stages: mesh.stage. context: sharding over the seq axis. whole: a Ulysses group could have all ranks of the seq axis. bad:
+    keys that have an invalid value.
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}

@@ -41,9 +41,9 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     """Return the problems of a resume that files alone show, before JAX starts.
 
-    They are a missing step, a newest checkpoint past train.steps, and forbidden changes since that checkpoint's meta.json. The
-    start of the run compares again, with the mesh and the state of the checkpoints. Only then are checkpoints in a bucket
-    checked, a meta.json that cannot be read, and rules that need the mesh (experts with a capacity).
+    They are a missing checkpoint.step; or, without it, a newest checkpoint past train.steps and forbidden changes since that
+    checkpoint's meta.json. The start of the run compares again, with the mesh and the state of the checkpoints. Only then are
+    checkpoints in a bucket checked, a meta.json that cannot be read, and rules that need the mesh (experts with a capacity).
     """
     folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
     if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
@@ -70,7 +70,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
 
 
 def check_lock(workdir: Path) -> list[Problem]:
-    """Return a problem if another run uses a folder. The lock is released at once, and the run locks the folder later."""
+    """Return a problem if another run uses a folder. This check releases its lock at once, and the run takes a lock later."""
     if is_bucket(str(workdir)) or not workdir.is_dir():
         return []
     handle = os.open(workdir, os.O_RDONLY)
@@ -89,7 +89,7 @@ def check_lock(workdir: Path) -> list[Problem]:
 def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
     """Return a problem for an address of an object store: Path would read it as a local folder.
 
-    Checkpoints may be in some stores.
+    Checkpoints may be at gs:// and s3://.
     """
     why = refused(place, checkpoints)
     return [Problem(key, place, *why)] if why else []

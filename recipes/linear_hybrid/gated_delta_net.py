@@ -8,8 +8,8 @@ the value v at the key k, and reads it with the query q:
 with 0 < decay < 1 and 0 < beta < 1. `delta_rule` computes the tokens of a chunk together, and scans over chunks. S is zero
 before the first token of each document.
 
-Three things differ from Qwen3-Next. Feed-forward blocks have no experts, softmax attention has no output gate, and all of its
-head is rotated. The model trains and evaluates. It has no `decode`, so it writes no samples.
+Three things differ from Qwen3-Next. Feed-forward blocks have no experts, softmax attention has no output gate, and its rotary
+embedding covers the whole head. The model trains and evaluates. It has no `decode`, so it writes no samples.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def delta_rule(
 
 @jax.custom_vjp
 def inverse(below: jax.Array) -> jax.Array:
-    """Return the inverse of 1 + `below`, (..., C, C). `below` is strictly lower triangular.
+    """Return the inverse of I + `below`, (..., C, C). `below` is strictly lower triangular.
 
     Diagonal blocks of one row are inverted first, then blocks of two, four and more rows. The inverse of [[a, 0], [c, b]] is
     [[a^-1, 0], [-b^-1 c a^-1, b^-1]], so only matmuls are needed. They are faster than cuBLAS's solver for many small
@@ -142,7 +142,7 @@ inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def short_convolution(x_BTNH: jax.Array, taps_NHW: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """Return silu of a causal convolution of each channel, in float32, over the tokens of the same document only."""
+    """Return silu of a causal convolution of each channel over the tokens of its document, in float32, (B, T, N, H)."""
     x_BTNH, width, y_BTNH = x_BTNH.astype(jnp.float32), taps_NHW.shape[-1], 0.0
     for back in range(width):
         shifted = jnp.pad(x_BTNH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, : x_BTNH.shape[1]]
@@ -163,7 +163,7 @@ class Tokens(NamedTuple):
 
 
 def log_uniform(low: float, high: float) -> Any:
-    """Return an initializer whose values have a uniform logarithm between those of `low` and `high`."""
+    """Return an initializer whose values are log-uniform between `low` and `high`."""
     return lambda key, shape, dtype: jnp.exp(jax.random.uniform(key, shape, jnp.float32, math.log(low), math.log(high))).astype(
         dtype
     )
@@ -198,7 +198,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x_BTD: jax.Array, shared: Tokens, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
         """Map (B, T, D) to (B, T, D), this device's term of a sum over the devices that shard the heads.
 
-        If mesh.seq shards the sequence, each of its devices computes a part of the heads for all tokens (Ulysses).
+        If mesh.seq shards the sequence, each device along it computes some of the heads for all tokens (Ulysses).
         """
         n, split, segments_BT = self.ctx.numerics, self.kernel.split, shared.segments_BT
         q, k, v, z = (
@@ -281,7 +281,7 @@ class Hybrid(nnx.Module):
             return self.ctx.zero.gather_module(self.final_norm)(x_BTD)
 
     def period(self, carry: Carry, period: Period, shared: Tokens, kind: Kind) -> Carry:
-        """Run the layers of one period. The weights of each are gathered here, inside the checkpoint."""
+        """Run the layers of one period. Each layer's weights are gathered here, inside the period's checkpoint."""
         for i in range(period.count):
             carry, _ = self.ctx.zero.gather_module(getattr(period, f"linear_{i}"))(carry, shared, kind, None)
         return self.ctx.zero.gather_module(period.full)(carry, shared.attention, kind, None)[0]
@@ -311,8 +311,8 @@ class Family:
     def flops(self, model: Model, seq_len: int) -> Flops:
         """Return the FLOPs per token of a forward pass.
 
-        The delta rule counts by its definition: 6 FLOPs for each element of S. Its chunks compute more. A plan counts the FLOPs
-        of the chunks.
+        The delta rule counts by its definition: 6 FLOPs for each element of S. `delta_rule` computes more FLOPs, because of its
+        chunks. A plan counts the FLOPs that it computes.
         """
         D, N, V = model.d_model, self.value_heads, self.value_dim
         weights = D * (2 * self.key_heads * self.key_dim + 3 * N * V + 2 * N)

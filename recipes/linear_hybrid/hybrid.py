@@ -10,7 +10,7 @@ from jaxtrain.config import default_config, parse_arg
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Variants: `1b` (24 layers of width 2048, with the attention sizes of Qwen3-Next, for 8 GPUs)."""
+    """Return the config. Variant: `1b` (24 layers of width 2048, with the attention sizes of Qwen3-Next, for 8 GPUs)."""
     variant = parse_arg(arg, **{"1b": False})
     config = default_config()
     config.model.family = "linear_hybrid.gated_delta_net:small"
