@@ -123,15 +123,20 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
 
     Args:
         config: a config, or the ConfigDict or nested dict of its keys.
-        overrides: keys of the config; ignored for a ConfigDict or dict.
+        overrides: keys of the config, for a path or the name of a file in configs/.
 
     Raises:
         ConfigError: the config has mistakes; nothing was written.
+        TypeError: overrides of a RunConfig, ConfigDict or dict.
         Exception: the error that ended the run, such as jaxtrain.divergence.Diverged. Its receipt records the error.
     """
     from jaxtrain.train.run import run
 
-    return run(load(config, **overrides) if isinstance(config, RunConfig | str | os.PathLike) else config, workdir)
+    if isinstance(config, RunConfig | str | os.PathLike):
+        return run(load(config, **overrides), workdir)
+    if overrides:
+        raise TypeError("overrides belong to a config file: set the keys in the dict")
+    return run(config, workdir)
 
 
 def open_run(folder: str | os.PathLike[str]) -> "Run":

@@ -69,6 +69,8 @@ def test_load_takes_names_variants_and_sections():
         jaxtrain.load(run, precision="f32")
     with pytest.raises(ConfigError, match=r"mesh.tensr = '2': no such key. Did you mean mesh.tensor"):
         jaxtrain.load("tiny", mesh={"tensr": 2})
+    with pytest.raises(TypeError, match="set the keys in the dict"):
+        api.train({"train": {"steps": 1}}, "runs/none", precision="f32")
 
 
 def test_a_run_opens_as_data_frames(trained: Path):
