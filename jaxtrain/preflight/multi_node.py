@@ -1,4 +1,4 @@
-"""Preflight of a run: assigns a process to each node, measures all nodes together, and shares the findings.
+"""Preflight of all processes of a run: inspects each node, measures all nodes together, and shares the findings.
 
 Every process of the run takes part. On each host the first process inspects the node. All processes measure, because
 collectives over all GPUs need all of them. At the end every process has all findings, so that all have the same verdict. If a
@@ -69,7 +69,10 @@ class Preflight:
         return self._deadline - time.monotonic()
 
     def run(self) -> list[NodeReport]:
-        """Return the findings on every node of the run, equal in all processes. Call `close` afterwards."""
+        """Return the findings on every node, equal in all processes. If a process is lost, return those on this node alone.
+
+        Call `close` afterwards.
+        """
         try:
             if self._cluster is not None:
                 with quiet():
@@ -97,7 +100,7 @@ class Preflight:
             self._on_lost(self._report_alone(message, connected=True))
 
     def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
-        """Return the report of this node alone. message: the process that is lost. connected: whether all had connected."""
+        """Return the report of this node alone. message: error about the lost process. connected: whether all had connected."""
         found = self._findings
         if not found and self._inspects:
             with contextlib.suppress(Unanswered):

@@ -86,7 +86,7 @@ def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict[str, Any]:
-    """Return the source code of this process.
+    """Return commit, local changes and file digests of the source code of this process.
 
     Args:
       package: the folder of jaxtrain.
@@ -95,8 +95,8 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
 
     Returns:
       `commit` and `dirty` (null if git does not track the code; `error` if git failed), `patch` (git diff HEAD of the
-      package and the configs), `patch_cut` (characters left out at its end), `files` (path from the repository's root ->
-      SHA-256), and `config_file` (path -> SHA-256).
+      package and the configs), `patch_cut` (characters left out at the patch's end), `files` (path from the repository's root
+      -> SHA-256), and `config_file` (path -> SHA-256).
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}
