@@ -178,7 +178,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def use_rates(out: Path, gpu_name: str) -> str:
-    """Copy the rates of an earlier stage to the folder of calibrations, if this machine has none. Return a line about it."""
+    """Copy the rates of an earlier stage to the folder of calibrations, if this machine has none. Return a message, or ""."""
     gpu = hardware.lookup(gpu_name)
     kept = rates.path(gpu.name, out / "rates") if gpu else None
     if gpu is None or kept is None or not kept.exists() or (file := rates.path(gpu.name)).exists():
@@ -361,7 +361,7 @@ def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
 
 
 def time_gpu_metrics(node: Node, limit_s: float) -> Outcome:
-    """Time steps alternately with and without GPU metrics, for the cost of querying the driver each second."""
+    """Time steps alternately with and without GPU metrics, which query the driver each second, and report the difference."""
     medians: dict[str, list[float]] = {"off": [], "on": []}
     turns = TURNS[:2] if node.smoke else TURNS
     for turn, which in enumerate(turns):
@@ -453,7 +453,7 @@ def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, con
 
 
 def clean_environment(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that a run refuses, which some container images set."""
+    """Return the names of variables in `environ` that a run refuses. Some container images set such variables."""
     names = {
         *environment.select_variables(environ),
         *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1]),

@@ -120,7 +120,7 @@ class Attempts:
         return self.state + self.above * (layout.memory_gib - self.state)
 
     def next_layout(self) -> Layout | None:
-        """Return the next layout to compile: the fastest that probably fits, else the smallest; None at the end."""
+        """Return the next layout to compile: the fastest that probably fits, else the smallest; None if no layout can fit."""
         if self.tries >= TRIES or not self.left:
             return None
         for layout in self.left:
@@ -132,7 +132,7 @@ class Attempts:
         return smallest if smallest.memory_gib <= self.usable and self.estimate(smallest) <= most else None
 
     def compile(self, make: Callable[[Layout], Outcome]) -> tuple[Plan | None, Layout | None, str]:
-        """Compile until a plan fits. Return (plan, its layout, reason why a compilation failed or "")."""
+        """Compile until a plan fits or a compilation fails. Return (plan or None, its layout, reason of the failure or "")."""
         while layout := self.next_layout():
             outcome = make(layout)
             self.tries += 1

@@ -166,7 +166,7 @@ def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return throttling and new ECC errors of the run, and the lowest rate among nodes or GPUs in each preflight measurement."""
+    """Return throttling and new ECC errors of the run, and the lowest rate among nodes or GPUs of each preflight check."""
     out: dict[str, Any] = {}
     for gpu in receipt.get("throttled") or ():
         if gpu["share"] >= THROTTLED:  # the threshold of the monitor's alerts, since short throttling explains nothing
