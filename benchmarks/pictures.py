@@ -270,7 +270,7 @@ def ring() -> str:
 
 
 class Pass(NamedTuple):
-    """One pass of a microbatch through a stage. Times: all layers of a stage take 1 in the forward pass, 2 in the backward pass."""
+    """One pass of a microbatch through a stage. All layers of a stage take 1 unit of time forward and 2 units backward."""
 
     stage: int
     start: float

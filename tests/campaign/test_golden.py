@@ -1,6 +1,6 @@
 """The shipped configs' steps match their golden plans, and a stored plan of a published run can be made again.
 
-XLA:GPU compiles the configs as shipped, for described GPUs. `python tests/golden_plans.py` also compares the variants.
+XLA:GPU compiles the configs as shipped, for topologies without GPUs. `python tests/golden_plans.py` also compares the variants.
 """
 
 import functools

@@ -39,7 +39,7 @@ def leaked_document(monkeypatch):
 
 
 def twice_over(axis, module, vectors=False):
-    """Return a function that makes `module` sum gradients over a mesh axis twice: those of vectors, or all others."""
+    """Return a function that makes `module` sum some gradients twice over `axis`: those of vectors if `vectors`, else all others."""
 
     def plant(monkeypatch):
         right = module.reduce_gradient
