@@ -17,7 +17,7 @@ A second run of some items (--only) keeps the results of all other items. OUT/wo
 programs, which all stages share. --summary prints the results of all stages, estimated and measured. --smoke runs every item on
 a CPU in tiny shapes.
 
-Exit code 0; 1 an item has a fault or failed, or a correctness check was not done in time; 2 no such GPU here, or a wrong
+Exit code 0; 1 an item has a fault or failed, or a correctness check was not done in time; 2 no GPU here, or a wrong
 argument; 130 Ctrl-C, finished results are kept.
 """
 
@@ -131,7 +131,7 @@ def describe_device(node: Node, limit_s: float) -> Outcome:
 
 
 def device_facts(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what JAX reports about the device. A case (bench/child.py)."""
+    """Return JAX's facts about the device. A case (bench/child.py)."""
     (one,) = start_devices(one_device(request["cache"]), 1)
     spaces = [str(space) for space in one.addressable_memories()]
     return {"verdict": OK, "kind": one.device_kind, "memory": one.memory_stats(), "spaces": spaces}

@@ -32,7 +32,7 @@ USUAL = {
 
 
 def rows(trainer: str) -> list[tuple[str, str]]:
-    """Return (names of the trainer, settings of jaxtrain) of each row of a trainer's table."""
+    """Return (flags of the trainer, settings of jaxtrain) of each row of a trainer's table."""
     (table,) = re.findall(rf"^\| {trainer} \| jaxtrain \| note \|\n\|---.*\n((?:\|.*\n)+)", SOURCE.read_text(), re.MULTILINE)
     return [(line.split("|")[1], line.split("|")[2]) for line in table.splitlines()]
 

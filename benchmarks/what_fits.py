@@ -43,7 +43,7 @@ BEHIND = 1.1  # a way to shard is not compiled if it is slower than the fastest 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout of a model on a machine, with its step time and lower bound of memory by formula."""
+    """A layout of a model on a machine, with the lower bounds of its step time and memory (search/bound.py)."""
 
     run: RunConfig
     overrides: tuple[str, ...]
@@ -86,7 +86,7 @@ def state_gib(model: Model, topology: Topology, moments: str) -> float:
 
 
 def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
-    """Return the legal layouts by formula, fastest first; of equally fast layouts, the smallest first.
+    """Return the legal layouts, sorted by the lower bound of step time, then by that of memory.
 
     Tensor groups stay inside a node, and replicas of the state are whole nodes. `plan --search` tries more.
     """

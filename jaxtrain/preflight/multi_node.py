@@ -179,7 +179,7 @@ class Preflight:
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return (name -> path whose disk is measured, name of the disk -> reason why it is not measured)."""
+    """Return (name -> path whose disk this process measures, "disk.NAME" -> reason why it does not). process: its index."""
     disks = context.node.disks
     wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
     left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
@@ -191,7 +191,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the rates of a node, merged from its processes, which have different GPUs."""
+    """Return the rates of a node. Rates of GPUs are those of all its processes; all other rates are those of the first."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for name in rates.GPU_LISTS:

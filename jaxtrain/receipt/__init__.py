@@ -130,8 +130,8 @@ class Receipt:
         """Write the origin of the first state of this attempt. Later calls are ignored, since a run may roll back.
 
         Args:
-          loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors or of the
-            weights; None if the state was made from the seed.
+          loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors. For
+            weights of init.from, `step` and `saved_by` are None. None if the state was made from the seed.
         """
         if "loaded" not in self.fields:
             savers = {one["id"]: one for one in self._earlier}

@@ -61,7 +61,7 @@ def container(environ: Mapping[str, str]) -> str | None:
 
 
 def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the findings of run.sh; None if run.sh did not start this run."""
+    """Return commit, `dirty` and class of the host as run.sh found them; None if run.sh did not start this run."""
     if variables.HOST_CLASS not in environ:
         return None
     dirty = {"yes": True, "no": False}.get(environ.get(variables.DIRTY, ""))

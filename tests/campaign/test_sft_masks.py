@@ -73,7 +73,7 @@ def load(folder: Path, template: str) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[bool], other: list[bool]) -> tuple[bool, str]:
-    """Return whether flags differ, and the text at the differences, without white space and parts of the generation prompt."""
+    """Return whether two lists of flags differ, and the text of the tokens that differ, without the pieces of `header`."""
     text = "".join(tok.decode(np.asarray([i])) for i, here, there in zip(ids, flags, other, strict=True) if here != there)
     for piece in pieces(tok, header):
         text = text.replace(piece, "")
