@@ -3,7 +3,7 @@
     python -m benchmarks.collective_volumes [--write]
 
 Each layout is compiled. Its collectives are summed by kind, mesh axis and purpose. Each sum is compared with the formula of the
-paper for the same model. A collective without a formula has a row too.
+paper for the same model. A large collective without a formula has a row too.
 """
 
 import dataclasses

@@ -93,7 +93,7 @@ class Context:
 
     @property
     def several_nodes(self) -> bool:
-        """Return whether the run has more processes than this node has GPUs for."""
+        """Return whether the run's processes use more GPUs than this node has."""
         if self.cluster is None:
             return False
         ids = self.cluster.local_device_ids or ()

@@ -228,7 +228,7 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 
 
 def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the section of the wall time by cause: a strip for each run in order of time, and one table."""
+    """Return the section of the wall time by cause: for each run a strip in order of time, and one table."""
     found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
     columns = [Column("cause", causes, None, "wall time", kind="whole", colours=[COLOURS[cause] for cause in causes])]
