@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.attention_tiles
 
-The table has, for each head_dim and each of the four kernels (the forward pass in e4m3 up to a head_dim of 192): registers per
+The table has a row for each head_dim and each of the four kernels (forward in e4m3 up to a head_dim of 192): registers per
 thread at launch, spilled bytes, bytes of shared memory, WGMMA instructions, and whether the assembler serializes some of them.
 A kernel that does not fit is a compiler error. The compiler warns that nvdisasm is missing, which is not needed.
 """
@@ -31,7 +31,7 @@ FACTS = ("registers", "spilled", "shared", "wgmma", "serialized")
 
 
 def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8, K: int = 2) -> None:
-    """Compile forward and backward ahead of time for a GPU that need not exist, and dump the compiler's files.
+    """Compile forward and backward ahead of time for a GPU that this machine need not have, and dump the compiler's files.
 
     With spec.fp8, forward is in e4m3.
     """
@@ -52,7 +52,7 @@ def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8,
 
 
 def taken(folder: Path, prefix: str) -> dict[str, dict[str, int | str]]:
-    """Return kernel -> FACTS, from the dumps, for kernels whose name has this prefix.
+    """Return kernel -> value of each of FACTS, from the dumps, for kernels whose name has this prefix.
 
     Raises:
         ValueError: the dumps have an unexpected form.

@@ -3,7 +3,7 @@
     python -m benchmarks.collective_volumes [--write]
 
 Each layout is compiled. Its collectives are summed by kind, mesh axis and purpose. Each sum is compared with the formula of the
-paper for the same model. A collective without a formula has a row too.
+paper for the same model. A large collective without a formula has a row too.
 """
 
 import dataclasses
@@ -128,8 +128,9 @@ def run_of(layout: Layout) -> RunConfig:
 def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
     """Return the collectives of a layout by the papers' formulas.
 
-    Weights are gathered over the axes that shard them, and gradients reduced over their replicas. Activations are communicated
-    over tensor and stage, keys and values over seq, tokens to their experts. Gathers of experts' weights are left out.
+    Weights are gathered over the axes that shard them. Gradients are reduced over these axes and those that replicate weights.
+    Activations are communicated over tensor and stage, keys and values over seq, tokens to their experts. Gathers of experts'
+    weights are left out.
 
     Letters of the formulas: A microbatches; l layers; v virtual stages of a stage; n GPUs of the axis. Bytes in bfloat16: W all
     weights, L weights of the layers, H weights of the head; X the residual stream of a microbatch on one GPU before tensor
@@ -218,7 +219,7 @@ def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> 
 
 
 def purpose(c: Collective) -> str:
-    """Return the purpose of a collective (see Term)."""
+    """Return the purpose of a collective: one of those of `Term.purpose`."""
     # If XLA merged several collectives, the source line is that of any of them. Most of the bytes are weights.
     if "kernels/context" in c.source and not WEIGHTS.search(c.op_name):
         return "attention"
@@ -232,7 +233,7 @@ def purpose(c: Collective) -> str:
 def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
     """Return the large collectives of a plan with their terms.
 
-    A term without a collective has a row, as does a collective without a term.
+    A term without a collective has a row, as does a large collective without a term.
     """
 
     def is_large(c: Collective) -> bool:

@@ -67,7 +67,7 @@ def time_steps(make: Callable[[int], Any], steps: range, seq_len: int) -> float:
 
 
 def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
-    """Return tokens per CPU second of training's batches in the first and in later epochs, without training's thread."""
+    """Return tokens per CPU second of training's batches in the first and in later epochs, without the prefetch thread."""
     from jaxtrain import config
     from jaxtrain.data import tokenizer
     from jaxtrain.data.pipeline import open_source

@@ -45,7 +45,7 @@ def products(R: int, D: int, F: int, E: int) -> dict[str, tuple[Any, list[tuple[
 
 
 def compile_into(folder: Path, chip: str, f: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> int:
-    """Compile a grouped matmul ahead of time for a GPU that need not exist, and dump the compiler's files.
+    """Compile a grouped matmul ahead of time for a GPU that this machine need not have, and dump the compiler's files.
 
     Returns: bytes of temporaries.
     """

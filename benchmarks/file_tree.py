@@ -25,7 +25,7 @@ Each module with the first sentence of its docstring. `python -m benchmarks.file
 
 
 def purpose(path: Path) -> str:
-    """Return the first sentence of a module's docstring without references to papers, cut as for LONGEST.
+    """Return the first sentence of a module's docstring without references to papers. Cut a sentence above LONGEST.
 
     Raises:
       ValueError: the module has no docstring.

@@ -17,7 +17,7 @@ A second run of some items (--only) keeps the results of all other items. OUT/wo
 programs, which all stages share. --summary prints the results of all stages, estimated and measured. --smoke runs every item on
 a CPU in tiny shapes.
 
-Exit code 0; 1 an item has a fault or failed, or a correctness check was not done in time; 2 no such GPU here, or a wrong
+Exit code 0; 1 an item has a fault or failed, or a correctness check was not done in time; 2 no GPU here, or a wrong
 argument; 130 Ctrl-C, finished results are kept.
 """
 
@@ -131,7 +131,7 @@ def describe_device(node: Node, limit_s: float) -> Outcome:
 
 
 def device_facts(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what JAX reports about the device. A case (bench/child.py)."""
+    """Return JAX's facts about the device. A case (bench/child.py)."""
     (one,) = start_devices(one_device(request["cache"]), 1)
     spaces = [str(space) for space in one.addressable_memories()]
     return {"verdict": OK, "kind": one.device_kind, "memory": one.memory_stats(), "spaces": spaces}
@@ -178,7 +178,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def use_rates(out: Path, gpu_name: str) -> str:
-    """Copy the rates of an earlier stage to the folder of calibrations, if this machine has none. Return a line about it."""
+    """Copy the rates of an earlier stage to the folder of calibrations, if this machine has none. Return a message, or ""."""
     gpu = hardware.lookup(gpu_name)
     kept = rates.path(gpu.name, out / "rates") if gpu else None
     if gpu is None or kept is None or not kept.exists() or (file := rates.path(gpu.name)).exists():
@@ -361,7 +361,7 @@ def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
 
 
 def time_gpu_metrics(node: Node, limit_s: float) -> Outcome:
-    """Time steps alternately with and without GPU metrics, for the cost of querying the driver each second."""
+    """Time steps alternately with and without GPU metrics, which query the driver each second, and report the difference."""
     medians: dict[str, list[float]] = {"off": [], "on": []}
     turns = TURNS[:2] if node.smoke else TURNS
     for turn, which in enumerate(turns):
@@ -453,7 +453,7 @@ def run_stage(stage: int, parts: Sequence[Part], seconds: float, node: Node, con
 
 
 def clean_environment(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that a run refuses, which some container images set."""
+    """Return the names of variables in `environ` that a run refuses. Some container images set such variables."""
     names = {
         *environment.select_variables(environ),
         *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1]),

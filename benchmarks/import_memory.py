@@ -97,7 +97,7 @@ def timed(size: int, seconds: float) -> dict[str, float]:
 
 
 def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, found: Any) -> None:
-    """Run one command in this process, and put (number of devices, peak memory and times) into the queue `found`."""
+    """Run one command in this process. Put (number of devices, times and peak memory over `size`) into the queue `found`."""
     import jax
 
     from jaxtrain.checkpoint.arrays import orbax

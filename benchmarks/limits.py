@@ -154,7 +154,7 @@ def model_work(run: RunConfig, gpus: int) -> Work:
 
 
 def least_again(run: RunConfig, topology: Topology) -> Work:
-    """Return the least work that remat repeats in a layout that fits, by the lower bound of memory."""
+    """Return the least work that remat must repeat so that the step fits, by the lower bound of memory."""
     model, tokens = run.model, run.tokens_per_step / topology.total / 1e12
     attention = flops.attention(model, run.data.seq_len).causal * model.num_layers
     choices = []

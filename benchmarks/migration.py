@@ -32,15 +32,16 @@ USUAL = {
 
 
 def rows(trainer: str) -> list[tuple[str, str]]:
-    """Return (names of the trainer, settings of jaxtrain) of each row of a trainer's table."""
+    """Return (flags of the trainer, settings of jaxtrain) of each row of a trainer's table."""
     (table,) = re.findall(rf"^\| {trainer} \| jaxtrain \| note \|\n\|---.*\n((?:\|.*\n)+)", SOURCE.read_text(), re.MULTILINE)
     return [(line.split("|")[1], line.split("|")[2]) for line in table.splitlines()]
 
 
 def flag(trainer: str, setting: str) -> str:
-    """Return the flag of a trainer for a setting; "" if there is none. A usual flag or one with few meanings is preferred.
+    """Return the flag of a trainer for a setting; "" if there is none.
 
-    A dagger after the flag stays. A star marks a fraction of the steps.
+    Flags in USUAL are preferred, then those that correspond to the fewest keys. A dagger after the flag in the table is kept. A
+    star marks a flag whose unit is not steps.
     """
     found: list[tuple[bool, int, str]] = []
     for theirs, ours in rows(trainer):

@@ -4,8 +4,8 @@
     python -m benchmarks.numerics --of=moments --config=configs/tiny.py --config.train.steps=300 --seeds=2
 
 Trains on one device from `seeds` initial weights and prints a table: the training loss over the last 20 steps and the held-out
-loss after the last step, as means over the seeds. Each has its difference from the first row, and the largest difference of a
-seed. The column *at any time* is the largest difference of a mean of 20 steps anywhere in the run. The last rows repeat the
+loss after the last step, as means over the seeds. Each loss has its difference from the first row, and the largest difference
+of a seed. The column *at any time* is the largest difference of a mean of 20 steps anywhere in the run. The last rows are the
 first row with optimizer.eps 1% and 2% larger, so their differences are chance. On a CPU, FP8 matmuls are emulated: rounded as
 on a GPU, summed in float32. The commands above take minutes there; docs/evidence/fp8_training.md and docs/evidence/moments.md
 have their tables.

@@ -1,12 +1,12 @@
-"""Compare MaxText's compiled train step with ours by one estimator: same model, batch, layout, dtypes, described H200s.
+"""Compare MaxText's compiled train step with ours by one estimator: same model, batch, layout, dtypes, and GPUs.
 
     .venv/bin/python -m benchmarks.peer_maxtext --python=/path/to/maxtext/bin/python --markdown=docs/evidence/peer_maxtext.md
 
-Compiles Llama 3 8B with one sequence of 8192 tokens per GPU and fsdp=8 for eight described H200s. MaxText's step is compiled in
-the environment of `--python` (benchmarks/peer_maxtext_step.py), our step in this environment. Then reads both the same way:
-peak memory as XLA counts it, and the plan's roofline over the scheduled program. No GPU is needed. `--out` keeps the compiled
-programs; `--read` reads such a folder and compiles nothing. In the file of `--markdown`, the text from the heading
-"## What explains the differences" on is kept.
+Compiles Llama 3 8B with one sequence of 8192 tokens per GPU and fsdp=8, ahead of time, for a topology of eight H200s without
+hardware. MaxText's step is compiled in the environment of `--python` (benchmarks/peer_maxtext_step.py), our step in this
+environment. Then reads both the same way: peak memory as XLA counts it, and the plan's roofline over the scheduled program. No
+GPU is needed. `--out` keeps the compiled programs; `--read` reads such a folder and compiles nothing. In the file of
+`--markdown`, the text from the heading "## What explains the differences" on is kept.
 
 Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText, which is no dependency of jaxtrain:
 

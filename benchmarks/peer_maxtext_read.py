@@ -67,7 +67,7 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
 
 
 def _held(read: assignment.Assignment, module: hlo.Module) -> tuple[tuple[float, str], ...]:
-    """Return (GiB, operation and source line) of the heap's buffers at the peak. Arguments are not in the heap."""
+    """Return (GiB, operation and source line) of the buffers at the peak, without the program's arguments."""
     most, fullest = -1, {}
     for bytes_alive, alive in assignment.replay(read):
         if bytes_alive > most:
@@ -91,7 +91,7 @@ def _what(i: hlo.Instruction, index: Sequence[int]) -> str:
 
 
 def place(source: str) -> str:
-    """Return file:line for the page. Files of jaxtrain have no line number, since every commit would change it."""
+    """Return the source location for the page: file:line, or only the file in jaxtrain, whose lines change with each commit."""
     return source.rpartition(":")[0] if source.startswith("jaxtrain/") else source
 
 
@@ -120,7 +120,7 @@ def part(kernel: result.Kernel) -> str:
 
 @functools.cache
 def _function(source: str) -> str:
-    """Return class and function around a file:line of jaxtrain; "" for other files."""
+    """Return the names of class and function that contain a file:line of jaxtrain; "" for other files."""
     name, _, line = source.rpartition(":")
     if not name.startswith("jaxtrain/"):
         return ""

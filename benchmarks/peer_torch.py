@@ -217,7 +217,7 @@ def run(
     folder: Folder,
     console: rich.console.Console,
 ) -> int:
-    """Time both alternately and print the ratio. Return 0; 1 if one cannot be measured, or if they do different work."""
+    """Time jaxtrain and PyTorch alternately and print the ratio. Return 0; 1 if one fails or their work differs."""
     config, platform = launch.load(base).run, hardware.probe().kind
 
     def fail(why: str, **results: Any) -> int:

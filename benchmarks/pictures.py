@@ -270,7 +270,7 @@ def ring() -> str:
 
 
 class Pass(NamedTuple):
-    """One pass of a microbatch through a stage. In units of time, all layers of a stage take 1 forward and 2 backward."""
+    """One pass of a microbatch through a stage. All layers of a stage take 1 unit of time forward and 2 units backward."""
 
     stage: int
     start: float
@@ -281,7 +281,7 @@ class Pass(NamedTuple):
 
 
 def passes(s: Schedule) -> list[Pass]:
-    """Return all passes of a step. In each tick all stages run forward, then all stages run backward."""
+    """Return all passes of a step. In each tick, each stage with a microbatch runs forward; then each runs backward."""
     out, now = [], 0.0
     for tick, backward in itertools.product(range(s.ticks), (False, True)):
         at, unit = (tick - s.wait, s.backward_unit) if backward else (tick, s.forward_unit)

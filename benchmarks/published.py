@@ -86,7 +86,7 @@ class Run:
 
     @property
     def kept(self) -> str:
-        """Return "full", or the activations that jaxtrain's remat policy saves."""
+        """Return the remat of the planned run: "full", or the activations that it saves."""
         return DATA["keep"].get(self.keep, self.keep)
 
     @functools.cached_property

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.ragged_dot --chip=h200 --rows=16384 --experts=8
 
-Compiles for a described GPU the grouped matmul of rows (R, D), sorted by expert, with weights (E, D, F) in bfloat16, and its
-two gradients. Prints for each program its temporary memory, and its FLOPs over those of each row times the weight of its own
-expert. Registers and shared memory of the Pallas kernels: benchmarks/expert_tiles.py.
+Compiles the grouped matmul of rows (R, D), sorted by expert, with weights (E, D, F) in bfloat16, and its two gradients, ahead
+of time for a GPU of this type. Prints for each program its temporary memory, and the ratio of its FLOPs to the necessary FLOPs
+(each row times the weight of its own expert). Registers and shared memory of the Pallas kernels: benchmarks/expert_tiles.py.
 """
 
 import argparse

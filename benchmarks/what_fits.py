@@ -43,7 +43,7 @@ BEHIND = 1.1  # a way to shard is not compiled if it is slower than the fastest 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout of a model on a machine, with its step time and lower bound of memory by formula."""
+    """A layout of a model on a machine, with the lower bounds of its step time and memory (search/bound.py)."""
 
     run: RunConfig
     overrides: tuple[str, ...]
@@ -86,7 +86,7 @@ def state_gib(model: Model, topology: Topology, moments: str) -> float:
 
 
 def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
-    """Return the legal layouts by formula, fastest first; of equally fast layouts, the smallest first.
+    """Return the legal layouts, sorted by the lower bound of step time, then by that of memory.
 
     Tensor groups stay inside a node, and replicas of the state are whole nodes. `plan --search` tries more.
     """
@@ -120,7 +120,7 @@ class Attempts:
         return self.state + self.above * (layout.memory_gib - self.state)
 
     def next_layout(self) -> Layout | None:
-        """Return the next layout to compile: the fastest that probably fits, else the smallest; None at the end."""
+        """Return the next layout to compile: the fastest that probably fits, else the smallest; None if no layout can fit."""
         if self.tries >= TRIES or not self.left:
             return None
         for layout in self.left:
@@ -132,7 +132,7 @@ class Attempts:
         return smallest if smallest.memory_gib <= self.usable and self.estimate(smallest) <= most else None
 
     def compile(self, make: Callable[[Layout], Outcome]) -> tuple[Plan | None, Layout | None, str]:
-        """Compile until a plan fits. Return (plan, its layout, reason why a compilation failed or "")."""
+        """Compile until a plan fits or a compilation fails. Return (plan or None, its layout, reason of the failure or "")."""
         while layout := self.next_layout():
             outcome = make(layout)
             self.tries += 1

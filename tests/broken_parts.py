@@ -77,7 +77,7 @@ def counting_all(hidden, head, batch, spec):
 
 
 def leaning(hidden, head, batch, spec):
-    """Return a loss that also depends on tokens of weight 0. It is still linear in the weights."""
+    """Return a loss that also depends on tokens of weight 0. It is still linear in the loss weights."""
     return cross_entropy(hidden, head, batch, spec) * (1 + 0.1 * jnp.tanh(jnp.mean(hidden)))
 
 

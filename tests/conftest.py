@@ -153,7 +153,7 @@ KEYS = ("model.family", "loss.name", "optimizer.name", "data.source")
 
 
 def own_part(text: str) -> tuple[str, str]:
-    """Return (key, name) of --part. Raises pytest.UsageError if the value is malformed."""
+    """Return (key, name) of --part. Raises pytest.UsageError if the value is malformed or the part cannot be imported."""
     key, _, name = text.partition("=")
     if key not in KEYS:
         raise pytest.UsageError(f"--part={text}: must be {FORM}, with KEY one of {', '.join(KEYS)}")
@@ -172,8 +172,9 @@ def own_part(text: str) -> tuple[str, str]:
 
 
 def own_key(text: str) -> tuple[str, Any]:
-    """Return (key, value) of --part-config, with the key's type. Also accepts new sharding rules, for a part's own logical
-    axes.
+    """Return (key, value) of --part-config, with the value in the key's type.
+
+    Also accepts new sharding rules, for logical axes that only the part has.
     """
     from jaxtrain import config, launch
 

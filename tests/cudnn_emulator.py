@@ -13,8 +13,9 @@ Kinds = fused.MaskType
 
 
 def _documents(q, k, operands, mask_type):
-    """Return (first query, queries, first key, keys) of each document of all rows, counted in tokens from the first row's
-    start.
+    """Return (first query, number of queries, first key, number of keys) of each document of all sequences.
+
+    Tokens are counted from the start of the first sequence.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]

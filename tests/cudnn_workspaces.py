@@ -1,7 +1,7 @@
-"""A child process of test_cudnn_workspaces: get cuDNN's workspace of backward calls on an H200. stdin: the cases, as JSON.
+"""A child process of test_cudnn_workspaces: get cuDNN's workspace of backward calls for an H200, without a GPU.
 
-For each case it prints the bytes that cuDNN reports and the bytes that the formula gives. If cuDNN cannot be queried here, it
-prints the reason and exits with code 3.
+stdin has the cases as JSON. For each case it prints the bytes that cuDNN reports and the bytes that the formula gives. If cuDNN
+cannot be queried here, it prints the reason and exits with code 3.
 """
 
 import json

@@ -25,7 +25,7 @@ class Clock:
 class Turns:
     """A fake of the threading.Event that a loop waits for. Each wait moves the clock and calls the next of `turns`.
 
-    After the last of them the event is set.
+    After the last of them `wait` returns True, as if the event were set.
     """
 
     def __init__(self, clock: Clock, *turns: Callable[[], object]):

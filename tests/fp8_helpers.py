@@ -30,7 +30,7 @@ def first_gradients(run) -> dict[str, np.ndarray]:
 
 
 def names(run) -> set[str]:
-    """Return the names of the weights that a run holds in FP8."""
+    """Return the names of the weights whose matmuls a run computes in FP8."""
     found = fp8_weights(run, helpers.program(run).definition)
     paths = jax.tree_util.tree_leaves_with_path(found)
     return {".".join(key.key for key in path) for path, eight in paths if eight}

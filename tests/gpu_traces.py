@@ -111,7 +111,10 @@ class Space:
 
 
 def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roofline]:
-    """Return a trace of PROGRAM on two GPUs as planned, and the plan. In each step device 1 starts `late_ms` later."""
+    """Return a trace of PROGRAM on two GPUs as planned, and the plan.
+
+    Device 1 starts step n (from 0) n times `late_ms` late, and is `late_ms` later still in the kernels `last` and `update`.
+    """
     read = program.read(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
     planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))

@@ -37,7 +37,7 @@ def write(
 ) -> Path:
     """Write a folder of a model family with the golden weights. `changes`: keys of config.json; None removes a key.
 
-    mtp: the number of multi-token prediction modules. transformers writes none, whatever config.json contains.
+    mtp: the number of multi-token prediction modules. transformers never writes weights of such modules.
     """
     described = settings(name, version) | {"vocab_size": vocab}
     tensors = {}
@@ -90,7 +90,7 @@ def reference() -> str:
 
 
 def ask(script: Path, *args: Any) -> str:
-    """Return the output of a script that this Python runs."""
+    """Return the output of a script that the Python of `reference` runs."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run([reference(), script, *map(str, args)], capture_output=True, text=True, env=env)
     assert ended.returncode == 0, ended.stderr

@@ -16,7 +16,7 @@ def sums(y: Any, size: Any, summed: Any, *, dtype: str) -> Any:
     size: the same sums of absolute values. summed: the number of products in each sum.
 
     A kernel adds in float32, in any order. Each addition has a roundoff of e = 2^-24, and so has each product of float32
-    numbers; products of bfloat16 numbers are exact. The kernel then rounds to its type, by at most u of the number. To first
+    numbers; products of bfloat16 numbers are exact. The kernel then rounds to `dtype`, by at most u of the number. To first
     order in e and u: summed e size + u |y|.
     """
     return summed * EXACT * size + ROUNDOFF[dtype] * abs(y)

@@ -65,7 +65,7 @@ def append(entry: Entry, path: Path = FILE) -> None:
 
 
 def proofs(entries: Iterable[Entry]) -> dict[str, Entry]:
-    """Return the last proof of each test: the newest entry that passed, unless a later one failed."""
+    """Return the last proof of each test: the newest entry that passed on an unchanged commit, unless a later entry failed."""
     found: dict[str, Entry] = {}
     for entry in entries:
         if entry.result == PASSED and not entry.commit.endswith(CHANGED):
@@ -114,7 +114,7 @@ def order(groups: dict[str, Sequence[str]], known: dict[str, Entry], salt: str) 
 
 
 def summary(items: Sequence[str], entries: Sequence[Entry]) -> list[str]:
-    """Return lines of text: which of `items` are proved at the current commit, and which at earlier commits."""
+    """Return lines of text: which of `items` were never proved, and which were last proved more than OLD commits ago."""
     known = proofs(entries)
     ages = {at: age(at) for at in {e.commit for e in known.values()}}
     skipped = {e.item: e.why for e in entries if e.result == SKIPPED}

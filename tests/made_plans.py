@@ -73,7 +73,7 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
 
 
 def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Return a plan whose step takes 1.1 times the bound's, with the bound's likely memory."""
+    """Return a plan with 1.1 times the lower bound of the step time, and the likely memory (search/bound.py)."""
     least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 
@@ -84,7 +84,7 @@ def nothing_fits(run: config.RunConfig, machine: topology.Topology, rates: Rates
 
 
 def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Return a plan, raise an error, crash or hang, by the number of microbatches."""
+    """Raise an error for 2 microbatches, crash for 4, hang for 8; else return a plan."""
     accum = run.train.grad_accum
     if accum == 2:
         raise ValueError("no plan\nof two microbatches")

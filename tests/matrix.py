@@ -1,6 +1,6 @@
-"""The layouts that must train alike, written as for `python -m jaxtrain.parity --meshes=`, by the model that tests them.
+"""The layouts that must train alike, written as for `python -m jaxtrain.parity --meshes=`, each with the model for its test.
 
-Rows hold several documents, so that some documents cross every border between devices (test_parity.py checks that they do).
+Sequences have several documents, so that some documents cross every border between devices (checked by test_parity.py).
 """
 
 import dataclasses
@@ -356,7 +356,7 @@ def settings(run: RunConfig) -> set[tuple[str, Any]]:
 
 
 def pairs(names: Iterable[str]) -> set[frozenset[tuple[str, Any]]]:
-    """Return every pair of settings that occurs in one of these entries."""
+    """Return every pair of settings that occurs together in one of these entries of MATRIX."""
     runs = [config(*MATRIX[name], "f32") for name in names]
     return {frozenset(pair) for run in runs for pair in itertools.combinations(settings(run), 2)}
 
@@ -385,7 +385,7 @@ one_device = functools.cache(helpers.first_steps)
 
 
 def against_one_device(name: str, precision: str) -> Comparison:
-    """Compare three steps of an entry with three steps on one device."""
+    """Compare three steps of an entry of MATRIX with three steps of the same model on one device."""
     model, layout = MATRIX[name]
     run = config(model, layout, precision)
     # The reference comes first, so that a bug that a test plants in the step is not in the reference.

@@ -31,7 +31,7 @@ def faults(found: dict) -> list[dict]:
 
 
 def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
-    """Write a recording that replaces some files of another."""
+    """Write a recording that replaces some files of the recording `base`."""
     folder = tmp_path / "node"
     folder.mkdir(parents=True)
     (folder / "base.txt").write_text(str(base))

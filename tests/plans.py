@@ -1,4 +1,4 @@
-"""Compiled steps and plans for described GPUs, each made once in a process. They need the `plan` extra and no GPU."""
+"""Compiled steps and plans for topologies without GPUs, each made once in a process. They need the `plan` extra."""
 
 import functools
 import importlib.util

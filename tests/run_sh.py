@@ -85,14 +85,14 @@ class Machine:
         )
 
     def calls(self) -> list[str]:
-        """Return the arguments of each call of uv since the last time."""
+        """Return the arguments of each call of uv since this method was last called."""
         log = self.cwd / "uv"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
         return lines
 
     def installed(self) -> list[str]:
-        """Return the requirement files of the one `uv pip sync` since the last time."""
+        """Return the requirement files of the one `uv pip sync` since `calls` was last called."""
         (sync,) = [line for line in self.calls() if line.startswith("pip sync")]
         assert "--require-hashes" in sync
         return re.findall(r"requirements/([\w.-]+)\.txt", sync)

@@ -75,7 +75,7 @@ def write_step(folder: Path, step: int, **meta: object) -> Path:
 
 
 def killed_after(monkeypatch: pytest.MonkeyPatch, place: Path, changes: int, act: Callable[[], object]) -> bool:
-    """Interrupt `act` after `changes` changes to paths that begin with `place`. Returns whether it was interrupted."""
+    """Interrupt `act` after `changes` renames or deletions of paths below `place`. Returns whether it was interrupted."""
     made = itertools.count(1)
 
     def until_killed(change: Callable[..., Any]) -> Callable[..., Any]:

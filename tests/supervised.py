@@ -115,14 +115,14 @@ class Supervised:
 
 
 def told(stderr: str) -> str:
-    """Return the lines after the first. The first names the commit and the host."""
+    """Return the lines after the first, which names the commit and the host."""
     first, _, rest = stderr.partition("\n")
     assert first.startswith("run.sh: ") and "; on " in first, stderr
     return rest
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for a process of `begin`. Returns (exit code, its lines after the first)."""
+    """Wait for a process of `begin`. Returns (exit code, lines of stderr after the first)."""
     _, stderr = process.communicate(timeout=HUNG_S)
     return process.returncode, told(stderr)
 

@@ -81,7 +81,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
-    """Return {block of tokens: the first step that reads it}."""
+    """Return {block of a token file: the first step that reads it}, without the last block. source: the file's number."""
     found: dict[int, int] = {}
     file, seq_len = batches.sources[source].file, batches.seq_len
     size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize

@@ -54,13 +54,13 @@ def run_case(
       request: the argument of the function.
       log: the file for the child's output.
       environ: the child's environment; None: this process's environment.
-      limit_s: seconds after which the child is killed.
+      limit_s: seconds after which the child is killed; None: no limit.
       killed_s: seconds to wait for a killed child to end. A child inside a hanging driver may never end.
       python, script: run `PYTHON SCRIPT REQUEST ANSWER` instead of `function`, which then is only the name of the case.
 
     Returns:
       The answer with `verdict` (OK, REFUSED, NO_MEMORY, FAILED or LATE), `why` if the verdict is not OK, and `seconds`, the
-      time that the process took. After a crash or a timeout, the answer has the results that the case has saved.
+      time that the process took. After a crash or a timeout, the answer is the last one that the case saved (`save_partial`).
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,12 @@ def run_case(
 
 
 def save_partial(request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """Save the results of a case so far, its answer if it is killed. answer: its `verdict` is LATE if results will follow."""
+    """Save the results of a case so far. They become its answer if it crashes or is killed.
+
+    Args:
+      answer: the verdict LATE marks it as incomplete, and `run_case` then reports the crash or the timeout. Any other verdict
+        is final, although further results may follow.
+    """
     if "answer_file" in request:  # the case runs in a child
         write_atomic(Path(request["answer_file"]), json.dumps(answer))
 
@@ -93,8 +98,9 @@ def run_program(
 ) -> tuple[int | None, str]:
     """Run a program that can import this package. Return (exit code, or None after a timeout; output).
 
-    When this returns or raises, also after Ctrl-C, the child and all processes that it started have ended: the child's session
-    is killed, and a child of this package ends with its parent.
+    When this returns or raises, also after Ctrl-C, the child's process group has been killed. Processes that the child started
+    by this function have groups of their own; on Linux they end with the child. In a hanging driver, a killed process may exist
+    for longer than `killed_s`.
     """
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)

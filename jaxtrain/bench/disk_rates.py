@@ -39,7 +39,7 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
         size: bytes to write and read.
 
     Raises:
-        Unmeasured: there is too little free space, or no file to read.
+        Unmeasured: there is too little free space, no file to read, or no system call that drops a file from the page cache.
         OSError: the file system returns an error, for example because of a quota.
     """
     folder = existing(folder)
@@ -71,7 +71,7 @@ def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
 
 
 def _read(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Read `size` bytes from the file's position, until `seconds` have passed. Return (bytes, seconds)."""
+    """Read up to `size` bytes from the file's position, for at most about `seconds`. Return (bytes, seconds)."""
     buffer = bytearray(min(WRITE_BYTES, max(size, 1)))
     start, read = time.perf_counter(), 0
     while read < size and time.perf_counter() - start < seconds:

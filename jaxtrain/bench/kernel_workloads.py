@@ -35,7 +35,10 @@ Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for micro
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the kernels. The defaults are those of Llama 3 8B at 8192 tokens."""
+    """Sizes of the kernels.
+
+    The defaults are shapes of Llama 3 8B; square matmuls; and experts of Mixtral 8x7B and Qwen3 30B A3B.
+    """
 
     attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
     loss: tuple[int, int, int] = (8192, 4096, 128256)  # T, D, V
@@ -58,12 +61,12 @@ class Work:
     """A kernel for timing.
 
     Attributes:
-        kind, what: its names in the table.
+        kind, what: the first two cells of its table row.
         flop: FLOPs of one call.
         bytes: bytes that one call has to read and write.
-        prepare: returns the loop that calls the kernel.
+        prepare: creates the operands and returns (body, constants, state) for `microbenchmarks.looped`.
         calls: calls of the kernel in one iteration of the loop.
-        dtype: dtype of the operands, whose peak rate is the bound.
+        dtype: dtype of the operands. The lower bound of the time uses the GPU's peak FLOP/s in this dtype.
     """
 
     kind: str
@@ -84,7 +87,7 @@ class NotTimed(NamedTuple):
 
 
 def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
-    """Yield every attention kernel, forward and forward+backward, for plain and packed sequences of one document.
+    """Yield every attention kernel, forward and forward+backward, without and with packing. Each sequence is one document.
 
     FLOPs are those inside the causal mask.
     """
@@ -108,7 +111,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 
 
 def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield cross entropy with the head's matmul, and the gradients of hidden states and head, as in the train step."""
+    """Yield the loss of the train step: the head's matmul, cross entropy, and the gradients of hidden states and head."""
     T, D, V = sizes.loss
     run = one_device()
     placement, numerics = make_placement(run, [device]), numerics_of(run)
@@ -227,14 +230,25 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
 
 
 def loads(load: str, R: int, E: int) -> list[int]:
-    """Return the rows of each of E experts, R in all. load: "even", or "uneven": the first expert has half, the last none."""
+    """Return the number of rows of each of E experts, R in all.
+
+    Args:
+        load: "even", or "uneven": the first expert has half, the last none.
+    """
     first, last = ([], []) if load == "even" else ([R // 2], [0])
     left, among = R - sum(first), E - len(first + last)
     return [*first, *(left // among + (e < left % among) for e in range(among)), *last]
 
 
 def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
-    """Return the grouped matmul `which` of PRODUCTS. a: rows; b: weights (E, D, F); for "outer", rows (R, F)."""
+    """Return the grouped matmul `which` of PRODUCTS: a contraction over D or F, or "outer", the gradient of the weights.
+
+    Args:
+        a: rows (R, D), or (R, F) for "over F".
+        b: weights (E, D, F), or rows (R, F) for "outer".
+        sizes_E: number of rows of each expert.
+        out: dtype of the result of "outer".
+    """
     if which == "outer":
         return grouped.outer(impl, a, b, sizes_E, out, precision)
     return grouped.times(impl, a, b, sizes_E, which[-1], precision)

@@ -106,7 +106,7 @@ def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
-    """Time kernels of these kinds, each kind in a separate process. Return 0, or 1 if a kind failed."""
+    """Time kernels of these kinds, each kind in a separate process. Return 0, or 1 if a kernel failed."""
     found: list[dict[str, Any]] = []
     try:
         for kind in kinds:

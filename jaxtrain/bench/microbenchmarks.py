@@ -5,8 +5,8 @@ Calibration (plan/calibrate.py), bench/kernels.py and preflight (preflight/measu
 A measurement is a jitted program that repeats its operation in a loop, so the time of a dispatch does not count. Each
 iteration depends on the previous one, so that XLA neither hoists nor merges iterations. Copies from and to the host are single
 calls, since they are long. The program runs until clocks have settled, and is then timed several times; the median counts.
-Measurements of one device run on all given devices at once, since problems with power or cooling show only under full load.
-Each device is timed separately.
+Matmuls, memory and host copies run on all given devices at once, since problems with power or cooling show only under full
+load. Each device is timed separately. Attention runs on one device.
 """
 
 import concurrent.futures
@@ -143,7 +143,12 @@ def _warm_up(run: Callable[..., Any], *args: Any, sizes: Sizes) -> None:
 
 
 def reading(kind: str, what: str, work: float, taken: Sequence[float], rounds: int = 1, weight: float = 1.0) -> Reading:
-    """Return the reading of a program from the seconds of its calls. rounds: iterations per call. work: per iteration."""
+    """Return the reading of a program from the seconds of its calls.
+
+    Args:
+        work: FLOPs or bytes of an iteration.
+        rounds: iterations of a call.
+    """
     median = statistics.median(taken)
     return Reading(kind, what, work, median / rounds, (max(taken) - min(taken)) / median, weight)
 
@@ -320,8 +325,8 @@ def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, size
     """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
     FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes less the time of the
-    forward pass. With cuDNN, the backward pass runs in parts. Only one part is timed, since a plan counts slicing and joining
-    as memory traffic.
+    forward pass. cuDNN's backward pass may run in parts of the batch and heads (cudnn.part_of). Both passes are then timed for
+    one part, since a plan counts slicing and joining as memory traffic.
     """
     B, T, N, K, H = sizes.attention
     spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)

@@ -1,7 +1,7 @@
 """The first program to run on a node: check that it computes correctly, and measure its speed. Takes at most half an hour.
 
-Each part has a share of the time. Its verdict is `ok`, `off` (slower or larger than planned: worth a look, no fault),
-`FAILED`, or `left out` with the reason. The suite fails if a part failed.
+Each part has a time limit (PARTS). Its verdict is `ok`, `off` (time or memory differs from the plan, or the part ran out of
+time: worth a look, no fault), `FAILED`, or `left out` with the reason. The suite fails if a part failed.
 """
 
 import datetime
@@ -42,7 +42,7 @@ GPU_TESTS = launch.REPO / "tests" / "gpu"
 
 
 def smoke_config(node: Node) -> list[str]:
-    """Return the command line of a tiny config on these devices."""
+    """Return the command line of a tiny config on all devices of the node."""
     return [TINY, *SMALL, f"--config.train.global_batch={2 * node.devices.count}", *DATA["synthetic"]]
 
 
@@ -66,7 +66,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
     """Compare attention, grouped matmuls and FP8 matmuls with their definitions (tests/gpu).
 
-    No test starts in the last fifth of the time. A test that exceeds the time is a fault, since it may hang.
+    No test starts in the last fifth of `limit_s`. A test that still runs after `limit_s` is a fault, since it may hang.
 
     Args:
         only: one file of tests/gpu; "": all files.
@@ -146,9 +146,9 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
 
 
 def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text for a step time outside the planned range, and a text for a peak memory more than PEAK_ERROR off.
+    """Return a text if the step time is unexpected by the plan, and a text if the peak memory differs by more than PEAK_ERROR.
 
-    Without a plan, nothing is returned.
+    Without a plan, return [].
     """
     from jaxtrain.plan.expect import Expected  # imports JAX
 
@@ -187,7 +187,11 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
 
 
 def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
-    """Train two steps, save and restore the state, and compare every bit. A case (child.py). request: `argv`, `folder`."""
+    """Train two steps, save and restore the state, and compare every bit. This is a case (child.py).
+
+    Args:
+      request: `argv`, `devices` (their number, 0 for all), `folder`.
+    """
     loaded = launch.load(request["argv"])
     if wrong := train_step.find_problems(loaded, request["devices"]):
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
@@ -257,7 +261,12 @@ def time_steps(
     environ: Mapping[str, str] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the answer of train_step.measure for the config of `argv`. steps: (timed steps, warm-up steps)."""
+    """Return the answer of train_step.measure for the config of `argv`.
+
+    Args:
+      steps: (timed steps, warm-up steps).
+      more: further fields of the request.
+    """
     request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
     request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
     return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)

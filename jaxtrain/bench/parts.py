@@ -29,7 +29,7 @@ class Outcome:
     """The result of a part.
 
     Attributes:
-      verdict: GOOD; OFF (different from the plan, but no fault); BAD; or OUT (left out).
+      verdict: GOOD; OFF (differs from the plan or is incomplete, but no fault); BAD; or OUT (left out).
       found: the result in one line.
       lines: Markdown lines of the part's section in results.md.
       data: the result as JSON data.
@@ -43,7 +43,12 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Devices and output folder of the parts. smoke: use tiny shapes. cache: folder for compiled programs; "" for none."""
+    """Devices and output folder of the parts.
+
+    Attributes:
+      smoke: whether to use tiny shapes.
+      cache: folder for compiled programs; "": none; None: that of the config.
+    """
 
     devices: hardware.Devices
     smoke: bool
@@ -57,7 +62,12 @@ class Node:
         return self.folder.path
 
     def config(self, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
-        """Return (name in tables, command line) of a shipped config on these GPUs. micro: sequences per GPU and microbatch."""
+        """Return (name in tables, command line) of a shipped config on these GPUs.
+
+        Args:
+          micro: sequences per GPU and microbatch.
+          accum: microbatches of a step.
+        """
         count = self.devices.count
         variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
         batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]

@@ -45,12 +45,12 @@ def about() -> dict[str, Any]:
 
 
 def number(value: float | None, form: str = ",.4g") -> str:
-    """Return a figure, or "-" if it is unknown."""
+    """Format a figure; "-" if it is unknown."""
     return "-" if value is None else format(value, form)
 
 
 def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
-    """Return a figure and its ratio to the plan: `12.3 (1.04 x plan)`."""
+    """Format a measured figure, with its ratio to the planned one if that is known: `12.3 (1.04 x plan)`."""
     if measured is None or not planned:
         return number(measured, form)
     return f"{measured:{form}} ({measured / planned:.2f} x plan)"

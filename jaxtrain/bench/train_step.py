@@ -48,7 +48,7 @@ def devices_for(count: int) -> hardware.Devices:
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
-    """Return the problems of a case: those of the config on `count` devices, its data, and variables for JAX's memory."""
+    """Return the problems of a case: those of the config on `count` devices, its data, and refused variables."""
     devices, found = devices_for(count), list(loaded.problems)
     if not loaded.file_read:
         return found

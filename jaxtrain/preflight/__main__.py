@@ -174,7 +174,7 @@ def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
     """End this process with exit code 3 if the block takes longer than `limit_s`. Print the function that was running.
 
     Args:
-        nodes: the nodes that the block uses. Their commands are killed.
+        nodes: the nodes that the block uses. Their commands are killed at the limit.
     """
     waiting = threading.get_ident()
 
@@ -225,7 +225,7 @@ def run_paths(parsed: Parsed) -> dict[str, str]:
 
 
 def check_options(parsed: Parsed) -> list[Problem]:
-    """Return the problems of the options that command_line does not find."""
+    """Return problems that command_line does not check: process options, names of checks, and the folder of --record."""
     options = parsed.options
     _, problems = distributed.detect(options, os.environ)
     problems += unknown_checks(*allowed(parsed))
@@ -254,7 +254,7 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
 
 
 def refused_folder(folder: Path) -> list[Problem]:
-    """Return the problems of saving a recording in a folder. A file system that hangs is a problem too."""
+    """Return the problems of a folder for a recording: other files in it, not writable, or a file system that hangs."""
 
     def look() -> list[Problem]:
         if others := not_of_a_recording(folder):

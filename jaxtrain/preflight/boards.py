@@ -9,7 +9,7 @@ SWITCH, BRIDGE = "switch", "bridge"
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """The expected properties of a node with these GPUs. None: the property differs among nodes, or has no known source."""
+    """Expected properties of a node with GPUs of one model. None: the property differs among nodes, or has no known source."""
 
     name: str
     gpus: int | None  # GPUs of a board

@@ -46,7 +46,7 @@ def inspect(context: Context) -> list[Finding]:
 
 
 def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
-    """Return the properties of this node that must be equal on all nodes.
+    """Return the properties of this node that `compare` compares among nodes.
 
     Args:
         connected_unix: this node's time when all processes were connected, in Unix seconds.
@@ -62,7 +62,10 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
 
 
 def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return a fault for each node that differs from the most frequent value, or one finding if all nodes are equal."""
+    """Return a fault for each node and property that differs from the most frequent value, and for clocks that differ.
+
+    If all nodes agree, return one finding.
+    """
     found = []
     for what, check in COMPARISONS.items():
         values = [description[what] for description in descriptions]

@@ -68,7 +68,11 @@ def topology(c: Context) -> Verdict | None:
 
 
 def bridges(c: Context, board: Board, counts: str) -> Verdict:
-    """Return the verdict on a board whose GPUs are connected by bridges of equal size. counts: pairs of each connection."""
+    """Return the verdict on a board whose GPUs are connected by bridges of equal size.
+
+    Args:
+        counts: text with the number of GPU pairs of each connection.
+    """
     pairs = c.topology.pairs
     partners = {
         gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.near_nics
@@ -214,7 +218,10 @@ def active_nics(c: Context) -> list[str]:
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
 def infiniband(c: Context) -> Verdict | None:
-    """Return a fault for a port that is down if the run uses several nodes and a GPU near the port has no other port."""
+    """Return the verdict on the ports near the GPUs.
+
+    A port that is down is a fault if the run uses several nodes and a GPU near the port has no other port; else a note.
+    """
     near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
     if not states:

@@ -59,7 +59,8 @@ def measure(
 
     Args:
         paths: name -> folder to write to and read from, which need not exist. Each disk is measured once.
-        cluster: cluster of the children of several processes, with an unused port. All processes call this at the same time.
+        cluster: cluster that the measuring children of all processes form, with an unused port; None for one process. All
+            processes call this function at the same time.
         on_cpu: for tests, run the programs of GPUs on CPU devices in tiny sizes. The figures have no meaning.
         disk_bytes: bytes that are written to and read from each disk.
 
@@ -196,7 +197,7 @@ class Results:
         """Measure the rate `key`. If the measurement raises, the error is the reason why the rate is unknown.
 
         Args:
-            together: whether other processes take part. Such a measurement is never left out, since they would wait for it.
+            together: whether other processes take part. Such a measurement is never left out, since the others would wait.
         """
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"
@@ -216,7 +217,8 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
     """Sample GPUs in a thread while the block runs.
 
     Args:
-        out: receives a dict for each GPU with samples: index, means of clock and power, fraction of samples with each reason.
+        out: receives a dict for each GPU with samples: index, means of clock and power, and the fraction of samples with each
+            throttle reason.
         period_s: seconds between samples.
     """
     samples: dict[Card, list[Sample]] = {card: [] for card in cards}

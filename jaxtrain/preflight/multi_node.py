@@ -1,4 +1,4 @@
-"""Preflight of a run: assigns a process to each node, measures all nodes together, and shares the findings.
+"""Preflight of all processes of a run: inspects each node, measures all nodes together, and shares the findings.
 
 Every process of the run takes part. On each host the first process inspects the node. All processes measure, because
 collectives over all GPUs need all of them. At the end every process has all findings, so that all have the same verdict. If a
@@ -69,7 +69,10 @@ class Preflight:
         return self._deadline - time.monotonic()
 
     def run(self) -> list[NodeReport]:
-        """Return the findings on every node of the run, equal in all processes. Call `close` afterwards."""
+        """Return the findings on every node, equal in all processes. If a process is lost, return those on this node alone.
+
+        Call `close` afterwards.
+        """
         try:
             if self._cluster is not None:
                 with quiet():
@@ -97,7 +100,7 @@ class Preflight:
             self._on_lost(self._report_alone(message, connected=True))
 
     def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
-        """Return the report of this node alone. message: the process that is lost. connected: whether all had connected."""
+        """Return the report of this node alone. message: error about the lost process. connected: whether all had connected."""
         found = self._findings
         if not found and self._inspects:
             with contextlib.suppress(Unanswered):
@@ -176,7 +179,7 @@ class Preflight:
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return (name -> path whose disk is measured, name of the disk -> reason why it is not measured)."""
+    """Return (name -> path whose disk this process measures, "disk.NAME" -> reason why it does not). process: its index."""
     disks = context.node.disks
     wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
     left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
@@ -188,7 +191,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the rates of a node, merged from its processes, which have different GPUs."""
+    """Return the rates of a node. Rates of GPUs are those of all its processes; all other rates are those of the first."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for name in rates.GPU_LISTS:

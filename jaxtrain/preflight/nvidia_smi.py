@@ -1,4 +1,4 @@
-"""Parse the output of nvidia-smi: its commands, and the values in their output.
+"""The commands of nvidia-smi that preflight runs, and parsers of their output.
 
 A field that a driver does not support fails the whole query, so fields that were added or removed have separate queries.
 Values have nvidia-smi's units: MiB, W, MHz. A value that nvidia-smi does not report ([N/A], [Not Supported]) is None.

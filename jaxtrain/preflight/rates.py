@@ -34,7 +34,7 @@ NOT_MEASURED = "it was not measured"
 
 
 def reason(c: Context, *keys: str) -> Verdict:
-    """Return a verdict with the reason why a rate is unknown: that of the first key with a reason."""
+    """Return the verdict "not measured", with the reason of the first of `keys` that has one."""
     left_out = c.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
 
@@ -52,7 +52,10 @@ def gpu_work(c: Context) -> Verdict | None:
 
 
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
-    """Return the probe of a rate of GPUs. It compares a GPU with `share` of the other GPUs' median, and with `peak`."""
+    """Return the probe of a rate of GPUs.
+
+    A GPU is a fault below `share` of the median of the other GPUs, or below PEAK_SHARE of `peak`, the data sheet's rate.
+    """
 
     def probe(c: Context) -> Verdict | None:
         if not c.gpus.count:

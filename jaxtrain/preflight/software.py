@@ -133,7 +133,7 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
 def mnnvl_enabled(c: Context) -> bool:
-    """Return whether NCCL would use NVLink between nodes although these GPUs do not have it."""
+    """Return whether NCCL_MNNVL_ENABLE=1 is set although these GPUs have no NVLink between nodes."""
     return c.node.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
 
 
@@ -141,7 +141,7 @@ def refused_by_the_run(memory: bool) -> Probe:
     """Return the probe of variables that a run refuses at its start, by the run's own rules.
 
     Args:
-        memory: whether to check the variables of JAX's memory, which have no key in the config, or all others.
+        memory: True: check only variables of JAX's memory, which have no key in the config; False: check all other variables.
     """
 
     def probe(c: Context) -> Verdict:

@@ -93,7 +93,7 @@ class Context:
 
     @property
     def several_nodes(self) -> bool:
-        """Return whether the run has more processes than this node has GPUs for."""
+        """Return whether the run's processes use more GPUs than this node has."""
         if self.cluster is None:
             return False
         ids = self.cluster.local_device_ids or ()
@@ -159,7 +159,10 @@ class Table(list[Check]):
 
 
 def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
-    """Return a decorator for a function that returns the verdict on one GPU's row, or None if `field` is not reported."""
+    """Return a decorator that makes a probe of all GPUs from a function of one GPU's row. The worst verdict counts.
+
+    The function returns None if nvidia-smi does not report `field` of the GPU.
+    """
 
     def decorate(judge: GpuProbe) -> Probe:
         def probe(c: Context) -> Verdict:
@@ -183,7 +186,7 @@ def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
 
 
 def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
-    """Return the verdict on all GPUs: the worst state, with the texts of the GPUs in that state.
+    """Return the verdict on all GPUs: the worst state, and the values (`seen`) of the GPUs in that state.
 
     Args:
         verdicts: GPU -> verdict.

@@ -1,9 +1,9 @@
 """receipt.json: code, settings, data and hardware of a run.
 
 It is written before the first step and completed at the end, so a killed run has a receipt too. The top level of the file is
-the newest attempt. `attempts` has a summary of every other attempt. An attempt that starts after the last step is added to
-`attempts` at its end; the top level stays the attempt that trained. An attempt without `exit_code` was killed or still runs.
-docs/observing.md describes the contents.
+the newest attempt. `attempts` has a summary of every other attempt. An attempt that starts after the last step is moved to
+`attempts` when it ends; the attempt that trained is the top level again. An attempt without `exit_code` was killed or still
+runs. docs/observing.md describes the contents.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class Receipt:
     """The receipt of the run in `workdir`. Process 0 writes the file. Other processes have `id` and `fields` in memory.
 
     Attributes:
-      fields: the contents of the receipt.
+      fields: the contents of receipt.json.
       preflight: all findings of preflight before this start; None if it did not run.
       took_no_step: callers set it to True if all steps were done before this attempt. See the module's docstring.
     """
@@ -130,8 +130,8 @@ class Receipt:
         """Write the origin of the first state of this attempt. Later calls are ignored, since a run may roll back.
 
         Args:
-          loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors or of the
-            weights; None if the state was made from the seed.
+          loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors. For
+            weights of init.from, `step` and `saved_by` are None. None if the state was made from the seed.
         """
         if "loaded" not in self.fields:
             savers = {one["id"]: one for one in self._earlier}
@@ -145,7 +145,13 @@ class Receipt:
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end of the attempt, figures of the run's folder (speed, memory, loss, goodput), and the GPUs' clocks."""
+        """Write the end of the attempt, figures from its metrics and ledger (speed, memory, loss, goodput), and GPU clocks.
+
+        If the attempt took no step, only its summary is written, and the attempt that trained is the top level again.
+
+        Args:
+          fields: further fields to write.
+        """
         end = {**(fields or {}), "ended": now(), "exit_code": exit_code, "reason": reason}
         trained = [one for one in self._earlier if "source" in one]
         if self.took_no_step and trained:

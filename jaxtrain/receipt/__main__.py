@@ -125,7 +125,7 @@ def show_list(runs: Sequence[Run | tuple[str, str]], console: Console) -> None:
 
 
 def show_diff(found: Comparison, console: Console) -> None:
-    """Print the differences of two runs by group, and the results that differ."""
+    """Print the differences of two runs by group, and the results of both."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

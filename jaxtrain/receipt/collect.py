@@ -61,7 +61,7 @@ def container(environ: Mapping[str, str]) -> str | None:
 
 
 def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the findings of run.sh; None if run.sh did not start this run."""
+    """Return commit, `dirty` and class of the host as run.sh found them; None if run.sh did not start this run."""
     if variables.HOST_CLASS not in environ:
         return None
     dirty = {"yes": True, "no": False}.get(environ.get(variables.DIRTY, ""))
@@ -86,7 +86,7 @@ def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict[str, Any]:
-    """Return the source code of this process.
+    """Return commit, local changes and file digests of the source code of this process.
 
     Args:
       package: the folder of jaxtrain.
@@ -95,8 +95,8 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
 
     Returns:
       `commit` and `dirty` (null if git does not track the code; `error` if git failed), `patch` (git diff HEAD of the
-      package and the configs), `patch_cut` (characters left out at its end), `files` (path from the repository's root ->
-      SHA-256), and `config_file` (path -> SHA-256).
+      package and the configs), `patch_cut` (characters left out at the patch's end), `files` (path from the repository's root
+      -> SHA-256), and `config_file` (path -> SHA-256).
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}

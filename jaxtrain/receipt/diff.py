@@ -91,7 +91,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One result that differs. ratio: comparison of `a` and `b` as text."""
+    """One result of both runs. ratio: comparison of `a` and `b` as text; for the loss, the first step that differs."""
 
     name: str
     a: str
@@ -166,7 +166,7 @@ def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hardware faults during the run, and the lowest rate of all nodes or GPUs in each measurement of preflight."""
+    """Return throttling and new ECC errors of the run, and the lowest rate among nodes or GPUs of each preflight check."""
     out: dict[str, Any] = {}
     for gpu in receipt.get("throttled") or ():
         if gpu["share"] >= THROTTLED:  # the threshold of the monitor's alerts, since short throttling explains nothing
@@ -186,7 +186,10 @@ def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(receipt: Mapping[str, Any]) -> Facts:
-    """Return the changes between attempts whose steps are in the result, which are linked by resumed checkpoints."""
+    """Return `changed` (changes on resume) of each attempt whose steps are in the result.
+
+    The newest attempt is the first. Each earlier one saved the checkpoint from which the next one resumed.
+    """
     savers = {one.get("id"): one for one in receipt.get("attempts", ())}
     out: Facts = {}
     while saver := savers.pop((receipt.get("loaded") or {}).get("saved_by"), None):
@@ -232,7 +235,7 @@ def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
 
 
 def changed_lines(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the changed lines of a file that are only in one of two patches; () if the commits differ.
+    """Return the changed lines of a file that are only in one of two patches; () if the commits differ or a patch is cut.
 
     Args:
       name: path of the file from the repository's root.
@@ -255,7 +258,7 @@ def _edits(patch: str, name: str) -> list[str]:
 
 
 def _outcomes(a: Run, b: Run) -> Iterable[Outcome]:
-    """Yield the results of A and B. A result that neither run measured is left out."""
+    """Yield the loss and the figures of A and B, and each other result that differs. Figures that neither has are left out."""
     if a.end != b.end:
         yield Outcome("end", a.end, b.end)
     yield _compare_losses(a.losses, b.losses)

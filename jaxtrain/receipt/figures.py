@@ -62,7 +62,7 @@ def speed(lines: Iterable[Line]) -> dict[str, Any]:
 
 
 def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, float | None]:
-    """Return GiB of the device with the most memory in use: peak, between steps (median), JAX's pool, compiler's peak."""
+    """Return GiB of one device: peak, in use between steps (median), largest pool of JAX's allocator, peak by the compiler."""
     lines = list(lines)
     train = [line for line in lines if line["kind"] == "train"]
     pools = [line.get("pool_gib") for line in lines if line["kind"] == "gpu"]
@@ -101,7 +101,7 @@ def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
 
 
 def saves(done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return count and seconds of an attempt's saves.
+    """Return count, seconds, GB/s, time that the loop waited, and host memory of an attempt's saves.
 
     Args:
       done: the saves that are complete on disk, `checkpoint.Saved` as dicts.

@@ -67,7 +67,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run by its receipt.
+    """A run, read from its receipt.
 
     Attributes:
       folder: the run's folder; None if the receipt is a single file.
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return all attempts, oldest first. All but the top-level one are summaries. [{}] if the folder has no receipt."""
+        """Return all attempts, oldest first. Earlier attempts may have only a summary. [{}] if the folder has no receipt."""
         return sorted([*self.receipt.get("attempts", ()), self.receipt], key=lambda one: one.get("attempt", 0))
 
     @cached_property
@@ -135,7 +135,11 @@ def open_run(target: str | Path) -> Run:
 
 
 def find_runs(targets: list[str]) -> list[Path]:
-    """Return the targets, with a folder of runs replaced by its runs, by name. Raises ReceiptError if it has no runs."""
+    """Return the targets. A folder of runs is replaced by its runs, sorted by name.
+
+    Raises:
+      ReceiptError: a target is missing, or has no runs.
+    """
     out: list[Path] = []
     for path in (Path(target).expanduser() for target in targets):
         if not path.exists():

@@ -101,7 +101,13 @@ class Charts:
         ]
 
     def of_keys(self, title: str, keys: Mapping[str, str], factor: float = 1.0, **options: Any) -> LineChart:
-        """Return a chart of train lines: all keys of one run with its planned values; of several runs, only the first key."""
+        """Return a chart of train lines: all keys of one run with its planned values; of several runs, only the first key.
+
+        Args:
+            keys: key of a train line -> name of its curve.
+            factor: multiplies the values.
+            options: further arguments of `LineChart`.
+        """
         first = next(iter(keys))
         if len(self.runs) > 1:
             title = title if len(keys) == 1 else f"{keys[first]}, {title.rpartition(', ')[2]}"
@@ -148,7 +154,7 @@ class Charts:
         return Section("Training", [charts])
 
     def log_at_first(self) -> bool:
-        """Return whether the loss of any run changes by the factor LOG_FROM."""
+        """Return whether the highest loss of any run is at least LOG_FROM times its lowest."""
         every = [[v for v in run.train["loss"] if is_number(v)] for run in self.runs]
         return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
 
@@ -167,7 +173,7 @@ class Charts:
 
 
 def colour(i: int) -> str:
-    """Return the CSS colour of run `i`, or of curve `i` of one run."""
+    """Return the CSS colour of run `i`; on the page of one run, that of curve `i`."""
     return f"var(--c{i % MANY + 1})"
 
 
@@ -188,7 +194,7 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """Return the moving average of values. Gaps, NaN and infinities are left out of the means, and None in the result."""
+    """Return the moving average of values. None, NaN and infinities are left out of the means, and are None in the result."""
     reach = min(MOST, len(values) // SMOOTH)
     kept = [v if is_number(v) else None for v in values]
     # Sums of integers are exact. In floats, one loss of 1e30 would erase the digits of all later sums.
@@ -222,7 +228,7 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 
 
 def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the section of the wall time by cause: a strip for each run in order of time, and one table."""
+    """Return the section of the wall time by cause: for each run a strip in order of time, and one table."""
     found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
     columns = [Column("cause", causes, None, "wall time", kind="whole", colours=[COLOURS[cause] for cause in causes])]
@@ -239,7 +245,7 @@ def wall_time(runs: Sequence[Run]) -> Section:
 
 
 def wall_time_strip(g: Goodput) -> str:
-    """Return the strip of the wall time as SVG: equal intervals, each with the shares of causes. Lines mark attempts."""
+    """Return the strip of the wall time as SVG: equal intervals, each with the shares of causes. Lines mark new attempts."""
     unit, size = next((unit, size) for unit, size, least in TIMES if g.wall_s >= least)
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]

@@ -53,7 +53,7 @@ def results(runs: Sequence[Run]) -> Section:
 def window(runs: Sequence[Run], last: int) -> int:
     """Return the first step of the window that ends at step `last`, over which losses are compared.
 
-    The window is a twentieth of all steps, but at least ten lines of the run with the fewest lines.
+    The window is a twentieth of the first `last` steps, but at least ten lines of the run with the most steps between lines.
     """
     apart = 1
     for run in runs:

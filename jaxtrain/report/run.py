@@ -37,7 +37,7 @@ EXIT_CODES = {
 
 
 class RunError(ValueError):
-    """No report of a folder can be made."""
+    """A report cannot be made: a folder is no run's folder or is given twice, or there are too many runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Run(receipts.Run):
-    """Everything that a page shows of one run: its receipt ({} if there is none), and its other files.
+    """Everything that a page shows of one run: its receipt ({} if there is none), and the other files of its folder.
 
     Attributes:
         config: the resolved config; {} without config.json.

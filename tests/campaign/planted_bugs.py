@@ -1,7 +1,7 @@
 """Plant one-line bugs, one at a time, and check that the tests find each.
 
     python tests/campaign/planted_bugs.py              try all; print a line each, and the share that tests found
-    python tests/campaign/planted_bugs.py clip digest  those whose names contain one of these words
+    python tests/campaign/planted_bugs.py clip digest  try those whose names contain a given word
 
 Each bug is planted in a copy of the repository, and the tests that its entry names run there. If no test finds a bug, a test is
 missing: write it. To add a bug, append it to the file of its part in bugs/. The campaign tries every bug

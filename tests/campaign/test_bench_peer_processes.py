@@ -67,8 +67,9 @@ def test_a_peer_that_takes_too_long_is_ended(tmp_path, monkeypatch):
 
 
 def test_torch_does_the_same_work(tmp_path, capsys):
-    """A small model has the same four losses from the same weights, with grouped queries, tied head and scaled rotary
-    frequencies.
+    """A small model has the same four losses in PyTorch and in jaxtrain, from the same weights.
+
+    The model has grouped queries, a tied head and scaled rotary frequencies.
 
     Without torch the command must report that. JAXTRAIN_PEER_PYTHON names a Python that has torch.
     """

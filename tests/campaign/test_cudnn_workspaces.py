@@ -1,4 +1,4 @@
-"""cuDNN's own workspace sizes for a described H200, without a GPU, if the extra `plan-cudnn` is installed."""
+"""cuDNN's own workspace sizes for the topology of an H200, without a GPU, if the extra `plan-cudnn` is installed."""
 
 import json
 import pathlib

@@ -28,7 +28,7 @@ def by_step(workdir: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def furthest(a: dict[tuple[str, int], dict[str, Any]], b: dict[tuple[str, int], dict[str, Any]]) -> float:
-    """Return the largest relative difference of a loss. `b` may have more eval lines, at the ends of its parts."""
+    """Return the largest relative difference of a loss. `b` may have more eval lines, one at the end of each attempt."""
     assert a.keys() <= b.keys() and all(kind == "eval" for kind, _ in b.keys() - a.keys())
     assert all(a[key].get("tokens") == b[key].get("tokens") for key in a)
     return max(abs(a[key]["loss"] - b[key]["loss"]) / a[key]["loss"] for key in a)

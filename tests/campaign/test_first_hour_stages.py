@@ -1,4 +1,4 @@
-"""benchmarks/first_hour.py in tiny form on a CPU: each stage."""
+"""Each stage of benchmarks/first_hour.py runs in tiny form on a CPU."""
 
 import json
 import tarfile

@@ -1,6 +1,6 @@
 """The shipped configs' steps match their golden plans, and a stored plan of a published run can be made again.
 
-XLA:GPU compiles the configs as shipped, for described GPUs. `python tests/golden_plans.py` also compares the variants.
+XLA:GPU compiles the configs as shipped, for topologies without GPUs. `python tests/golden_plans.py` also compares the variants.
 """
 
 import functools
@@ -54,7 +54,7 @@ def test_shipped_configs_execute_what_the_formula_says(name):
 
 @functools.cache
 def printed_plan() -> list[str]:
-    """Return the words of the command on the pages, which gets workspaces from cuDNN."""
+    """Return the words that the plan command of both pages prints. It gets workspaces from cuDNN."""
     command = [sys.executable, "-m", "jaxtrain.plan", "--config=configs/llama3_8b.py", "--topology=h200:8", "--cudnn=library"]
     done = subprocess.run(command, cwd=launch.REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -63,14 +63,14 @@ def printed_plan() -> list[str]:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
 def test_pages_show_the_plan_of_llama3_8b_as_it_is(page):
-    """Both pages have the first three lines of the plan."""
+    """Each page shows the first 40 words of the printed plan."""
     (shown,) = re.findall(r"^```text\n(fits: .*?)```$", (launch.REPO / page).read_text(), re.DOTALL | re.MULTILINE)
     assert len(shown.split()) >= 40
     assert shown.split()[:40] == printed_plan()[:40]
 
 
 def test_llama3_70b_fits_one_node():
-    """With float32 master weights, and nothing on the host."""
+    """The plan has float32 master weights, and nothing in the host's memory."""
     plan = planned("llama3_70b").plan
     assert golden_plans.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
     assert plan and plan.fits and plan.memory.peak_gib < 132 and plan.memory.host_gib == 0
@@ -85,7 +85,7 @@ def test_llama3_8b_waits_for_nothing():
 
 
 def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
-    """Work that one kernel can do is in one kernel: memory traffic is at most 1.25 times the least, and 1.45 with copies.
+    """Work that one kernel can do is in one kernel: memory traffic is below 1.25 times the least, 1.45 with copies and rotary.
 
     Attention's backward pass runs in four parts to save 6 GiB of cuDNN's workspace. Its slices are most of the copies.
     """

@@ -45,7 +45,7 @@ def answers(script: str, *args: Any) -> list[Any]:
 
 
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """Return the likeliest tokens by jaxtrain's own generation, in float32, on all devices."""
+    """Return the greedy tokens of jaxtrain's own generation, in float32, on all devices."""
     source, devices = open_origin(str(folder)), jax.devices()
     run = source.run()
     run = alone(dataclasses.replace(run, precision="f32", dtypes=dataclasses.replace(run.dtypes, params="f32")), devices)

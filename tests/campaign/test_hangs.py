@@ -54,7 +54,7 @@ def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def evidence(workdir: Path) -> tuple[str, str, dict[str, Any]]:
-    """Return cause, stacks and report of the one hang in a folder."""
+    """Return the texts of cause and stacks, and the report, of the one hang of a run."""
     (folder,) = workdir.glob("hang-????????-??????")
     cause = (folder / "cause.txt").read_text().strip()
     return cause, (folder / "stacks.txt").read_text(), json.loads((folder / "report.json").read_text())
@@ -81,8 +81,9 @@ def test_a_hang_in_whatever_way_ends_with_124(how: str, tmp_path: Path):
 
 
 def test_what_else_hangs_loses_no_evidence(tmp_path: Path):
-    """The facts, the end of the run's files and the run's file system hang too: a pipe without a reader blocks like a lost
-    mount.
+    """Collecting facts, completing the run's files and writing the evidence hang too.
+
+    A pipe without a reader blocks the write, as a lost mount would.
     """
     before = """
 watchdog.FACTS_S = watchdog.ENDED_S = 0.3

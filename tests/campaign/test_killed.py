@@ -52,7 +52,7 @@ class Bench:
 
 
 def stopped(child: runs.Child, number: signal.Signals) -> tuple[int, str]:
-    """Signal a run whose data does not come, and return how it ends."""
+    """Signal a run that waits for data. Returns (exit code, output)."""
     child.process.send_signal(number)
     child.until(lambda: "finishing this step" in child.said)
     return child.end()

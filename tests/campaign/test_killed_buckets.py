@@ -59,8 +59,9 @@ def test_sigkill_in_the_middle_of_a_save(bucket: Bucket, point: str):
 
 
 def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The run is saved, killed during a save, resumed and rolled back, and starts another run. Its numbers equal those on a
-    disk.
+    """A run is saved, killed during a save, resumed, and resumed from an older step. Another run starts from its checkpoint.
+
+    Its tensors and losses equal those of a run that saves on a disk.
     """
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)

@@ -30,12 +30,12 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 
 def writing(folder: Path) -> list[int]:
-    """Return the processes that are writing a part of a.tok."""
+    """Return the ids of the processes that are writing a part of a.tok."""
     return [int(path.suffix[1:]) for path in (folder / "a.tok.partial").glob("*/*.tok.*")]
 
 
 def children(pid: int) -> list[int]:
-    """Return the child processes of a process that read shards."""
+    """Return the ids of the children of process `pid` that read shards."""
     found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [p for p in found if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
 

@@ -57,7 +57,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 
 def test_the_parts_are_the_wall_time(killed: Killed):
-    """The parts add up to the wall time by the test's own clock."""
+    """The times of all causes in the ledger add up to the wall time by the test's own clock."""
     found = goodput.summarise(goodput.read(killed.workdir / goodput.FILE))
     assert sum(found.parts.values()) == pytest.approx(killed.wall_s, rel=0.01)
     assert found.attempts == 3 and found.steps == STEPS and found.steps_repeated >= 1

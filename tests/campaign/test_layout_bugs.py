@@ -39,7 +39,7 @@ def leaked_document(monkeypatch):
 
 
 def twice_over(axis, module, vectors=False):
-    """Return a function that makes `module` sum gradients over a mesh axis twice: those of vectors, or all others."""
+    """Return a function that makes `module` sum gradients of vectors (`vectors`), or else all others, twice over `axis`."""
 
     def plant(monkeypatch):
         right = module.reduce_gradient

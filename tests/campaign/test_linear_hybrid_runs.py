@@ -91,7 +91,7 @@ def test_options_that_it_does_not_know_are_refused(tmp_path):
 
 
 def test_eight_gpus_are_planned(tmp_path):
-    """XLA compiles the step for 8 described H200s. The plan counts the family's own FLOPs, and fits."""
+    """XLA compiles the step for a topology of 8 H200s. The plan counts the family's own FLOPs, and fits."""
     layers = ("--config.model.num_layers=4", "--config.data.seq_len=1024")  # one period
     out = tmp_path / "plan.json"
     code, said = run("plan", f"--config={CONFIG}:1b", "--topology=h200:8", *layers, f"--json={out}")

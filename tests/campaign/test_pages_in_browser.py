@@ -104,7 +104,7 @@ found.pixels = new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, 
 
 
 def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
-    """Otherwise an empty console would prove nothing."""
+    """The console reports a mistake, so an empty console proves that a page has none."""
     shown = plan_page.html(sample())
     _, console = opened(shown.replace("const data =", "const data = missing +"), tmp_path, 1280)
     assert any("missing is not defined" in line for line in console)

@@ -110,7 +110,7 @@ def test_a_child_whose_parent_has_ended_does_not_work(tmp_path):
 
 
 def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> space.Check:
-    """Return a check that refuses changes of any other key, so that little is compiled."""
+    """Return a check that refuses changes of keys other than `keys`, so that few layouts are compiled."""
     legal = space.training_check(machine)
     own = flat(run) | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, machine).items()}
 

@@ -130,7 +130,7 @@ sys.exit(command.main(sys.argv[1:], own_process=True))
 
 @pytest.mark.parametrize(("second", "code", "verdict"), [("b", 75, "not met: process 0"), ("b_phb_link", 3, "FAULT: topology")])
 def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict):
-    """JAX ends a process 6 s after process 0 is lost, even if the process ignores that."""
+    """JAX ends a process 6 s after process 0 is lost, even if the process ignores the loss."""
     hang = "multi_node.Preflight._measure = lambda _: print('measuring', flush=True) or time.sleep(1000)"
     both = start_two(hang, second)
     for process in both:

@@ -48,7 +48,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_disk_that_is_full_spoils_no_line(tmp_path: Path):
-    """A limit on the size of files fills the disk of a child process. Then there is space again."""
+    """A limit on the size of files acts as a full disk in a child process. Later the limit is lifted."""
     path = tmp_path / goodput.FILE
     code = f"""
 import resource, signal, time

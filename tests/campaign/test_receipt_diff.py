@@ -70,7 +70,7 @@ class Bench:
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0\n")
 
     def run(self, runs_of: dict[str, dict[str, Any]], path: str = "", **env: str) -> None:
-        """Train these runs, by the names of their folders, in one process."""
+        """Train runs in one process. runs_of: name of a run's folder -> overrides."""
         lines = []
         for name, overrides in runs_of.items():
             given = {**TINY, "data__source": self.data, "paths__cache": self.folder / "cache", **overrides}
@@ -161,7 +161,7 @@ BASE = [f"line {n}" for n in range(1, 41)]
 
 
 def version(repo: Path, change: dict[int, list[str]]) -> dict[str, Any]:
-    """Write the checkout's source with these lines (from 1) replaced. Returns its commit and its patch."""
+    """Write the source file with lines replaced; return commit and patch. change: line number (from 1) -> new lines."""
     text = [row for n, old in enumerate(BASE, 1) for row in change.get(n, [old])]
     (repo / "jaxtrain").mkdir(exist_ok=True)
     (repo / "jaxtrain" / "a.py").write_text("\n".join(text) + "\n")

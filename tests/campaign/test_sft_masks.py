@@ -73,7 +73,7 @@ def load(folder: Path, template: str) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[bool], other: list[bool]) -> tuple[bool, str]:
-    """Return whether flags differ, and the text at the differences, without white space and parts of the generation prompt."""
+    """Return whether two lists of flags differ, and the text of the tokens that differ, without the pieces of `header`."""
     text = "".join(tok.decode(np.asarray([i])) for i, here, there in zip(ids, flags, other, strict=True) if here != there)
     for piece in pieces(tok, header):
         text = text.replace(piece, "")
@@ -83,8 +83,8 @@ def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[b
 def test_marked_turns_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compare `data prepare --chat`: several turns, system messages, reasoning, tool calls and their results.
 
-    With one template, all tokens and all flags are those of transformers and of SFTTrainer. If an answer begins with white
-    space, their tokens may cross the border of the turn. jaxtrain's never do, as in a generation.
+    If both use the same template, all tokens and all flags are those of transformers and of SFTTrainer. If an answer begins
+    with white space, tokens of transformers may cross the border of the turn. jaxtrain's never do, as in a generation.
     """
     counted, apart = Counter(), Counter()
     for each in sorted(folder.iterdir()):

@@ -113,7 +113,7 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
 
 
 def test_the_trigram_model_is_what_it_says(files: tuple[TokenFile, TokenFile]) -> None:
-    """Its probabilities sum to one in any context. Its fitted weights beat equal weights on held-out text."""
+    """The model's probabilities sum to one in any context. Its fitted weights beat equal weights on held-out text."""
     train, validation = files
     model = Trigram(train)
     for a, b in ((ord("s"), ord("e")), (256, ord("#")), (3, 4)):

@@ -17,7 +17,7 @@ TINY = runs.REPO / "configs" / "tiny.py"
 
 
 def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
-    """The config asks for one trace and signals for two. Then the parts of the shipped model are named."""
+    """The config requests one trace and signals two. The profile of the first names the parts of the shipped model."""
     workdir = tmp_path / "run"
     asked = {"profile__start": 3, "profile__steps": 2, "log__every_steps": 1, "data__source": "synthetic"}
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "sample__max_tokens": 0, "log__tensorboard": "false"}

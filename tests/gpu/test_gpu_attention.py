@@ -199,8 +199,9 @@ def test_forward_in_e4m3(shape):
     """Compare the kernel with the emulation of its roundings, which tests/proofs/test_attention_fp8.py compares with the
     definition.
 
-    Both round weights by at most 2^-4, of other multiples. Tensor cores keep at least 13 bits of a sum: of H products, which
-    moves scores by d = H 2^-13 sum of |q k| / sqrt(H), and of 128 keys. A weight is off by at most exp(2 d) - 1.
+    Kernel and emulation round the softmax weights by at most 2^-4 each, after different scaling. Tensor cores keep at least 13
+    bits of a sum: of H products, which moves scores by d = H 2^-13 sum of |q k| / sqrt(H), and of 128 keys. A weight is off by
+    at most exp(2 d) - 1.
     """
     _, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window, fp8=attention.KERNEL)
@@ -233,7 +234,7 @@ def test_forward_in_e4m3(shape):
 
 @pytest.mark.gpu
 def test_pallas_gives_the_same_bits_each_time():
-    """Forward and backward pass of a packed batch with grouped queries."""
+    """Forward and backward pass of a packed batch with grouped queries are repeated and compared."""
     _, T, N, K, H, _, _ = SHAPES[0]
     spec = attention.Spec(H, "bf16", True, 32, deterministic=True)
     try:

@@ -32,7 +32,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def impl(dtype: str) -> str:
-    """Return the implementation for this dtype on this GPU; on a CPU, that on Hopper."""
+    """Return the implementation for this dtype on this GPU; on a CPU, that for Hopper."""
     device = jax.devices()[0]
     hardware = Hardware("gpu", (9, 0)) if device.platform == "cpu" else Hardware.of(device)
     return grouped.choose("auto", hardware, jnp.dtype(DTYPES[dtype]))

@@ -66,7 +66,7 @@ def sentences() -> list[str]:
 
 
 def conversation(kind: str, draw: random.Random, texts: list[str]) -> dict[str, Any]:
-    """Return a row of messages of a kind."""
+    """Return a row of messages of one of KINDS."""
 
     def say(role: str, text: str = "", **more: Any) -> dict[str, Any]:
         return {"role": role, "content": text or draw.choice(texts), **more}
