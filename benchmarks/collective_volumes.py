@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Return the overrides as separate texts."""
+        """Return the overrides, one KEY=VALUE string each."""
         return tuple(self.settings.split())
 
 

@@ -144,9 +144,10 @@ def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> G
 
 
 def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
-    """Add the time from the last line of an attempt to when it was last seen. Return that time.
+    """Add a span from an attempt's last line to the moment when the attempt was last seen. Return the end of the span.
 
-    Lines come every LINE_S seconds, so at most 2 LINE_S are added: a later modification time is the time of a copy of the file.
+    `seen` is the modification time of the ledger's file. Lines come every LINE_S seconds, so the span has at most 2 LINE_S: a
+    file with a later modification time was copied.
     """
     length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
     if length:

@@ -213,7 +213,7 @@ class Writers:
         self._write({"kind": "source", **line}, SOURCE_KEYS)
 
     def gpu(self, **line: Any) -> None:
-        """Write one line on a GPU, from any process. Takes all of GPU_KEYS except `kind` and `time_unix`."""
+        """Write one line about a GPU. Any process may call this. Takes all of GPU_KEYS except `kind` and `time_unix`."""
         self._write({"kind": "gpu", **line, "time_unix": time.time()}, GPU_KEYS)
 
     def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jaxtrain.train.definition import for_inference, make_definition
 from jaxtrain.train.kernel import attention_specs
 
 SHORTEST = 64  # padded length of the shortest texts
-CHUNKS = (4096, 512, 64, 8, 1)  # tokens of prompts that are read at a time: few sizes, few programs
+CHUNKS = (4096, 512, 64, 8, 1)  # tokens that are prefilled at a time: few sizes, few programs
 LOGITS = 2048  # tokens whose logits exist at one time; at least one token of each row
 
 
@@ -165,8 +165,9 @@ class Scorer:
     ) -> None:
         """Generate for one batch, and append the tokens of each prompt to its list in `made`.
 
-        All prompts are read in chunks up to the length of the shortest. Then every row gets one token at a time. A row with a
-        longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and no padding.
+        Prompts are prefilled in chunks, up to the length of the shortest. Then each step appends a token to every row. A row
+        with a longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and no
+        padding.
         """
         room = padded(max(len(prompts[i]) + max_tokens[i] for i in batch))
         cache = self._sampler.empty_cache(self.rows, room)

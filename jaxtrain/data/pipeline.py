@@ -1,9 +1,9 @@
 """Batches as a pure function of (seed, step).
 
-A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with loss bits has rows of whole
-conversations instead, numbered in the same way (windows.py). Row `r` of step `s` has the global index g = s * global_batch + r,
-and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts, and any process can make
-any rows. This module and `check` import no jax; only `Batches` imports it, through grain.
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with a loss mask (one bit for each token)
+has rows of whole conversations in place of windows (windows.py). Row `r` of step `s` has the global index g = s * global_batch
++ r, and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts, and any process can
+make any rows. This module and `check` import no jax; only `Batches` imports it, through grain.
 
 If a run has several sources, its mixture assigns each global index to a row of one of them (mixture.py).
 """
@@ -54,7 +54,7 @@ class Batches:
       left_out: number of pairs longer than a row.
       references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
       sources: each source that the run has read or will read, by number.
-      mixture: the phases with their weights, which decide the source of each row.
+      mixture: ranges of steps with the weights of the sources, which decide the source of each row (mixture.py).
     """
 
     def __init__(

@@ -455,7 +455,10 @@ def _write_layer_types(model: Model) -> list[str]:
 
 
 def window_by_layer(pattern: str) -> Part:
-    """Return the part for a family whose layers differ. pattern: repeated letters of layers, if there is no `layer_types`."""
+    """Return the part for a family in which some layers have a sliding window.
+
+    pattern: letters of layers, "l" (window) or "g" (full attention), repeated over the layers; used without `layer_types`.
+    """
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         window = s.nullable("sliding_window")
@@ -509,7 +512,7 @@ QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
 
 
 def gemma_part(pattern: Callable[[Settings], str]) -> Part:
-    """Return the part of Gemma 2 and 3. pattern: returns the repeated letters of layers, if there is no `layer_types`."""
+    """Return the part of Gemma 2 and 3. pattern: returns the letters of layers, as in `window_by_layer`."""
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         s.only("use_bidirectional_attention", False, "jaxtrain has causal attention only")

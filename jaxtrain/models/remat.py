@@ -1,10 +1,10 @@
-"""Activation checkpointing, and the order of layers that are stacked on axis 0: a loop, or one layer after the other.
+"""Activation checkpointing, and layers that are stacked on axis 0: run by a loop (lax.scan), or unrolled.
 
 The activations that can be saved, and the activations that each policy saves, are in jaxtrain/activations.py.
 
 A loop compiles one group of `remat.every` layers (one layer with policy `none`), and the last group separately. Policy `dots`
 compiles the last group separately only if it is smaller. The cost at run time is that saved activations are copied into stacks
-and out of the stacks again. Without a loop (parallel.scan_layers=false), a layer's collectives can overlap with the next
+and out of the stacks again. If unrolled (parallel.scan_layers=false), a layer's collectives can overlap with the next
 layer's arithmetic, and only gradients are stacked. Then compile time grows with the number of layers.
 """
 

@@ -49,7 +49,8 @@ def open_nvml(nvml: Any) -> Iterator[Ask | None]:
 def node_facts(nvml: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (hardware, driver versions) of this node.
 
-    Hardware has `cpu` and `gpus` (in NVML's order). With GPUs it also has `topology`, and `before`: the result of `clocks`.
+    Hardware has `cpu` and `gpus` (in NVML's order). With GPUs it also has `topology`, and `before`: the result of `clocks`
+    before training.
     """
     hardware: dict[str, Any] = {"cpu": {"model": cpu_model(), "memory_gib": round(host_gib())}, "gpus": []}
     driver: dict[str, Any] = {"driver": None, "driver_cuda": None}

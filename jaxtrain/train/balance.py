@@ -59,7 +59,7 @@ class Balance:
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
-        """Return the parameters with the routers' biases moved toward even loads; unchanged if `taken`, bool (), is False.
+        """Return the parameters with the routers' biases moved toward even loads; unchanged for a skipped step.
 
         A bias moves by a fixed step: up for an expert with less than an even load, down for one with more (Wang et al. 2024,
         arXiv:2408.15664, algorithm 1).

@@ -199,7 +199,7 @@ def _added(sums: Params, grads: Params) -> Params:
 def make_loss(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
-    """Return a function from (master weights, one microbatch, (1, B, T)) to the sums of its loss.
+    """Return a function of the master weights and a batch of one microbatch, (1, B, T), that returns the sums of the loss.
 
     The sums are the loss, its denominator, and the other sums that the loss reports.
     """
@@ -217,7 +217,10 @@ def make_loss(
 def make_log_probs(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], jax.Array]:
-    """Return a function from (master weights, one microbatch, (1, B, T)) to the log-probabilities of documents, (1, B, M)."""
+    """Return a function of the master weights and a batch of one microbatch, (1, B, T).
+
+    It returns the log-probabilities of documents, (1, B, M).
+    """
 
     def log_probs(params: Params, batch: Batch) -> jax.Array:
         micro, hidden, head_VD = _forward(params, batch, definition, zero, in_fp8, pipe)

@@ -103,7 +103,7 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
-    """Yield a problem if experts need 8-bit matmuls of uneven numbers of rows that moe.impl or the devices do not have."""
+    """Yield a problem if experts need FP8 grouped matmuls, and moe.impl or the devices do not support them."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
     # Weights of a family from outside the package have names only after the model is built.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:

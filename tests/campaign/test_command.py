@@ -1,4 +1,4 @@
-"""The command in its own process: it refuses with exit code 2, answers without JAX, and lists the other commands."""
+"""Commands in their own processes: mistakes end with exit code 2, --help imports no JAX, the package lists its commands."""
 
 import os
 import subprocess

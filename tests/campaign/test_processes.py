@@ -161,7 +161,7 @@ def start_loop(body: str) -> subprocess.Popen:
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "SIGTERM"), (signal.SIGUSR1, 75, "SIGUSR1")],
 )
 def test_signals_are_heard_wherever_the_main_thread_is(body, number, code, name):
-    """A request for a trace ends nothing. The first signal to leave ends a loop, the second also a computation that hangs."""
+    """SIGUSR2 ends nothing. The first signal to stop ends a loop that polls for it, a later one also a hang."""
     child = start_loop(body)
     assert child.stderr is not None
     for _ in range(3):

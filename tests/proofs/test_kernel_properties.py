@@ -113,7 +113,7 @@ def test_dot(mesh, types):
 
 @on
 def test_dot_of_heads(mesh, types):
-    """y = x w': 4 H terms for 4 heads, in partial sums. dx: D terms. dw = x^T dy: B T terms, in partial sums."""
+    """y = x w^T: 4 H terms for 4 heads, in partial sums. dx = dy w: D terms. dw = dy^T x: B T terms, in partial sums."""
     n, u, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual, weight, heads = ("batch", "residual", None), ("embed", "heads", "head_dim"), ("batch", "sequence", "heads", None)

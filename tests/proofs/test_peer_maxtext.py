@@ -1,4 +1,4 @@
-"""The comparison of MaxText's step with ours: its reading and printing, on a small step of ours. MaxText is not needed."""
+"""The comparison of MaxText's compiled step with ours: reading and printing, with a small step of ours for all cases."""
 
 import json
 import re

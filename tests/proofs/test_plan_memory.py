@@ -61,7 +61,7 @@ def shards_gib(tree) -> float:
 
 
 def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
-    """The allocated memory exceeds the peak by the heap's fragmentation. XLA counts a few scalars beside the temporaries."""
+    """The allocated memory exceeds the peak by the heap's fragmentation. XLA's temp_size_in_bytes counts a few scalars more."""
     step, memory = held
     analysis = step.executable.memory_analysis()
     assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB
@@ -205,7 +205,7 @@ def test_a_plan_counts_the_workspace_once():
 
 
 def test_a_program_that_says_its_workspace_is_taken_at_its_word():
-    """A program compiled together with cuDNN states its workspace, and the plan uses that figure."""
+    """In HLO compiled with cuDNN, the workspace is an output of the call, u8[bytes]. The plan uses that size."""
     _, step = compiled(*PACKED, of=OF)
     calls = "\n".join(
         line.replace("u8[0]", "u8[777]") if assignment.BACKWARD in line else line for line in step.text.splitlines()

@@ -155,7 +155,8 @@ def parsed(words: list[str]) -> list[Any]:
 def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]:
     """Return the problems of a training command, apart from missing files.
 
-    With `runs_here` only the command line is checked, otherwise the run on a node of GPUs too.
+    With `runs_here` only the command line is checked, since the command runs in a campaign. Otherwise the config is also
+    validated for NODE.
     """
     parsed = main.COMMAND.parse(words)
     loaded = parsed.config

@@ -336,6 +336,6 @@ def test_mfu_below_the_plan_is_one_episode():
 
 
 def test_the_alert_begins_below_the_range_that_is_expected():
-    """Without a comparable run, published runs may reach 0.7 of the roofline's MFU, so only a calibrated plan has an alert."""
+    """The alert begins at the longest expected step time. Without comparable published runs only a calibrated plan has one."""
     assert Expected(1.0, 50.0, PUBLISHED, (1.1, 1.4)).longest_s == 1.4
     assert Expected(1.0, 50.0, PUBLISHED).longest_s is None and Expected(1.0, 50.0, "calibrated").longest_s == 1.0

@@ -29,8 +29,8 @@ def test_a_stored_picture_is_the_one_that_is_drawn(name: str):
 
 @pytest.mark.parametrize("file", sorted(pictures.FOLDER.glob("*.svg")), ids=lambda file: file.stem)
 def test_a_picture_fits_its_frame_and_can_be_read(file: Path):
-    """Letters have at least 11 px at 720 px of width. Boxes and texts are inside the frame, with letters 0.55 of their size
-    wide.
+    """Letters have at least 11 px at 720 px of width. Boxes and texts are inside the frame. A letter is assumed to
+    be 0.55 of the font size wide.
     """
     assert file.stem in pictures.PICTURES
     root = ET.parse(file).getroot()

@@ -304,9 +304,9 @@ def test_the_chart_marks_peak_and_limit_and_says_what_gaps_add():
     shown = page.html(plan)
     assert ">peak 40.8 GiB<" in shown
     assert ">usable 134.4 GiB<" in shown
-    assert "temporaries 29.6 GiB; 0 GiB fragmentation" in shown
+    assert "other memory 29.6 GiB with 0 GiB fragmentation" in shown
     gaps = dataclasses.replace(plan.memory, temp_gib=31.0)
-    assert "temporaries 31.0 GiB; 1.4 GiB fragmentation" in page.html(sample(memory=gaps))
+    assert "other memory 31.0 GiB with 1.4 GiB fragmentation" in page.html(sample(memory=gaps))
     # A phase too short for its name is named in the table only.
     assert ">forward</text>" in shown
     assert ">loss</text>" not in shown

@@ -248,7 +248,7 @@ def _call(
 
     Args:
       name: the kernel: FORWARD, FORWARD_FP8, QUERIES or KEYS.
-      visits: the tiles to visit for each tile, (B, tiles, 4).
+      visits: for each tile, the ranges of tiles to visit and of unmasked tiles, (B, tiles, 4): see `tiles`.
       operands: q, k and the kernel's other arrays: (B, T or S, N or K, H), or (B, N, T) with a number for each query and head.
       outputs: shapes and dtypes of the results.
       heads: query heads, or key/value heads for the kernel of keys' gradients.

@@ -95,7 +95,7 @@ def outer(
 
 
 def _programs() -> int:
-    """Return the number of multiprocessors of the GPU that the program is compiled for: this many programs run at a time."""
+    """Return the number of multiprocessors of the GPU that is compiled for. A kernel launches one Pallas program on each."""
     if INTERPRET is not None:
         return 2
     described = jax.sharding.get_abstract_mesh().abstract_device

@@ -1,1 +1,1 @@
-"""Read a compiled program: its computation, memory, communication, time, and mistakes."""
+"""Read a compiled program: its computation, memory, communication, time, and warnings."""

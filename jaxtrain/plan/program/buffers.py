@@ -53,7 +53,7 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     """Return the activations that the train step saves; in a step with a loop over layers, only those that the loop saves.
 
     The jaxpr has the names. An activation without a `checkpoint_name` is named after the operation that computes it. The
-    input of a layer is named "layer input". A gathered weight, which only a repeated forward pass saves, is named "weight".
+    input of a layer is named "layer input". A gathered weight is named "weight".
     """
     found = saved_activations(program)
     # With a loop over layers, the backward pass of the last layer follows at once, so that layer's activations are soon freed.

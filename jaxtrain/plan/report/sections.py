@@ -172,7 +172,7 @@ def device_count(plan: Plan) -> int:
 
 
 def describe_remat(run: RunConfig) -> str:
-    """Return the remat policy, or the activations that "custom" saves; then the layers of a checkpoint, if above one."""
+    """Return the remat policy, or the activations that "custom" saves, and remat.every if it is above 1."""
     r = run.remat
     every = f", {r.every} layers each" if r.every > 1 else ""
     if r.policy != "custom":
@@ -214,7 +214,7 @@ def memory_section(plan: Plan) -> Section:
     columns = [classes, sizes, shares("share", values, m.peak_gib), bars(values, m.peak_gib)]
     by_class = Table(f"Peak memory by class, {sizes.heading} on each GPU", columns, style="sortable")
     unit, (arguments, temporary, gaps) = gib([m.arguments_gib, m.temp_gib, m.taken_gib - m.peak_gib])
-    sums = f"state and batch {arguments} {unit} throughout, temporaries {temporary} {unit}; {gaps} {unit} fragmentation"
+    sums = f"state and batch {arguments} {unit} throughout, other memory {temporary} {unit} with {gaps} {unit} fragmentation"
     return Section("Memory at the peak", [bar, by_class, sums])
 
 

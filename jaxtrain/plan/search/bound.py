@@ -16,7 +16,8 @@ at the same rates as a plan, and assumes that all communication that can overlap
                    + max(the loss: head, its float32 gradient, logits of one chunk;
                          the backward pass: new gradients, the largest gathered weight, recomputed activations)
 
-With remat.policy=auto, the formula saves as many activations as probably fit; the lower bound saves only each layer's input.
+With remat.policy=auto, `step_s` assumes that as many activations as probably fit are saved. `memory_gib` assumes only each
+layer's input.
 The bound does not include cuDNN's workspace.
 """
 

@@ -282,7 +282,7 @@ class Refusal:
     Attributes:
         least_gib: lower bound of the memory that the config needs on each GPU.
         fix: a setting that probably fits on this machine, or None.
-        larger: the next larger machine on which the config probably fits, and its setting there; or None.
+        larger: the next larger machine on which the config probably fits, and its overrides there; or None.
     """
 
     least_gib: float
@@ -311,7 +311,10 @@ def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
 
 
 def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[Topology, Candidate] | None:
-    """Return the next larger machine on which a config probably fits, as it is or sharded over all GPUs, and the setting."""
+    """Return the next larger machine on which a config probably fits, and the config's overrides there.
+
+    The config is tried unchanged first, then with weights sharded over all GPUs.
+    """
     total = topology.total
     while topology.chip in CHIPS and 2 * total <= MOST_GPUS:
         most = CHIPS[topology.chip][0]
