@@ -290,8 +290,8 @@ def pinned_limit_gib(environ: Mapping[str, str]) -> float:
 def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
     """Return the variables that make JAX take `fraction` of each GPU's memory, and the problems of contradicting variables.
 
-    The variables must be exported before JAX is imported. JAX reads the fraction when it starts the GPU, and takes 75% by
-    default. It must preallocate the memory: otherwise the fraction is no budget.
+    The variables must be exported before JAX is imported. JAX reads the fraction when it initialises its GPU backend,
+    and takes 75% by default. It must preallocate the memory: otherwise the fraction is no budget.
     """
     name = "XLA_CLIENT_MEM_FRACTION"
     problems = []

@@ -95,8 +95,8 @@ class StackCheck:
 class StackWeight:
     """A differentiated weight of a stack of layers, and the array that gets its gradient.
 
-    The backward pass of the stack (models/remat.py) gives `into` the weight's gradient, in the dtype of `into`; or, if
-    `check.adds`, the sum of `into` and the weight's gradient. The weight itself has no gradient.
+    The backward pass of the stack (models/remat.py) returns the weight's gradient as the gradient of `into`, in the dtype of
+    `into`. If `check.adds`, it returns the sum of `into` and the weight's gradient. It returns no gradient for the weight.
     """
 
     value: Any  # an array, or ComputeCopy

@@ -247,7 +247,7 @@ def _line_cause(old: dict[str, list[Any]], new: dict[str, list[Any]]) -> str:
 
 
 def requests(names: Iterable[str]) -> dict[str, parallel.Request]:
-    """Return the plans to make for the golden plans of these names. Raises GoldenError for a config with a mistake."""
+    """Return name -> request to `plan_many`, for golden plans. Raises GoldenError for a config with a mistake."""
     out = {}
     for name in names:
         config, machine = SHIPPED[name]

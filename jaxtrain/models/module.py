@@ -1,7 +1,7 @@
 """All code that is specific to flax nnx: parameters with logical axes, stacks of layers, and conversion to and from dicts.
 
-Six names of nnx are used in jaxtrain: Module, Param, Rngs, split, merge, eval_shape. Outside a model's own code,
-parameters are a nested dict of arrays.
+Other modules of jaxtrain use only three names of nnx: Module, Param and Rngs. Outside a model's own code, parameters are a
+nested dict of arrays.
 """
 
 from collections.abc import Callable

@@ -156,7 +156,7 @@ def test_without_tuning_the_program_is_the_same(monkeypatch):
 
 
 def test_the_picture_of_a_layer_is_what_is_compiled_today():
-    """docs/pictures/fsdp.svg has the same events in the same order, with times within 2% of the pass."""
+    """docs/pictures/fsdp.svg has the same events in the same order, with times within 2% of the end of the lane."""
     stored, compiled = json.loads(pictures.LANES.read_text()), pictures.compile_schedule()
     assert stored["lanes"].keys() == compiled["lanes"].keys(), "run: python -m benchmarks.pictures --write --compile"
     for name, lane in compiled["lanes"].items():

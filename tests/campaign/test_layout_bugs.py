@@ -27,7 +27,7 @@ def wrong_position_offset(monkeypatch):
 
 
 def leaked_document(monkeypatch):
-    """Let a token see all documents of other shards."""
+    """Let a token attend to all documents in the earlier chunks of its sequence."""
     right = reference.describe_block
 
     def describe_block(rows, spec, diagonal):

@@ -337,8 +337,8 @@ def test_a_run_resumes_with_its_references(whole, capsys):
 
 
 def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
-    """A resumed run has no weights of its base: the file of references must be present, complete, and of
-    this run and data.
+    """A resumed run has no weights of its base: the file of reference log-probabilities must be
+    present, complete, and of this run and data.
     """
     shutil.copytree(whole / "parts", tmp_path / "parts")
     path, found, about = stored(tmp_path, "parts", whole / "train.tok")

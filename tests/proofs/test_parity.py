@@ -151,7 +151,7 @@ def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
 
 @pytest.mark.more
 def test_every_feature_on_a_mesh():
-    """All optional features are on at once."""
+    """The model `everything` (matrix.py) with grouped remat, chunked attention and two microbatches."""
     plain = matrix.MODELS["everything"]
     more = {"remat.policy": "attention", "remat.every": 3, "attention.impl": "chunked", "train.grad_accum": 2}
     assert_same_steps(helpers.tiny(MESHES["fsdp=2 x tensor=4"] | plain | more), helpers.tiny(plain), steps=8)

@@ -34,7 +34,7 @@ def test_no_gpu_is_said(tmp_path):
 
 
 def hang(*_: Any) -> Any:
-    """Replace `call_with_timeout` by a call that times out."""
+    """Raise Unanswered, as `call_with_timeout` does after its timeout."""
     raise Unanswered("it did not answer within 3 s")
 
 

@@ -161,7 +161,7 @@ def test_the_table_holds_the_names_of_the_page():
 
 
 def test_names_of_the_table_are_no_keys():
-    """A name that is a key is no mistake."""
+    """A key is no wrong name. Only names on the page (docs/coming_from.md) may also be keys."""
     assert not [name for name in INDEX if name in KEYS and name not in dict(names_of_page())]
 
 

@@ -1,4 +1,4 @@
-"""The effect of `sharding.zero` and `sharding.gather` on a step: gathered weights, and axes summed at its end."""
+"""The effect of `sharding.zero` and `sharding.gather` on a step: gathered weights, and mesh axes of the sums at its end."""
 
 import types
 from typing import Any

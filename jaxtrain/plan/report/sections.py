@@ -98,7 +98,7 @@ def verdict(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the speed in one line, expected range first; for a step that does not fit, that there is no speed."""
+    """Return the speed in one line, expected range first; "no speed: ..." for a step that does not fit."""
     if not plan.fits:
         return "no speed: the step does not fit"
     t = plan.time

@@ -74,8 +74,9 @@ class SearchResult:
     """The state of a search, and the reason why it ended.
 
     Attributes:
-        candidates: settings whose lower bound fits, best first by formula. Each is checked before it is shown or compiled.
-        too_big: number of settings that cannot fit by their lower bound.
+        candidates: settings whose lower bound of memory fits, best first by formula. Each is checked before it is shown or
+            compiled.
+        too_big: number of settings whose lower bound of memory does not fit.
         shown: the first SHOWN legal candidates.
         tried: compiled settings; best first after the search.
         running: settings that are being compiled.
