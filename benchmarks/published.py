@@ -108,7 +108,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Return the kind of run (rates.kind); "" if it belongs to no range."""
+        """Return the kind of published runs that are comparable (rates.kind); "" if none is."""
         return rates.kind(self.run_config, self.topology.gpu, self.topology.total, "cudnn")
 
     @property

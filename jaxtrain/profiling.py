@@ -21,7 +21,7 @@ class Tracer:
     is no trace. `asked` returns the number of requests so far (`signals.Stop.traces`). A request starts a trace of the next
     steps. All requests during a trace start one further trace after it. Python's own calls are left out of the trace, because
     recording them slows the measured loop. The text of `program` is written next to a trace, because a trace does not record a
-    program from the compile cache. graphs: the program's kernels are launched in CUDA graphs, which the trace records.
+    program from the compile cache. graphs: whether kernels are launched in CUDA graphs, so that operations may lack names.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ BEFORE: dict[int, Callable[[], None]] = {}
 
 
 class Source:
-    """Synthetic data. The batches in `marked` carry MARK, those in `poisoned` have NaN weights; `before` has calls before a
-    batch.
+    """Synthetic data. The batches in `marked` carry MARK, those in `poisoned` have NaN weights. `before`: batch number ->
+    a function that is called before the batch is made.
     """
 
     synthetic = False

@@ -146,7 +146,7 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
 
 
 def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text if the step time is unexpected by the plan, and a text if the peak memory differs by more than PEAK_ERROR.
+    """Return a text for a step time off the plan (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
 
     Without a plan, return [].
     """

@@ -100,7 +100,7 @@ def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
 class Phase:
     """A range of a run with constant weights. A phase ends where the next phase begins.
 
-    Positions are in tokens (rows times data.seq_len), so they stay valid if data.seq_len or the batch size changes.
+    `tokens` and `read` count tokens (rows times data.seq_len), so they stay valid if data.seq_len or the batch size changes.
     """
 
     step: int  # optimizer steps before the phase

@@ -114,7 +114,8 @@ class ChatTemplate:
           source: the template.
           tokens: the template's variables such as `bos_token`.
           control: the tokenizer's control tokens.
-          date: the result of `strftime_now` in templates, in the form 2025-01-31. So equal commands give equal files.
+          date: the day, as 2025-01-31, that `strftime_now` formats in templates. The clock is not read: equal jobs give equal
+              files.
 
         Raises:
           TokenizerError: the source is not Jinja2.

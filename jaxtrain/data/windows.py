@@ -347,7 +347,8 @@ def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -
 
     A document that spans several windows counts in each window. The first number is at least 1.
 
-    starts: the start of each document, sorted, also after the last window. The starts of WINDOWS windows are read at a time.
+    starts: the starts of all documents, sorted; those after the last window are ignored. The starts of WINDOWS windows are
+    read at a time.
     """
     most, masked = 1, 0
     for first in range(0, windows, WINDOWS):

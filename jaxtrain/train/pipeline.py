@@ -66,7 +66,7 @@ class StageLayers:
         return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, kinds)
 
     def saved(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """Return (structure, shapes) of the activations that a checkpoint saves for the input `x` and the arrays `shared`."""
+        """Return (structure, shapes) of the activations that a `jax.checkpoint` saves for the input `x` and `shared`."""
         trees = []
 
         def leaves(x: Any, shared: Any) -> list[jax.Array]:

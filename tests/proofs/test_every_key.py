@@ -139,7 +139,7 @@ def adapted(program: Program) -> str:
 
 
 def without_moments(program: Program) -> str:
-    """Return the patterns (`layers.mlp.*`, comma-separated) of the blocks of a layer whose weights are not trained."""
+    """Return the patterns (`layers.mlp.*`, comma-separated) of the blocks, mlp or attention, whose weights have no moments."""
     moments = [name for name in state.abstract_tensors(program.state) if name.startswith("optimizer.mu.layers.0.")]
     return ",".join(f"layers.{x}.*" for x in ("mlp", "attention") if not any(f".{x}." in name for name in moments))
 

@@ -320,8 +320,8 @@ def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
 
 
 def test_weights_that_do_not_learn_have_fewer_products():
-    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16; the
-    warning lists a few of them.
+    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16;
+    `fp8_warnings` lists the first six of them.
     """
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))

@@ -44,7 +44,7 @@ SMALL = {
 
 @functools.cache
 def params_of(run):
-    """Return the initial parameters, with random norms' scales and biases, so that the comparison covers them."""
+    """Return the initial parameters, with random scales of norms and random biases, so that the comparison covers them."""
     params = helpers.program(run).definition.init(jax.random.key(1))
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(0)

@@ -375,7 +375,7 @@ TILED = [(17, 0, 133, 101, 2), (0, 0, 330, 0, 0), (0,) * 5, (1, 7, 8, 9, 300), (
 
 @pytest.mark.parametrize("sizes", TILED)
 def test_every_row_has_one_tile(sizes):
-    """An expert's tiles start at a multiple of 8 and cover its rows without gaps. Their number is at most the bound."""
+    """An expert's tiles start at a multiple of 8 and cover its rows without gaps. `visits` has room for all of them."""
     visits, used = jax.jit(pallas.tiles_of, static_argnums=(1, 2))(jnp.array(sizes), 336, 128)
     seen, owner = [], np.repeat(np.arange(6), [*sizes, 336 - sum(sizes)])
     assert int(used[0]) <= len(visits)

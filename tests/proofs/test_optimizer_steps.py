@@ -19,7 +19,10 @@ from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 
 @pytest.mark.parametrize("beta2", helpers.few([0.95, 0.98, 0.99, 0.998, 0.999], 0.98, 0.99))
 def test_second_moments_in_bfloat16_follow_gradients_only_where_they_decay_fast(beta2):
-    """Gradients span three decades, then shrink to 0.03 times. The config check refuses decays whose updates are off by 1%."""
+    """Gradients span three decades, then shrink to 0.03 times.
+
+    `validate` refuses a beta2 above 0.98, where updates are off by 1%.
+    """
     rng, n = np.random.default_rng(0), 2048
     size = jnp.asarray(10 ** rng.uniform(-4, -1, n), jnp.float32)
 

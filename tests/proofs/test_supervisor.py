@@ -482,7 +482,7 @@ def test_a_node_that_does_not_end_is_left_alone(node: Supervised):
 
 
 def test_a_signal_to_the_process_group_keeps_the_runs_code(node: Supervised):
-    """systemd, or `kill -- -PGID`, also sends the signal to ssh. The other node ends as the processes have agreed."""
+    """systemd, or `kill -- -PGID`, also sends the signal to ssh, which ignores it and waits for the other node's process."""
     env = node.reaches('#!/bin/bash\ntouch "$HOME/ssh"\nuntil [[ -s $HOME/signals ]]; do sleep 0.01 || :; done\nexit 75\n')
     arguments = ["--config=x.py", "--nodes=here,there"]
     process = node.begin("exit 0", "until 75", arguments=arguments, JAX_PLATFORMS="cpu", **env)

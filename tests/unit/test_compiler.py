@@ -127,7 +127,7 @@ def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
 
 
 def test_an_empty_list_leaves_no_kernel_for_cuda_graphs(tmp_path):
-    """With an empty list, XLA's dump of its options for a program for an H200 names no kinds of kernels for CUDA graphs."""
+    """With compiler.GRAPHS empty, XLA's dump of its options for a program for an H200 lists no kernels for CUDA graphs."""
     (device,) = topology.devices(topology.parse("h200:1"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=SingleDeviceSharding(device))
     kinds = {}

@@ -1,4 +1,4 @@
-"""The schedule of one layer: its window of the step, and its lanes on the page."""
+"""The schedule of one layer: its start and end in the step, and its lanes on the page."""
 
 import pytest
 from gpu_traces import MESH, PROGRAM

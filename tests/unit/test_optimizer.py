@@ -97,7 +97,7 @@ def test_axes_say_where_a_matrix_is(axes, found):
 
 
 def test_adamw_equals_optax():
-    """Thirty steps on made-up gradients, with the step's own -lr(step), equal optax's schedule and mask."""
+    """Thirty updates on made-up gradients, scaled by -lr(step) as in a train step, equal those of optax.adamw."""
     o = config.Optimizer(lr=1e-2, lr_min=1e-3, warmup_steps=10, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
     schedule = make_schedule(o, 30)
     ours = make_optimizer(o, F32, AXES)

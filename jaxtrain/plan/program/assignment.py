@@ -276,7 +276,10 @@ def read_workspace(module: hlo.Module, options: Mapping[str, str | bool]) -> Wor
 
 
 def _formula(call: hlo.Instruction, operands: list[hlo.Type], deterministic: bool) -> int:
-    """Return the bytes of a call. operands: queries (B, T, N, H), keys (B, S, K, H), values, softmax statistics (E, N, T)."""
+    """Return the workspace of a call in bytes.
+
+    operands: queries (B, T, N, H), keys (B, S, K, H), values, softmax statistics (E, N, T); E as in `workspace_bytes`.
+    """
     shapes = [o.dims for o in operands[:4] if isinstance(o, hlo.Shape)]
     if [len(dims) for dims in shapes] != [4, 4, 4, 3]:
         raise hlo.HloError(f"{call.name}: not queries, keys, values and statistics of softmax: {shapes}")

@@ -292,7 +292,7 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return the cost of (bytes, array) accesses, by memory space. A kernel that accesses host memory is a host copy."""
+    """Return the cost of `made` FLOPs and (bytes, array) accesses. A kernel that accesses host memory has the kind "host"."""
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)
