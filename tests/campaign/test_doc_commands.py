@@ -87,7 +87,7 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
     for language, block in runnable(page):
         command = block.replace("/tmp/", f"{tmp_path}/")
         program = ["bash", "-euo", "pipefail", "-c"] if language == "bash" else [sys.executable, "-c"]
-        done = subprocess.run([*program, command], cwd=clone, env=environ, capture_output=True, text=True, timeout=200)
+        done = subprocess.run([*program, command], cwd=clone, env=environ, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{page.name}:\n{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert done.stdout == printed.get(block, done.stdout), f"{page.name}:\n{command}"
 
