@@ -75,7 +75,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Of several compared values, the value that is largest relative to its bound."""
+    """The compared value that is largest relative to its bound."""
 
     value: float
     bound: float

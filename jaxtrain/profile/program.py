@@ -101,7 +101,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             for operand in i.operands:
                 users[operand].append(i)
         for i in where.instructions:
-            # Of an asynchronous operation, only the start counts.
+            # Only the start of an asynchronous operation counts.
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:

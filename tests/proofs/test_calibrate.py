@@ -41,7 +41,7 @@ def test_work_is_counted_by_hand(readings):
     forward = [r for r in readings if r.kind == "attention forward"]
     assert forward[0].work == 2 * 2 * 128 * 128 / 2 * 4 * 16
     assert micro.ATTENTION_BACKWARD == ATTENTION_BACKWARD  # the factor that plans use
-    # Of 1 MiB over 4 devices, a ring sends three quarters in an all-gather and in a reduce-scatter.
+    # A ring of 4 devices sends three quarters of 1 MiB in an all-gather and in a reduce-scatter.
     sent = {r.kind: r.work for r in readings if r.kind in COLLECTIVES}
     assert sent == {"all-gather": 0.75 * 2**20, "reduce-scatter": 0.75 * 2**20, "all-reduce": 1.5 * 2**20}
     assert [(r.message, r.work) for r in readings if r.kind == CURVE] == [(2**14, 0.75 * 2**14), (2**16, 0.75 * 2**16)]

@@ -81,7 +81,7 @@ def test_sets_agree_and_hold_what_they_are_for():
     for name, (requirement, _) in beside.items():
         assert pinned(requirement) == pinned(cuda12[name][0]), name
     assert pinned(beside["nvidia-cudnn-cu12"][0]) == Version(cudnn_library.VERSION)
-    # Of CUDA the plan extra has only the assembler, below 100 MB: the libraries take gigabytes.
+    # The plan extra has only CUDA's assembler, below 100 MB: CUDA's libraries take gigabytes.
     assert {name for name in plan if name.startswith("nvidia-")} == {"nvidia-ml-py", "nvidia-cuda-nvcc-cu12"}
 
 
