@@ -292,7 +292,7 @@ FP8 = {"precision": "bf16", "attention.forward": "fp8"}
             "2 queries a key: tensor8",
             "window: seq4",
         ),
-        "2 queries a key: seq4",
+        "2 queries a key: tensor8",
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):

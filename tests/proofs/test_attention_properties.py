@@ -233,7 +233,11 @@ def check(kernel: str, b: Bucket, data) -> float:
     return worst(got, *exact(b, arrays, segments, positions, blocks=kernel == "chunked" or b.spec.sinks), real)
 
 
-@pytest.mark.parametrize(("kernel", "name"), [(k, n) for k in KERNELS for n, b in BUCKETS.items() if does(k, b)])
+CASES = [(kernel, name) for kernel in KERNELS for name, b in BUCKETS.items() if does(kernel, b)]
+SLOW = {("pallas", "bf16, window"), ("pallas", "one document"), ("pallas", "bf16, window, sinks")}  # by interpretation
+
+
+@pytest.mark.parametrize(("kernel", "name"), [pytest.param(*c, marks=pytest.mark.more if c in SLOW else ()) for c in CASES])
 def test_attention_is_its_definition(kernel, name):
     @given(st.data())
     @examples(kernel)
@@ -303,6 +307,7 @@ def test_what_a_query_does_not_see_does_not_exist(kernel):
     hold()
 
 
+@pytest.mark.more
 def test_blocks_merge_into_the_whole():
     """A row's halves attend to themselves, and the second half to the first. Outputs merge by their log-sum-exps.
 

@@ -159,7 +159,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "ring", "stages", "tensor, whole vocabulary", "zero 2"))
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "ring", "tensor, whole vocabulary"))
 def test_layouts_are_one_device(layout, source, one_device):
     more = LAYOUTS[layout]
     if "model.num_layers" in more:
@@ -182,7 +182,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", helpers.few(OTHERS, "experts", "adapters"))
+@pytest.mark.parametrize("other", helpers.few(OTHERS, "adapters"))
 def test_other_models_and_trained_parts(other, source):
     """The losses that balance experts are added as usual. On a mesh, loss, rewards and gradients are those of one device."""
     model, layout = OTHERS[other]
@@ -403,6 +403,7 @@ def test_a_full_disk_ends_the_pass_with_the_name_of_the_file(whole, monkeypatch,
 ADAPTERS = {"lora__rank": 4, "optimizer__lr": 5e-3, "checkpoint__every_steps": 4}
 
 
+@pytest.mark.more
 def test_adapters_have_their_base_for_a_reference(whole, capsys):
     """The base is always available: a lost file of references is computed again."""
     assert dpo_run(whole, "adapters", **ADAPTERS) == 0

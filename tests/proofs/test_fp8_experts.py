@@ -110,7 +110,7 @@ def test_what_is_not_finite_stays_so(bad):
             "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
             "experts: expert2xfsdp4/sharding.rules.experts=expert",
         ),
-        "experts with room: expert2xtensor2xseq2/train.grad_accum=2/train.accumulate=layer",
+        "experts: expert2xfsdp4/sharding.rules.experts=expert",
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):

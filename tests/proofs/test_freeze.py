@@ -69,6 +69,7 @@ def size(run, pattern):
     return sum(a.size for name, a in tensors.items() if re.fullmatch(r"params\." + pattern, name))
 
 
+@pytest.mark.more
 def test_nothing_is_computed_for_what_is_frozen():
     """In unrolled layers, each weight's gradient is one matmul and one sum over devices."""
     layout = {"mesh.fsdp": 2, "parallel.scan_layers": False, "remat.policy": "full"}

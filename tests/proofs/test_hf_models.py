@@ -227,6 +227,7 @@ def test_a_key_that_is_missing_can_be_said(tmp_path, capsys):
     assert off(logits(TOKENS, SEGMENTS), "llama2") < SAME
 
 
+@pytest.mark.more
 def test_an_imported_run_can_be_moved(tmp_path, capsys, monkeypatch):
     """The tokenizer moves with the run. --base gives adapters the new path of their base."""
     theirs = hugging_face.write(tmp_path / "theirs", "llama", vocab=264)

@@ -149,6 +149,7 @@ SMALLER = (
 )
 
 
+@pytest.mark.more
 def test_a_step_on_h200s_computes_what_the_formula_says():
     """A smaller DeepSeek-V3, compiled for 8 H200s: cuDNN supports heads of 192 (keys) and 128 (values) numbers."""
     made = plans.plan("h200:8", *SMALLER, of="configs/deepseek_v3.py")

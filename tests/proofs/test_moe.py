@@ -354,6 +354,7 @@ def test_pallas_multiplies_like_xla(name, interpreted):
         assert not get_races().races_found
 
 
+@pytest.mark.more
 def test_pallas_through_a_block_of_experts(interpreted):
     """Outputs and all gradients of a block equal those with XLA's matmuls.
 

@@ -116,7 +116,7 @@ def stepped(depth=2):
     return run, batch, params, made.gradients(params, place_batch(batch, made.batch, made.context))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", helpers.few([1, 2], 2))
 def test_loss_and_gradients_are_those_of_the_reports_equations(depth):
     """The loss is main + weight / D x sum over k of the mean cross entropy of token i + k + 1, for each document."""
     run, batch, params, ((loss, sums), gradients) = stepped(depth)
@@ -194,6 +194,7 @@ def test_evaluation_and_sampling_are_those_of_the_model_alone():
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.more
 def test_the_routers_of_modules_learn_to_spread_tokens():
     """The biases of the modules' routers move toward balanced loads. The modules count in the metrics and losses of experts."""
     run = helpers.tiny(MTP | EXPERTS | {"model.mtp_layers": 2})

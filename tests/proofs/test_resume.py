@@ -65,7 +65,7 @@ def go_on(workdir: Path, **overrides: Any) -> int:
 # ---- Bit for bit
 
 
-@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, EIGHT, THREE_AXES))
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, THREE_AXES))
 def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(
     whole: Callable[[str], Path], layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
