@@ -6,7 +6,7 @@ Compiles Llama 3 8B with one sequence of 8192 tokens per GPU and fsdp=8, ahead o
 hardware. MaxText's step is compiled in the environment of `--python` (benchmarks/peer_maxtext_step.py), our step in this
 environment. Then reads both the same way: peak memory as XLA counts it, and the plan's roofline over the scheduled program. No
 GPU is needed. `--out` keeps the compiled programs; `--read` reads such a folder and compiles nothing. In the file of
-`--markdown`, the text from the heading "## What explains the differences" on is kept.
+`--markdown`, the text from the heading "## Reasons for the differences" on is kept.
 
 Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText, which is no dependency of jaxtrain:
 
@@ -46,7 +46,7 @@ STEP = Path(__file__).with_name("peer_maxtext_step.py")
 TOPOLOGY = "h200:8"
 CONFIG = ["--config=configs/llama3_8b.py", "--config.train.grad_accum=1", "--config.train.global_batch=8"]
 COMMAND = "python -m benchmarks.peer_maxtext --python=PATH --markdown=docs/evidence/peer_maxtext.md"
-EXPLAINED = "## What explains the differences"
+EXPLAINED = "## Reasons for the differences"
 
 # The config of the same work in MaxText's keys. By MaxText's defaults, moments are float32, gradients are clipped to norm 1,
 # and z-loss and dropout are off.
@@ -280,7 +280,7 @@ XLA's trials of ways to write a fusion are off, as in every plan.
 
 {waits(steps)}
 
-## What stands in memory at the peak
+## Memory at the peak
 
 {held_table(steps)}
 

@@ -27,7 +27,7 @@ from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 from jaxtrain.startup import start_jax
 
-MARK = "<!-- The rest of this page is written by its command, which stands at its end. -->\n"
+MARK = "<!-- The rest of this page is written by its command, which is at its end. -->\n"
 
 
 @dataclasses.dataclass(frozen=True)
