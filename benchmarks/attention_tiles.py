@@ -2,9 +2,10 @@
 
     .venv/bin/python -m benchmarks.attention_tiles
 
-The table has a row for each head_dim and each of the four kernels (forward in e4m3 up to a head_dim of 192): registers per
-thread at launch, spilled bytes, bytes of shared memory, WGMMA instructions, and whether the assembler serializes some of them.
-A kernel that does not fit is a compiler error. The compiler warns that nvdisasm is missing, which is not needed.
+The table has a row for each head_dim and each of the four kernels. The forward kernel in e4m3 has rows up to a head_dim of 192.
+The columns are registers per thread at launch, spilled bytes, bytes of shared memory, the number of WGMMA instructions, and
+whether the assembler serializes them. If a kernel needs more shared memory than an SM has, its compilation fails. Ignore the
+warning that nvdisasm is missing.
 """
 
 import argparse
@@ -31,9 +32,9 @@ FACTS = ("registers", "spilled", "shared", "wgmma", "serialized")
 
 
 def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8, K: int = 2) -> None:
-    """Compile forward and backward ahead of time for a GPU that this machine need not have, and dump the compiler's files.
+    """Compile attention's forward and backward kernels for the GPU type `chip`, and dump the compiler's files into `folder`.
 
-    With spec.fp8, forward is in e4m3.
+    If spec.fp8 is set, the forward kernel is in e4m3.
     """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
@@ -52,10 +53,10 @@ def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8,
 
 
 def taken(folder: Path, prefix: str) -> dict[str, dict[str, int | str]]:
-    """Return kernel -> value of each of FACTS, from the dumps, for kernels whose name has this prefix.
+    """Return kernel -> {name in FACTS: value}, from the compiler's files in `folder`. Kernel names are without `prefix`.
 
     Raises:
-        ValueError: the dumps have an unexpected form.
+        ValueError: a file lacks one of FACTS, or a kernel's name has another prefix.
     """
     out: dict[str, dict[str, int | str]] = {}
     for file in folder.glob("*.ptxas"):

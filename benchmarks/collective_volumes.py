@@ -88,7 +88,7 @@ LAYOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A collective of a paper's method. bytes: sent by each GPU in a step, by ring algorithms."""
+    """Collectives of one kind, mesh axis and purpose in a paper's method. bytes: sent by each GPU in a step, with rings."""
 
     kind: str
     axis: str
@@ -99,7 +99,7 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of one kind, mesh axis and purpose, and their formula; "none" if there is no formula."""
+    """Collectives of a compiled step with one kind, mesh axis and purpose, and the paper's formula ("none" if it has none)."""
 
     kind: str
     axis: str
@@ -118,7 +118,7 @@ class Row:
 
 
 def run_of(layout: Layout) -> RunConfig:
-    """Return the run of a layout. Raises ConfigError."""
+    """Return CONFIG with the overrides of a layout. Raises ConfigError if an override is wrong."""
     loaded = launch.load([f"--config={launch.REPO / CONFIG}", *(f"--config.{o}" for o in layout.overrides)])
     if loaded.problems:
         raise ConfigError(loaded.problems)
@@ -128,14 +128,15 @@ def run_of(layout: Layout) -> RunConfig:
 def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
     """Return the collectives of a layout by the papers' formulas.
 
-    Weights are gathered over the axes that shard them. Gradients are reduced over these axes and those that replicate weights.
-    Activations are communicated over tensor and stage, keys and values over seq, tokens to their experts. Gathers of experts'
-    weights are left out.
+    Weights are gathered over the axes that shard them. Gradients are reduced over these axes and over the axes that replicate
+    weights. Activations are communicated over tensor and stage, keys and values over seq, routed tokens over expert. With
+    ZeRO-2 and ZeRO-3, token embeddings are exchanged over the axes that shard weights. Gathers of experts' weights are left
+    out.
 
     Letters of the formulas: A microbatches; l layers; v virtual stages of a stage; n GPUs of the axis. Bytes in bfloat16: W all
     weights, L weights of the layers, H weights of the head; X the residual stream of a microbatch on one GPU before tensor
-    shards it, KV keys and values of a layer, QO queries and outputs of a layer, both of the same tokens; R the capacity of a
-    GPU's experts.
+    shards it; KV keys and values, QO queries and outputs, of a layer for the same tokens as X; R the rows of a GPU's expert
+    buffers in a layer and microbatch, at their capacity.
 
     Args:
         mesh: size of each axis in use.
@@ -198,12 +199,12 @@ def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
 
 
 def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> list[Term]:
-    """Return the collectives of attention over seq.
+    """Return the collectives of attention over mesh.seq, for a value of parallel.context.
 
     Args:
-        n: GPUs of mesh.seq.
-        layers: layers times microbatches.
-        each: bytes of the keys and values, or the queries and outputs, of one head on one GPU.
+        n: size of mesh.seq.
+        layers: number of layers times number of microbatches.
+        each: bytes of one head's keys and values for a microbatch on one GPU, and of one head's queries and outputs.
     """
     kv, qo = layers * each * m.num_kv_heads, layers * each * m.num_heads
     if context == "ring":
@@ -219,7 +220,7 @@ def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> 
 
 
 def purpose(c: Collective) -> str:
-    """Return the purpose of a collective: one of those of `Term.purpose`."""
+    """Return the purpose of a collective, one of the values that `Term.purpose` lists."""
     # If XLA merged several collectives, the source line is that of any of them. Most of the bytes are weights.
     if "kernels/context" in c.source and not WEIGHTS.search(c.op_name):
         return "attention"
@@ -231,9 +232,9 @@ def purpose(c: Collective) -> str:
 
 
 def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
-    """Return the large collectives of a plan with their terms.
+    """Return a row for each kind, mesh axis and purpose, with the plan's collectives and the paper's term.
 
-    A term without a collective has a row, as does a large collective without a term.
+    A term has a row even if the plan has no such collective. Collectives without a term have a row only if one is large.
     """
 
     def is_large(c: Collective) -> bool:
@@ -270,7 +271,7 @@ def cells(row: Row, mesh: Mapping[str, int]) -> list[str]:
 
 
 def summary(layout: Layout, plan: Plan) -> list[str]:
-    """Return the cells of a layout in the first table: machine, times, and GiB at the peak of each class of MEMORY."""
+    """Return a layout's cells in the first table: machine, whether it fits, times, and GiB of each of MEMORY at the peak."""
     held = {kind: plan.memory.by_class.get(kind, 0.0) for kind in MEMORY} | {"peak": plan.memory.peak_gib}
     held["moments"] = sum(plan.memory.by_class.get(f"{which} moment", 0.0) for which in ("first", "second"))
     fits = "yes" if plan.fits else f"no: {size(plan.memory.taken_gib)}"

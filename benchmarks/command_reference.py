@@ -114,7 +114,7 @@ def _block(language: str, text: str) -> str:
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    """Return a Markdown table. rows: Markdown. Bars in the first column are escaped."""
+    """Return a Markdown table of cells that are Markdown. Bars in its first column are escaped."""
     lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
     return "\n".join([*lines, *(f"| {first.replace('|', '\\|')} | {second} |" for first, second in rows)])
 
@@ -128,14 +128,14 @@ def _of_run_sh() -> Iterator[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's options."""
+    """Return the parser of the command line."""
     out = argparse.ArgumentParser(prog="python -m benchmarks.command_reference", description=(__doc__ or "").splitlines()[0])
     out.add_argument("--write", action="store_true", help="write docs/commands.md")
     return out
 
 
 def main() -> int:
-    """Run the command."""
+    """Print the page; with --write, write it to docs/commands.md."""
     if parser().parse_args().write:
         PAGE.write_text(page())
     else:

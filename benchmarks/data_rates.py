@@ -1,17 +1,18 @@
-"""Tokens per CPU second of batches and of their preparation, compared with grain, datasets and plain numpy.
+"""Tokens per CPU second of making batches and token files, compared with grain, datasets and plain numpy.
 
     python -m benchmarks.data_rates
     python -m benchmarks.data_rates --other=FOLDER
 
-Every row is measured `--repeats` times, each in a separate process; the table has the medians. With `--other`, another checkout
-of jaxtrain is measured alternately with this one. CPU seconds are user plus system time of the process, on which other load of
-the machine has less effect than on wall time. Batches have 8 sequences. Their file is in the page cache and has documents of
+Every row is measured `--repeats` times, each time in a new process; the table has the medians. With `--other`, another
+checkout of jaxtrain is measured alternately with this one. CPU seconds are user plus system time of the process. Other load of
+the CPUs changes them less than wall time. Batches have 8 sequences. Their file is in the page cache and has documents of
 log-normal length, 700 tokens on average. "First epoch" includes the checksums, since each block is checked at its first use.
 
 For comparison, grain and numpy read the same sequences in a random order. They make only inputs and targets, from a memory map,
-without segments, positions, weights or checksums. Text is the Python standard library as JSON lines. The tokenizer is a
-byte-level BPE trained on it. `prepare` uses one process. datasets (the extra `hf-datasets`) reads the same file and maps the
-same tokenizer over it. The last rows are a loop that parses, encodes and concatenates, and `prepare` without a tokenizer.
+without segments, positions, weights or checksums. The text is modules of the Python standard library as JSON lines. The
+tokenizer is a byte-level BPE trained on this text. `prepare` uses one process. datasets (the extra `hf-datasets`) reads the
+same JSON lines and maps the same tokenizer over them. The last two rows are a loop that parses, encodes and concatenates, and
+`prepare` with the byte tokenizer.
 """
 
 import argparse
@@ -118,7 +119,7 @@ def time_numpy(folder: Path, tokens: int, bits: int) -> dict[str, float]:
 
 
 def time_grain(folder: Path, tokens: int, bits: int) -> dict[str, float]:
-    """Return tokens per CPU second of grain's source, shuffle and batch, without threads, since threads slow it down."""
+    """Return tokens per CPU second of grain's source, shuffle and batch, without threads, since threads slow grain."""
     import grain
     import numpy as np
 
@@ -181,7 +182,7 @@ def time_prepare(folder: Path, text: Path, tokenizer: str) -> dict[str, float]:
 
 
 def time_datasets(folder: Path, text: Path) -> dict[str, float]:
-    """Return tokens per CPU second of load_dataset and map, in one process."""
+    """Return tokens per CPU second of `load_dataset` and `map` of the library datasets, in one process."""
     os.environ.update({"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"})
     import datasets
     import tokenizers
@@ -213,7 +214,7 @@ def time_loop(folder: Path, text: Path) -> dict[str, float]:
 
 
 def measure(case: str, asked: argparse.Namespace) -> dict[str, float]:
-    """Measure one case in this process. case: name of a function and its arguments, separated by spaces."""
+    """Return row -> tokens per CPU second of a case, measured in this process. case: one of CASES."""
     name, *words = case.split()
     tokens, text = int(asked.tokens), Path(asked.folder)
     with tempfile.TemporaryDirectory() as made:
@@ -227,7 +228,10 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, float]:
 
 
 def run_case(case: str, asked: argparse.Namespace, checkout: Path, folder: Path) -> dict[str, float]:
-    """Measure a case in a new process with a checkout's jaxtrain. Raises RuntimeError with the process's error output."""
+    """Return `measure`'s result for a case, from a new process with the jaxtrain of `checkout`.
+
+    Raises RuntimeError with the last line of the process's error output if the process fails.
+    """
     command = [sys.executable, __file__, f"--case={case}", f"--folder={folder}", f"--tokens={asked.tokens}"]
     environ = {**os.environ, "PYTHONPATH": str(checkout), "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environ, cwd=checkout, capture_output=True, text=True)

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.expert_tiles
 
-The table has, for each grouped matmul (two are in FP8), the facts of benchmarks/attention_tiles.py, and the bytes of
-temporaries of its program, which pads sizes that are not a multiple of 64 (rows: of 8).
+The table has a row for each grouped matmul; two are in FP8. The columns are those of benchmarks/attention_tiles.py, and the
+bytes of temporaries of the compiled program. The program pads the rows to a multiple of 8 and other sizes to a multiple of 64.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PRECISION = jax.lax.Precision.DEFAULT
 
 
 def products(R: int, D: int, F: int, E: int) -> dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]]:
-    """Return kernel -> (function, (shape, dtype) of each argument). Arguments: rows (R, D) or (R, F), weights (E, D, F)."""
+    """Return kernel -> (grouped matmul, (shape, dtype) of each argument), for R rows, E experts, and matrices of D x F."""
     x, h, w, sizes = ((R, D), jnp.bfloat16), ((R, F), jnp.bfloat16), ((E, D, F), jnp.bfloat16), ((E,), jnp.int32)
     scale, w8 = ((), jnp.float32), ((E, F, D), jnp.float8_e4m3fn)
     eight = functools.partial(pallas.times8, out=jnp.dtype(jnp.bfloat16))
@@ -45,9 +45,9 @@ def products(R: int, D: int, F: int, E: int) -> dict[str, tuple[Any, list[tuple[
 
 
 def compile_into(folder: Path, chip: str, f: Any, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> int:
-    """Compile a grouped matmul ahead of time for a GPU that this machine need not have, and dump the compiler's files.
+    """Compile a grouped matmul for the GPU type `chip`, and dump the compiler's files into `folder`.
 
-    Returns: bytes of temporaries.
+    Returns: bytes of temporaries of the program.
     """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P())) for shape, dtype in shapes]

@@ -25,7 +25,9 @@ Each module with the first sentence of its docstring. `python -m benchmarks.file
 
 
 def purpose(path: Path) -> str:
-    """Return the first sentence of a module's docstring without references to papers. Cut a sentence above LONGEST.
+    """Return the first sentence of a module's docstring, without references to papers.
+
+    If the sentence has more than LONGEST characters, return its part before the first colon or semicolon.
 
     Raises:
       ValueError: the module has no docstring.
@@ -61,14 +63,14 @@ def page() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's options."""
+    """Return the parser of the command line."""
     out = argparse.ArgumentParser(prog="python -m benchmarks.file_tree", description=(__doc__ or "").splitlines()[0])
     out.add_argument("--write", action="store_true", help="write docs/modules.md")
     return out
 
 
 def main() -> int:
-    """Run the command."""
+    """Print the page; with --write, write it to docs/modules.md."""
     if parser().parse_args().write:
         PAGE.write_text(page())
     else:

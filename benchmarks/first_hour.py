@@ -131,7 +131,7 @@ def describe_device(node: Node, limit_s: float) -> Outcome:
 
 
 def device_facts(request: dict[str, Any]) -> dict[str, Any]:
-    """Return JAX's facts about the device. A case (bench/child.py)."""
+    """Return the device's kind, memory statistics and memory spaces by JAX. `run_case` calls this function in a child."""
     (one,) = start_devices(one_device(request["cache"]), 1)
     spaces = [str(space) for space in one.addressable_memories()]
     return {"verdict": OK, "kind": one.device_kind, "memory": one.memory_stats(), "spaces": spaces}
@@ -178,7 +178,10 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def use_rates(out: Path, gpu_name: str) -> str:
-    """Copy the rates of an earlier stage to the folder of calibrations, if this machine has none. Return a message, or ""."""
+    """Copy the rates that an earlier stage measured to the folder of calibrations, if it has none for this GPU.
+
+    Return a message; "" if nothing was copied.
+    """
     gpu = hardware.lookup(gpu_name)
     kept = rates.path(gpu.name, out / "rates") if gpu else None
     if gpu is None or kept is None or not kept.exists() or (file := rates.path(gpu.name)).exists():
@@ -189,7 +192,7 @@ def use_rates(out: Path, gpu_name: str) -> str:
 
 
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
-    """Time the kernels of one kind, and compare them with their lower bounds."""
+    """Time the kernels of one kind (bench/kernels.py), and compare each time with its lower bound."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case(kernels.CASE, request, log=node.folder.log(kind), limit_s=limit_s)
     rows = answer.get("rows", [])
@@ -218,7 +221,7 @@ def compare_packing(node: Node, limit_s: float) -> Outcome:
 
 
 def time_packing(request: dict[str, Any]) -> dict[str, Any]:
-    """Time attention for each pair of data.max_segments and documents in a sequence. A case (bench/child.py)."""
+    """Time attention for pairs of (data.max_segments, documents in a sequence), in a child process (bench/child.py)."""
     began = time.monotonic()
     (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
@@ -264,7 +267,7 @@ def case_argv(case: str, smoke: bool, memory_gib: float) -> list[str]:
 
 
 def time_case(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
-    """Time train steps, and compare them with their estimate."""
+    """Time the train steps of one of CASES, and compare step time and peak memory with their estimates."""
     argv = [*case_argv(case, node.smoke, node.devices.memory_gib), f"--config.paths.cache={node.cache}"]
     steps = (3, 1) if node.smoke else (8, 2)
     answer = node_suite.time_steps(node, case, argv, limit_s, steps, devices=1, trace=trace)

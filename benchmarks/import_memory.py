@@ -2,9 +2,10 @@
 
 python -m benchmarks.import_memory --gigabytes=4 --folder=/tmp/import
 
-Prints the reports of both commands, then one line of JSON. Each command runs in a separate process. Peak memory is that of the
-process during the command, including arrays on its devices, less its memory before. Size is that of the safetensors files. A
-plain copy of these files is timed too. Files are dropped from the page cache before they are read.
+The output is the reports of import and export, then one line of JSON. Each of the two commands runs in a separate process. Peak
+memory is the process's maximum during the command, with the arrays on its devices, minus its memory before the command. Size is
+that of the safetensors files. A plain copy of these files is timed too. Files are dropped from the page cache before they are
+read.
 --gigabytes=16.06 is Llama 3 8B in bfloat16.
 """
 
@@ -22,7 +23,7 @@ SHARD = 1 << 30
 
 
 def shape_of(gigabytes: float) -> dict:
-    """Return config.json of a Llama with the layers of Llama 3 8B, scaled in width to weights of this size in bfloat16."""
+    """Return config.json of a Llama with Llama 3 8B's number of layers, and widths for this size of bfloat16 weights."""
     scale = (gigabytes / 16.06) ** 0.5
     width, wide, vocab = (max(256, round(size * scale / 256) * 256) for size in (4096, 14336, 128256))
     layers = 32
@@ -43,7 +44,7 @@ def shape_of(gigabytes: float) -> dict:
 
 
 def write(folder: Path, gigabytes: float) -> None:
-    """Write the checkpoint one file at a time, so that this takes little memory."""
+    """Write a random checkpoint of about this size. Only one of its files is in memory at a time."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -97,7 +98,10 @@ def timed(size: int, seconds: float) -> dict[str, float]:
 
 
 def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, found: Any) -> None:
-    """Run one command in this process. Put (number of devices, times and peak memory over `size`) into the queue `found`."""
+    """Run a command in this process, and put (number of devices, report) into the queue `found`.
+
+    The report has seconds, GB/s, CPU seconds, and peak memory relative to `size`. kind: "import" or "export".
+    """
     import jax
 
     from jaxtrain.checkpoint.arrays import orbax

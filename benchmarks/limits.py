@@ -6,9 +6,9 @@ The limit of a layout is, for one GPU and its share of the tokens,
 
     limit = matmul FLOPs / best matmul rate + attention FLOPs / best attention rate + memory-bound time + least remat
 
-with the FLOPs of the model (flops.py; backward attention 2.5 times forward), the memory-bound time of the search formula
-(plan/search/bound.py), and the least recomputation that may fit by the formula's lower bound of memory. No communication is
-exposed, no pipeline stage waits, and no expert multiplies an empty row.
+FLOPs are those of the model (flops.py), with 2.5 times as many for backward attention as for forward. The memory-bound time is
+that of the search formula (plan/search/bound.py). The remat is the least that may fit by this formula's lower bound of memory.
+The limit has no exposed communication, no pipeline bubble, and no padding in experts' matmuls.
 
 --write stores the figures of the plans in limits_plans.json and writes the page. Tests compare the figures with tests/golden.
 """
@@ -63,17 +63,17 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Return the config with its changes, as named on the page."""
+        """Return the name of the case on the page: the config's name and the overrides."""
         return " ".join([self.config.removeprefix("configs/").replace(".py", ""), *self.changes])
 
     @property
     def machine(self) -> Topology:
-        """Return the machine."""
+        """Return the nodes and GPUs that `topology` names."""
         return machines.parse(self.topology)
 
     @functools.cached_property
     def run_config(self) -> RunConfig:
-        """Return the run. Raises ConfigError if the config has a mistake."""
+        """Return the config with the case's overrides. Raises ConfigError if a key or a value is wrong."""
         loaded = launch.load([f"--config={launch.REPO / self.config}", *(f"--config.{change}" for change in self.changes)])
         if loaded.problems:
             raise ConfigError(loaded.problems)
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def request(self) -> Request:
-        """Return the plan to make, at published kernel rates, so that a calibration of this machine does not change it."""
+        """Return the request for the case's plan, with published kernel rates instead of a local calibration's."""
         sheet = rates.datasheet(self.machine.gpu, self.run_config.precision)
         return Request(self.run_config, self.machine, self.config, tuple(self.changes), sheet)
 
@@ -93,7 +93,7 @@ CASES = tuple(Case(**table) for table in TABLE["case"])
 
 
 def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
-    """Return the stored figures of a plan, of one GPU and one step. Work is in TFLOP by the keys of BEST."""
+    """Return a plan's figures to store, for one GPU and one step. `work` and `again` (remat) are TFLOP by key of BEST."""
     time = plan.time
     seconds = {
         "step_s": time.step_ms,
@@ -154,7 +154,7 @@ def model_work(run: RunConfig, gpus: int) -> Work:
 
 
 def least_again(run: RunConfig, topology: Topology) -> Work:
-    """Return the least work that remat must repeat so that the step fits, by the lower bound of memory."""
+    """Return the work that remat repeats, by the config's policy or by the policy `least_remat`: the lesser of the two."""
     model, tokens = run.model, run.tokens_per_step / topology.total / 1e12
     attention = flops.attention(model, run.data.seq_len).causal * model.num_layers
     choices = []
@@ -174,7 +174,7 @@ class Row:
 
     @functools.cached_property
     def parts(self) -> dict[str, float]:
-        """Return part of the limit -> seconds."""
+        """Return the seconds of each part of the limit: matmuls and attention, memory-bound kernels, and remat."""
         run, machine = self.case.run_config, self.case.machine
         layout = Layout(run, mesh_sizes(run, machine), machine.gpus)
         even = dataclasses.replace(layout, run=dataclasses.replace(run, moe=dataclasses.replace(run.moe, buffer=1.0)))
@@ -191,7 +191,7 @@ class Row:
 
     @functools.cached_property
     def gaps(self) -> dict[str, float]:
-        """Return part -> seconds of the planned step time above the limit. The sum is the whole difference."""
+        """Return cause -> seconds by which it lengthens the planned step. Their sum is the step time minus the limit."""
         p, limit = self.planned, self.parts
         work, again = best_s(p["work"]), best_s(p["again"])
         return {

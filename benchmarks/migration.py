@@ -32,7 +32,7 @@ USUAL = {
 
 
 def rows(trainer: str) -> list[tuple[str, str]]:
-    """Return (flags of the trainer, settings of jaxtrain) of each row of a trainer's table."""
+    """Return (flags of the trainer, settings of jaxtrain) of each row of its table in docs/coming_from.md."""
     (table,) = re.findall(rf"^\| {trainer} \| jaxtrain \| note \|\n\|---.*\n((?:\|.*\n)+)", SOURCE.read_text(), re.MULTILINE)
     return [(line.split("|")[1], line.split("|")[2]) for line in table.splitlines()]
 
@@ -40,8 +40,8 @@ def rows(trainer: str) -> list[tuple[str, str]]:
 def flag(trainer: str, setting: str) -> str:
     """Return the flag of a trainer for a setting; "" if there is none.
 
-    Flags in USUAL are preferred, then those that correspond to the fewest keys. A dagger after the flag in the table is kept. A
-    star marks a flag whose unit is not steps.
+    If several flags fit, those in USUAL come first, then the one that corresponds to the fewest keys. The result keeps a dagger
+    of docs/coming_from.md. A star marks a flag in another unit for a setting in steps.
     """
     found: list[tuple[bool, int, str]] = []
     for theirs, ours in rows(trainer):
@@ -57,7 +57,7 @@ def flag(trainer: str, setting: str) -> str:
 
 
 def table() -> str:
-    """Return the table."""
+    """Return the Markdown table: a row for each of SETTINGS, a column for each of TRAINERS."""
     lines = [f"| jaxtrain | {' | '.join(TRAINERS)} |", "|---" * (1 + len(TRAINERS)) + "|"]
     for setting in SETTINGS:
         cells = [
@@ -69,20 +69,20 @@ def table() -> str:
 
 
 def page() -> str:
-    """Return the page with the current table."""
+    """Return docs/migration.md with the current table."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's options."""
+    """Return the parser of the command line."""
     out = argparse.ArgumentParser(prog="python -m benchmarks.migration", description=(__doc__ or "").splitlines()[0])
     out.add_argument("--write", action="store_true", help="write docs/migration.md")
     return out
 
 
 def main() -> int:
-    """Run the command."""
+    """Print the table; with --write, write it into docs/migration.md."""
     if parser().parse_args().write:
         PAGE.write_text(page())
     else:

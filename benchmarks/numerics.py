@@ -3,12 +3,12 @@
     python -m benchmarks.numerics --of=precision --config=configs/tiny.py --config.train.steps=300 --seeds=2
     python -m benchmarks.numerics --of=moments --config=configs/tiny.py --config.train.steps=300 --seeds=2
 
-Trains on one device from `seeds` initial weights and prints a table: the training loss over the last 20 steps and the held-out
-loss after the last step, as means over the seeds. Each loss has its difference from the first row, and the largest difference
-of a seed. The column *at any time* is the largest difference of a mean of 20 steps anywhere in the run. The last rows are the
-first row with optimizer.eps 1% and 2% larger, so their differences are chance. On a CPU, FP8 matmuls are emulated: rounded as
-on a GPU, summed in float32. The commands above take minutes there; docs/evidence/fp8_training.md and docs/evidence/moments.md
-have their tables.
+Each row trains on one device, once for each of `--seeds` initial weights. The table has the training loss over the last 20
+steps and the held-out loss after the last step, as means over the seeds. Beside each loss are its relative difference from the
+first row, and the largest such difference of a seed. The column *at any time* is the largest difference of a mean of 20 steps
+anywhere in the run. The last two rows repeat the first row with optimizer.eps 1% and 2% larger. Their differences are chance.
+On a CPU, FP8 matmuls are emulated: rounded as on a GPU, summed in float32. Both commands take minutes on a CPU;
+docs/evidence/fp8_training.md and docs/evidence/moments.md have their tables.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ EPS = (1.01, 1.02)  # factors of optimizer.eps, whose effect is chance
 
 
 def in_precision(run: RunConfig, precision: str, exclude: str = "") -> RunConfig:
-    """Return the run in another precision, with gradients reduced in its usual dtype. exclude: fp8.exclude."""
+    """Return the run in another precision. Gradients are reduced in float32 for f32, else in bfloat16. exclude: fp8.exclude."""
     dtypes = dataclasses.replace(run.dtypes, reduce="f32" if precision == "f32" else "bf16")
     return dataclasses.replace(run, precision=precision, fp8=Fp8(exclude), dtypes=dtypes)
 
@@ -43,7 +43,7 @@ def with_moments(run: RunConfig, m: str, v: str) -> RunConfig:
 
 
 def with_eps(run: RunConfig, times: float) -> RunConfig:
-    """Return the run with its optimizer.eps times this factor."""
+    """Return the run with optimizer.eps multiplied by `times`."""
     return dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, eps=times * run.optimizer.eps))
 
 
@@ -81,7 +81,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
 
 
 def rows(run: RunConfig, of: str, seeds: int) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
+    """Train the variants with every seed, and yield the lines of the Markdown table."""
     base: list[tuple[np.ndarray, float]] = []
     window = np.ones(WINDOW) / WINDOW
     for name, one in variants(run, of).items():

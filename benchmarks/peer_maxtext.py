@@ -4,11 +4,11 @@
 
 Compiles Llama 3 8B with one sequence of 8192 tokens per GPU and fsdp=8, ahead of time, for a topology of eight H200s without
 hardware. MaxText's step is compiled in the environment of `--python` (benchmarks/peer_maxtext_step.py), our step in this
-environment. Then reads both the same way: peak memory as XLA counts it, and the plan's roofline over the scheduled program. No
-GPU is needed. `--out` keeps the compiled programs; `--read` reads such a folder and compiles nothing. In the file of
-`--markdown`, the text from the heading "## Reasons for the differences" on is kept.
+environment. Then both steps are read in the same way: peak memory as XLA counts it, and the plan's roofline of the scheduled
+program. No GPU is needed. `--out` keeps the compiled programs in a folder; `--read` reads this folder and compiles nothing. The
+file of `--markdown` keeps its text from the heading "## Reasons for the differences" on.
 
-Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText, which is no dependency of jaxtrain:
+Exit code 0: compared; 1: a step could not be compiled or read; 2: --python has no MaxText. These commands install it:
 
     uv venv --python=3.12 maxtext
     uv pip install --python maxtext/bin/python maxtext==0.2.5 --no-deps
@@ -76,7 +76,7 @@ OURS = "jaxtrain's"  # compiler options of our full-remat step, given to MaxText
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to compile."""
+    """A train step to compile, of MaxText or jaxtrain."""
 
     who: str  # MaxText | jaxtrain
     what: str  # name in the table
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name of the step's files."""
+        """Return the name of the step's files, without a suffix."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.who} {self.what} {self.options.removesuffix(chr(39) + 's')}".lower())
 
 
@@ -113,7 +113,7 @@ CASES = (
 
 
 class PeerError(RuntimeError):
-    """MaxText is not installed, or a step could not be compiled."""
+    """MaxText is not installed, jaxtrain's config has problems, or a step could not be compiled."""
 
 
 def check_python(python: str) -> str:
@@ -132,7 +132,7 @@ def check_python(python: str) -> str:
 
 
 def _run(keys: Sequence[str] = ()) -> RunConfig:
-    """Return our config of the same work, with these overrides. Raises PeerError if the config has problems."""
+    """Return jaxtrain's config for the work of KEYS, with these overrides. Raises PeerError if the config has problems."""
     loaded = launch.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
     if loaded.problems:
         raise PeerError(f"{' '.join(keys)}: {loaded.problems}")
@@ -140,7 +140,7 @@ def _run(keys: Sequence[str] = ()) -> RunConfig:
 
 
 def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
-    """Compile our steps and write each to a folder. Return the compiler options of our case in PAIR."""
+    """Compile jaxtrain's steps and write them to `out`. Return the compiler options of jaxtrain's case in PAIR."""
     from jaxtrain.plan.compile import compile_step
 
     theirs: dict[str, Any] = {}
@@ -169,7 +169,10 @@ def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
 
 
 def compile_theirs(python: str, cases: Sequence[Case], ours: Mapping[str, Any], out: Path) -> None:
-    """Compile MaxText's steps, a process for each program. Raises PeerError with the end of the log of a failed process."""
+    """Compile MaxText's steps. One process compiles all cases with the same keys. ours: jaxtrain's compiler options.
+
+    Raises PeerError with the end of the log of a failed process.
+    """
     machine = parse(TOPOLOGY)
     description = out / "description.txtpb"
     description.write_text(machine.description)
@@ -197,7 +200,7 @@ HEADER = [
 
 
 def table(steps: Mapping[Case, Read]) -> str:
-    """Return the table of all steps."""
+    """Return the Markdown table of all steps: peak memory, planned times, traffic and MFU."""
     lines = []
     for case, r in steps.items():
         t = r.timed
@@ -209,7 +212,7 @@ def table(steps: Mapping[Case, Read]) -> str:
 
 
 def parts_table(steps: Mapping[Case, Read]) -> str:
-    """Return the table of memory-bound kernels' traffic (GB) by part of the model, for PAIR."""
+    """Return the table of memory-bound kernels' traffic (GB) by part of the step (PARTS), for PAIR."""
     sums = []
     for case in PAIR:
         gb: dict[str, float] = defaultdict(float)
@@ -224,7 +227,7 @@ def parts_table(steps: Mapping[Case, Read]) -> str:
 
 
 def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
-    """Return the table of exposed collectives by their lines of Python. least_ms: shorter exposed times are left out."""
+    """Return the table of exposed collectives by kind and source line. least_ms: shorter exposed times are left out."""
     lines = []
     for case, r in steps.items():
         sums: dict[tuple[str, str, str, str], float] = defaultdict(float)

@@ -39,14 +39,14 @@ class Read:
 
 
 def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) -> Read:
-    """Read NAME.hlo, NAME.pb and NAME.json of a folder.
+    """Return the figures of the step in NAME.hlo, NAME.pb and NAME.json of the folder `at`.
 
     Args:
       machine: one node, whose GPUs are the mesh axis fsdp.
       per_token: model FLOPs of a token.
       tokens: tokens of one GPU in a step.
 
-    Raises HloError, AssignmentError, OSError.
+    Raises HloError or AssignmentError if a file cannot be parsed, OSError if a file is missing.
     """
     facts = json.loads((at / f"{name}.json").read_text())
     module = hlo.parse((at / f"{name}.hlo").read_text())
@@ -67,7 +67,7 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
 
 
 def _held(read: assignment.Assignment, module: hlo.Module) -> tuple[tuple[float, str], ...]:
-    """Return (GiB, operation and source line) of the buffers at the peak, without the program's arguments."""
+    """Return (GiB, operation and source line) of the buffers at the peak, largest first, without the program's arguments."""
     most, fullest = -1, {}
     for bytes_alive, alive in assignment.replay(read):
         if bytes_alive > most:
@@ -91,7 +91,7 @@ def _what(i: hlo.Instruction, index: Sequence[int]) -> str:
 
 
 def place(source: str) -> str:
-    """Return the source location for the page: file:line, or only the file in jaxtrain, whose lines change with each commit."""
+    """Return file:line for the page, or only the file for jaxtrain, because its lines change with each commit."""
     return source.rpartition(":")[0] if source.startswith("jaxtrain/") else source
 
 

@@ -2,11 +2,11 @@
 
     PYTHON benchmarks/peer_maxtext_step.py --out=FOLDER --description=TEXTPROTO --gpus=8 --options=JSON -- remat_policy=full ...
 
-Needs maxtext, jax with its CUDA plugin, and CUDA's assembler; neither a GPU nor jaxtrain. MaxText's own ahead-of-time command
-(`maxtext.trainers.pre_train.train_compile`) runs with three changes. Its GPUs are those of the topology in --description. The
-version of cuDNN, which JAX's wrapper of cuDNN attention reads from the GPU, is a constant. Its one call of the compiler is
-repeated for each set of options. Each result is written as NAME.hlo, NAME.pb (XLA's HloProto with the buffer assignment) and
-NAME.json. Arguments after `--` are keys of MaxText, as on its command line.
+The script needs maxtext, jax with its CUDA plugin, and CUDA's assembler, but no GPU and no jaxtrain. MaxText's ahead-of-time
+command (`maxtext.trainers.pre_train.train_compile`) runs with three changes. The GPUs are those of the topology in
+--description. The version of cuDNN, which JAX's wrapper of cuDNN attention reads from the GPU, is a constant. The step is
+compiled once for each set of options in --options. Each result is written as NAME.hlo, NAME.pb (XLA's HloProto with the buffer
+assignment) and NAME.json. Arguments after `--` are keys of MaxText, as on its command line.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     python -m benchmarks.peer_torch --config=configs/llama3_8b.py:half --python=~/torch/bin/python
 
-First both train a small model of the same kind, from the same weights in float32. If their losses differ, they do not do the
-same work, and nothing is compared. For the large model, these must be equal: parameters, rotary frequencies, batch,
-microbatches, precision and optimizer. benchmarks/peer_torch_step.py has the step in PyTorch.
+First, PyTorch and jaxtrain train a small model of the config's family, from the same float32 weights. If the losses differ by
+more than SAME, the command fails and times nothing. For the config's model, PyTorch's step takes rotary frequencies, batch,
+microbatches, precision and optimizer from jaxtrain. The numbers of parameters must be equal. benchmarks/peer_torch_step.py has
+the step in PyTorch.
 """
 
 import dataclasses
@@ -71,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(parsed: Parsed) -> int:
-    """Run a checked command line. Raises ConfigError for a config or an interpreter that cannot be compared."""
+    """Start the comparison of a parsed command line, and return its exit code.
+
+    Raises ConfigError if PyTorch's step does not support the config, --python lacks a package, or --out is not writable.
+    """
     options, console = parsed.options, make_console(report.WIDTH)
     base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
     python = shutil.which(Path(options["python"] or sys.executable).expanduser())
@@ -90,7 +94,7 @@ def start(parsed: Parsed) -> int:
 
 
 def refusal(run: RunConfig) -> list[Problem]:
-    """Return the settings of a run that PyTorch's step does not support."""
+    """Return a problem for each setting of the run that PyTorch's step does not support."""
     out = []
     model = run.model
     plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
@@ -114,7 +118,7 @@ def refusal(run: RunConfig) -> list[Problem]:
 
 
 def interpreter(given: str, python: str | None) -> list[Problem]:
-    """Return the problems of PyTorch's interpreter. given: on the command line. python: its path; None if not found."""
+    """Return the problems of PyTorch's interpreter. given: value of --python. python: path of the interpreter, if found."""
     if python is None:
         return [Problem("--python", given, "no such program", "Name a Python that has torch and transformers.")]
     probe = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True, text=True, check=False)
@@ -128,11 +132,11 @@ def interpreter(given: str, python: str | None) -> list[Problem]:
 
 
 def export_example(request: dict[str, Any]) -> dict[str, Any]:
-    """Write the first batch of a config, and return the `spec` of PyTorch's step. A case (bench/child.py).
+    """Write the first batch of a config, and return the `spec` of PyTorch's step. `run_case` calls this function in a child.
 
     Args:
-        request: `argv`, the config; `folder`, for files; `train`, number of steps. If it is not 0, also write the initial
-            weights, train this number of steps on the batch, and return the losses.
+        request: `argv`, the config's command line; `folder`, for files; `train`, a number of steps. If `train` is not 0, the
+            initial weights are written too, and the losses of this number of steps on the batch are returned.
     """
     run = launch.load(request["argv"]).run
     devices = train_step.start_devices(run, 1)
@@ -181,12 +185,12 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_peer(python: str, spec: Mapping[str, Any], log: Path, limit_s: float | None = None) -> dict[str, Any]:
-    """Run SCRIPT as a case (bench/child.py), and return its answer. spec: the request."""
+    """Run PyTorch's step (SCRIPT) in a child process (bench/child.py), and return its answer. spec: the script's input."""
     return run_case("peer_torch", spec, log=log, limit_s=limit_s, python=python, script=SCRIPT)
 
 
 def compare_losses(base: Sequence[str], python: str, folder: Path, log: Path) -> dict[str, Any]:
-    """Train a small model of this kind in jaxtrain and in PyTorch, from the same weights. Return `verdict` and losses."""
+    """Train a small model of the config's family in jaxtrain and PyTorch, from the same weights. Return verdict and losses."""
     heads = launch.load(base).run.model
     grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
     small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
@@ -270,7 +274,7 @@ def run(
 
 
 def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
-    """Return PyTorch's answer in the form of train_step.measure, with rates by the same count of FLOPs."""
+    """Return PyTorch's answer in the form of train_step.measure, with MFU by jaxtrain's count of FLOPs."""
     if answer["verdict"] != OK:
         return answer
     seconds, losses = answer.pop("step_times"), answer.pop("losses")
@@ -285,7 +289,7 @@ def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 
 
 def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the ratio of jaxtrain's to PyTorch's tokens/s, of medians and of each round; None before the first pair."""
+    """Return jaxtrain's over PyTorch's tokens/s: ratio of medians, least and most of a round. None before the first pair."""
     speed = {who: [t["tokens_per_s"] for t in turns if t["who"] == who and t["verdict"] == OK] for who in ("jaxtrain", "torch")}
     pairs = [a / b for a, b in zip(*speed.values(), strict=False)]
     if not pairs:

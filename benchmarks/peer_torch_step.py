@@ -3,9 +3,9 @@
     PYTHON benchmarks/peer_torch_step.py SPEC.json ANSWER.json
 
 benchmarks/peer_torch.py writes SPEC.json and reads ANSWER.json.
-Parameters and moments are float32; computation runs under bfloat16 autocast, as in jaxtrain. Gradients of microbatches are
-summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is timed: SDPA with
-cuDNN or with flash attention, and torch.compile of each layer or of the whole model.
+Parameters and moments are float32. If the precision is bf16, computation runs under bfloat16 autocast. Gradients of
+microbatches are summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is
+timed: SDPA with cuDNN or with flash attention, and torch.compile of each layer or of the whole model.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 
 
 def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
-    """Return the model in float32, with the spec's weights if it has any. Raises ValueError if it differs from the spec."""
+    """Return the model in float32, with the weights of the spec's file if it names one.
+
+    Raises ValueError if weights, number of parameters or number of rotary frequencies differ from the spec.
+    """
     m = spec["model"]
     config = LlamaConfig(
         vocab_size=m["vocab_size"],
@@ -69,7 +72,7 @@ def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
 
 
 def compiled(function):
-    """Return the function compiled as one graph. If it cannot be compiled, its call raises instead of running uncompiled."""
+    """Return the function compiled as one graph. If compilation fails, the call raises an error instead of running eagerly."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -80,7 +83,7 @@ def dynamo() -> dict:
 
 
 class Step:
-    """A train step. how: `attention` kernel, `compile` ("layers", "model" or "none"), and `checkpoint` of layers."""
+    """A train step. how: SDPA kernel `attention`; `compile` ("layers", "model" or "none"); whether to `checkpoint` layers."""
 
     def __init__(self, spec: dict, model: LlamaForCausalLM, device: torch.device, how: dict):
         self.spec, self.model, self.device, self.how = spec, model, device, how
@@ -114,7 +117,7 @@ class Step:
         self.loss_of = compiled(loss_of) if how["compile"] == "model" else loss_of
 
     def layer(self, module):
-        """Return a decoder layer without a mask, so that SDPA's kernels apply the causal mask."""
+        """Return a function that calls a decoder layer without a mask array, so that SDPA's kernels apply the causal mask."""
 
         def forward(hidden, rotary):
             out = module(hidden, attention_mask=None, position_embeddings=rotary)
@@ -150,7 +153,10 @@ class Step:
 
 
 def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return (seconds of each of `steps` steps, every loss). A GPU is timed by events on its stream, without host waits."""
+    """Take `warmup` and then `steps` steps. Return (seconds of each of `steps` steps, losses of all steps).
+
+    On a GPU, CUDA events measure the times, so the host does not wait for a step.
+    """
     losses, marks = [], []
 
     def mark():

@@ -156,7 +156,10 @@ KINDS = {"matmul": BLUE, "attention": VIOLET, "memory-bound": QUIET, "all-gather
 
 
 def compile_schedule() -> dict[str, Any]:
-    """Return the schedule of a layer of Llama 3 8B on 8 H200s: lane -> (start ms, end ms, kind, label) of each event."""
+    """Compile Llama 3 8B for 8 H200s and return the schedule of a layer, for the file LANES.
+
+    Keys: `jaxlib`, its version; `exposed_ms`, of communication; `lanes`, lane -> [start ms, end ms, kind, label] of each event.
+    """
     from jaxtrain.plan import layer_schedule, topology
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.rates import datasheet
@@ -172,7 +175,7 @@ def compile_schedule() -> dict[str, Any]:
 
 
 def shorten(lane: Sequence[Any]) -> list[list[Any]]:
-    """Return the events of a lane with short labels. Consecutive memory-bound kernels are merged to one event."""
+    """Return a lane's events of 0.02 ms or more, with short labels. Consecutive memory-bound kernels become one event."""
     out: list[list[Any]] = []
     for e in lane:
         *_, part, operation = f"/{e.label.removesuffix('/transpose')}".split("/")
@@ -281,7 +284,7 @@ class Pass(NamedTuple):
 
 
 def passes(s: Schedule) -> list[Pass]:
-    """Return all passes of a step. In each tick, each stage with a microbatch runs forward; then each runs backward."""
+    """Return all passes of a step. A tick has the forward passes of all stages first, then their backward passes."""
     out, now = [], 0.0
     for tick, backward in itertools.product(range(s.ticks), (False, True)):
         at, unit = (tick - s.wait, s.backward_unit) if backward else (tick, s.forward_unit)
@@ -325,7 +328,7 @@ def pipeline() -> str:
 
 
 def experts() -> str:
-    """Return the picture of dispatch and combine: tokens of four GPUs, their experts, and back."""
+    """Return the picture of dispatch and combine: tokens of four GPUs are sent to their experts and back."""
     two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}}
     row: Any = jaxtrain.shardings("mixtral_8x7b", "h200:4", mesh={"expert": 4}, **two).row("layers.mlp.gate", "parameter")
     count, each = row.shape[1], row.local_shape[1]
@@ -356,7 +359,7 @@ def experts() -> str:
 
 
 def step() -> str:
-    """Return the picture of host and GPU during three steps. At a save, the loop waits for the copies (train/loop.py)."""
+    """Return the picture of host and GPU during three steps. At a save, the loop waits for copies of the state."""
     note = "schematic, not to scale; log 1: metrics of step 1, read after dispatch 2"
     p = Picture("Host and GPU in three steps; a checkpoint is due after step 2", note)
     lanes = {"data thread": 84, "main thread": 146, "GPU": 222, "links": 256, "save": 320}
@@ -396,14 +399,14 @@ def step() -> str:
 
 
 def layers() -> dict[str, list[str]]:
-    """Return layer of imports -> modules, and "name.*" for packages, lowest layer first, as in tests/unit/test_imports.py."""
+    """Return layer -> its modules, and "name.*" for packages, lowest layer first, from LAYERS in tests/unit/test_imports.py."""
     tree = ast.parse(IMPORTS.read_text())
     (table,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "LAYERS")
     return {layer: names.split() for layer, names in ast.literal_eval(table).items()}
 
 
 def architecture() -> str:
-    """Return the picture of the layers of imports with their packages."""
+    """Return the picture of the import layers, each with its packages and modules."""
     p = Picture("Imports point down", "packages and modules by layer, as tests/unit/test_imports.py checks them")
     found = {layer: {name.partition(".")[0] for name in names} for layer, names in layers().items()}
     homes, y = collections.Counter(itertools.chain(*found.values())), 64
@@ -428,7 +431,7 @@ PICTURES: dict[str, Callable[[], str]] = {draw.__name__: draw for draw in DRAWN}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's options."""
+    """Return the parser of the command line."""
     out = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=(__doc__ or "").splitlines()[0])
     out.add_argument("--write", action="store_true", help="write docs/pictures")
     out.add_argument("--compile", action="store_true", help="with --write: compile the step behind fsdp.svg first")
@@ -436,7 +439,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command."""
+    """Compare or write the pictures. Return 1 if a stored picture is out of date and is not written, else 0."""
     args = parser().parse_args()
     start_jax(hardware.probe())
     if args.compile and args.write:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.published [--write]
 
-Each run of published_runs.toml is planned as a run of jaxtrain on the published machine, with the same model, sequences, batch,
-mesh and precision, and the nearest remat policy. So the ratio of planned to published step time has two causes: the error of
-the estimate, and the difference between the two programs.
+Each run of published_runs.toml is planned as a run of jaxtrain on the published machine. Model, sequences, batch, mesh and
+precision are the published ones; the remat policy is the nearest. So the ratio of planned to published step time has two
+causes: the error of the estimate, and the difference between the two programs.
 
 --write stores the plans in published_plans.json, writes the page, and writes jaxtrain/plan/published_ranges.json, from which
 plans take their expected step times.
@@ -81,12 +81,12 @@ class Run:
 
     @property
     def topology(self) -> Topology:
-        """Return the machine."""
+        """Return the nodes and GPUs of the published run."""
         return machines.parse(self.machine)
 
     @property
     def kept(self) -> str:
-        """Return the remat of the planned run: "full", or the activations that it saves."""
+        """Return the remat of the planned run: "full", or the names of the saved activations."""
         return DATA["keep"].get(self.keep, self.keep)
 
     @functools.cached_property
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def request(self) -> Request:
-        """Return the plan to make, at published kernel rates, so that a calibration of this machine does not change it."""
+        """Return the request for the run's plan, with published kernel rates instead of a local calibration's."""
         changed = {"memory_tb_s": rates.MEMORY_FRACTION * self.hbm_tb_s} if self.hbm_tb_s else {}
         if self.network_gbit_s:
             changed["network_gb_s"] = rates.NETWORK_FRACTION * self.network_gbit_s / 8
@@ -149,7 +149,7 @@ class Row:
 
     @property
     def mfu(self) -> flops.Flops:
-        """Return the MFU of the published run, causal and full, by jaxtrain's FLOPs and peak."""
+        """Return the MFU of the published run, causal and full, by jaxtrain's counts of FLOPs and its peak of the GPU."""
         run = self.run
         per_token = flops.per_token(run.run_config.model, run.seq_len)
         return per_token * (run.sequences * run.seq_len / run.published_s / (run.topology.gpu.peak("bf16") * 1e12))
@@ -174,7 +174,7 @@ def digest(request: Request) -> str:
 
 
 def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
-    """Return the stored figures of a plan, of one GPU and one step."""
+    """Return a plan's figures to store, for one GPU and one step."""
     backward = sum(k.ms for k in plan.kernels if k.kind == "attention" and k.op_name.startswith("backward"))
     figures = {
         "step_s": plan.time.step_ms / 1e3,
@@ -207,7 +207,8 @@ def rows(tree: Mapping[str, Any]) -> list[Row]:
 def rows_by_kind(found: Iterable[Row]) -> dict[str, list[Row]]:
     """Return kind of run -> rows whose ratios define its range.
 
-    These are the rows of XLA programs if there are at least LEAST of them, else all rows. A kind with fewer rows has no range.
+    If a kind has at least LEAST rows of XLA programs, these rows define its range, else all its rows. A kind with fewer than
+    LEAST rows is left out.
     """
     kinds: dict[str, list[Row]] = {}
     for row in found:
@@ -226,12 +227,12 @@ def spread(found: Iterable[Row]) -> tuple[float, float]:
 
 
 def mean(found: Iterable[Row]) -> float:
-    """Return the geometric mean of the ratios."""
+    """Return the geometric mean of the ratios of planned to published step time."""
     return statistics.geometric_mean(row.ratio for row in found)
 
 
 def ranges(found: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return the contents of published_ranges.json: range and compilers of each kind of run."""
+    """Return the contents of published_ranges.json: each kind's range, and whether XLA compiled the runs behind it."""
     kinds = rows_by_kind(found)
     programs = {True: "XLA programs", False: "programs of other compilers than XLA"}
     return {

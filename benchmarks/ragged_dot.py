@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.ragged_dot --chip=h200 --rows=16384 --experts=8
 
-Compiles the grouped matmul of rows (R, D), sorted by expert, with weights (E, D, F) in bfloat16, and its two gradients, ahead
-of time for a GPU of this type. Prints for each program its temporary memory, and the ratio of its FLOPs to the necessary FLOPs
-(each row times the weight of its own expert). Registers and shared memory of the Pallas kernels: benchmarks/expert_tiles.py.
+The grouped matmul multiplies rows (R, D), sorted by expert, by weights (E, D, F) in bfloat16. It and its two gradients are
+compiled ahead of time for --chip. The table has each program's temporary memory, and the ratio of its FLOPs to the necessary
+FLOPs: each row times the weight of its expert. benchmarks/expert_tiles.py has the Pallas kernels' registers and shared memory.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def compiled(
 
     Args:
         shapes: (shape, dtype) of each argument.
-        option: option of XLA to switch on; "": none.
+        option: name of an XLA option to switch on; "" for none.
     """
     mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())

@@ -78,14 +78,14 @@ def make_parser(study: str, doc: str) -> argparse.ArgumentParser:
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Start JAX on CPUs. Return the arguments of `plan_many` from the options."""
+    """Start JAX on CPUs. Return the keyword arguments of `plan_many` for the options --jobs and --cache."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     start_jax(hardware.probe())
     return {"jobs": args.jobs, "cache": Cache(args.cache)}
 
 
 def plan_all(requests: Mapping[str, Request], **how: Any) -> dict[str, Plan]:
-    """Return the plan of each request, by name. Print a line for each.
+    """Plan all requests and return name -> plan. Print the outcome of each request.
 
     Raises:
         SystemExit: a plan could not be made. The reason is printed.
@@ -109,7 +109,7 @@ def footer(command: str, versions: Mapping[str, str] | None = None, date: str = 
 
 
 def publish(page: str, lines: Sequence[str], write: bool) -> None:
-    """Write the generated part of a page of the repository, or print it.
+    """Write the generated part of a page of the repository, or print this part if `write` is false.
 
     Args:
         page: path of the page, such as docs/evidence/what_fits.md. Its text above MARK is kept.

@@ -108,7 +108,7 @@ def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
 
 
 class Attempts:
-    """Compilations of the layouts that shard the state in one way. left: layouts to compile."""
+    """Compilations of the layouts that shard the state in one way. left: layouts to compile. state, usable: GiB of a GPU."""
 
     def __init__(self, left: list[Layout], state: float, usable: float):
         self.left, self.state, self.usable = left, state, usable  # GiB
@@ -120,7 +120,10 @@ class Attempts:
         return self.state + self.above * (layout.memory_gib - self.state)
 
     def next_layout(self) -> Layout | None:
-        """Return the next layout to compile: the fastest that probably fits, else the smallest; None if no layout can fit."""
+        """Return the next layout to compile: the fastest that probably fits, else the smallest.
+
+        Return None after TRIES compilations, or if no layout is likely to fit.
+        """
         if self.tries >= TRIES or not self.left:
             return None
         for layout in self.left:

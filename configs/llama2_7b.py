@@ -9,7 +9,7 @@ The command below searched for mesh, microbatch and remat. Without --search, it 
 
     ./run.sh plan --config=configs/llama2_7b.py --topology=h200:8 --search --budget=600
 
-On another number of GPUs, the batch is the same and the accumulation changes: --config=configs/llama2_7b.py:gpus=16
+On up to 512 GPUs, the batch is the same and the accumulation changes: --config=configs/llama2_7b.py:gpus=16
 """
 
 import ml_collections

@@ -9,8 +9,8 @@ Run the last command on each node (docs/cluster.md). The plan needs no GPU:
 
     ./run.sh plan --config=configs/llama3_405b.py --topology=h200:8x16
 
-The variant gpus=N chooses batch, mesh and moments for N GPUs, 64 times a power of two (docs/evidence/layouts.md has the plan of
-each number of GPUs): --config=configs/llama3_405b.py:gpus=1024
+The variant gpus=N chooses batch, mesh and moments for N GPUs, 64 times a power of two (--config=FILE:gpus=1024).
+docs/evidence/layouts.md has the plan of each number of GPUs.
 """
 
 import ml_collections

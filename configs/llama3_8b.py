@@ -13,7 +13,7 @@ The command below searched for mesh, microbatch and remat. Without --search, it 
 
     ./run.sh plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
 
-On another number of GPUs, the batch is the same and the accumulation changes: --config=configs/llama3_8b.py:gpus=16
+On up to 256 GPUs, the batch is the same and the accumulation changes: --config=configs/llama3_8b.py:gpus=16
 
 Sequences of 131,072 or 1,048,576 tokens, each over 8 GPUs (docs/parallelism.md). Both variants continue from the weights of a
 run with 8192 tokens, and need token files of long documents.

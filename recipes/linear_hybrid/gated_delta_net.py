@@ -1,7 +1,7 @@
 """A hybrid of linear and full attention: three gated delta nets, then one layer of softmax attention, as in Qwen3-Next.
 
-A gated delta net (Yang et al. 2024, arXiv:2412.06464) keeps a matrix S for each head. Each token forgets a part of it, writes
-the value v at the key k, and reads it with the query q:
+A gated delta net (Yang et al. 2024, arXiv:2412.06464) has a state, a matrix S, for each head. Each token multiplies S by a
+decay, writes its value v at its key k, and reads S with its query q:
 
     S = decay S;    S = S + k (beta (v - S^T k))^T;    o = S^T q
 
@@ -52,7 +52,8 @@ def delta_rule(
 ) -> jax.Array:
     """Return the outputs o of the gated delta rule, (B, T, N, V), with a state in the dtype of the arguments.
 
-    In a chunk that begins with the state S, let g be the sum of log decays up to a token. Token i writes k_i u_i^T, with
+    In a chunk that begins with the state S, let g_i be the sum of log decays from the chunk's start to token i. Token i writes
+    k_i u_i^T, with
 
         u_i + beta_i sum_{j<i} exp(g_i - g_j) (k_i . k_j) u_j = beta_i (v_i - exp(g_i) S^T k_i)
 
@@ -60,7 +61,7 @@ def delta_rule(
     chunks multiplies by S alone. exp(g_i) is 0 where the document of i begins in this chunk.
 
     Args:
-      log_decay_BTN: at most 0.
+      log_decay_BTN: logarithm of each token's decay, at most 0.
       segments_BT: document of each token. The tokens of a document are neighbours.
       chunk: tokens that are computed together.
     """
@@ -142,7 +143,7 @@ inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def short_convolution(x_BTNH: jax.Array, taps_NHW: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """Return silu of a causal convolution of each channel over the tokens of its document, in float32, (B, T, N, H)."""
+    """Return silu of each channel's causal convolution over tokens of the same document, in float32, (B, T, N, H)."""
     x_BTNH, width, y_BTNH = x_BTNH.astype(jnp.float32), taps_NHW.shape[-1], 0.0
     for back in range(width):
         shifted = jnp.pad(x_BTNH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, : x_BTNH.shape[1]]
@@ -232,7 +233,7 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 class DeltaBlock(Block):
-    """A block of the package with a gated delta net in place of its attention."""
+    """A transformer block (jaxtrain/models/transformer.py) with a gated delta net in place of attention."""
 
     def __init__(self, family: "Family", model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         super().__init__(model, kernel, ctx, rngs)
@@ -312,7 +313,7 @@ class Family:
         """Return the FLOPs per token of a forward pass.
 
         The delta rule counts by its definition: 6 FLOPs for each element of S. `delta_rule` computes more FLOPs, because of its
-        chunks. A plan counts the FLOPs that it computes.
+        chunks. A plan's HFU counts the FLOPs of the compiled program.
         """
         D, N, V = model.d_model, self.value_heads, self.value_dim
         weights = D * (2 * self.key_heads * self.key_dim + 3 * N * V + 2 * N)

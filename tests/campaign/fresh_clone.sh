@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Does a newcomer get there? Clones the last commit into a folder with a space in its name and, with an empty home and
-# nothing of your environment but PATH and JAXTRAIN_JAX, sets it up, looks whether the second start is fast, and runs what you name:
+# Set up and run a fresh clone, as a new user does: clone the last commit into a folder with a space in its name, run --help, setup twice,
+# and then ./run.sh with your arguments. The home is empty, and the environment has only PATH, TERM and JAXTRAIN_JAX.
 #   tests/campaign/fresh_clone.sh                  ./run.sh, which trains configs/tiny.py
 #   tests/campaign/fresh_clone.sh test -k data     ./run.sh test -k data
-# It downloads everything anew and takes minutes; the campaign runs it (test_fresh_clone.py). CLONE_PATH replaces PATH, say to leave uv out.
+# All packages are downloaded, which takes minutes. The campaign runs this script (test_fresh_clone.py). CLONE_PATH replaces PATH, for
+# example to leave uv out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 scratch=$(mktemp -d)

@@ -3,8 +3,8 @@
     python tests/campaign/planted_bugs.py              try all; print a line each, and the share that tests found
     python tests/campaign/planted_bugs.py clip digest  try those whose names contain a given word
 
-Each bug is planted in a copy of the repository, and the tests that its entry names run there. If no test finds a bug, a test is
-missing: write it. To add a bug, append it to the file of its part in bugs/. The campaign tries every bug
+Each bug is planted in a copy of the repository, and the tests in `Bug.tests` run in this copy. If they pass, a test is missing:
+write one that fails. To add a bug, append it to the file of its part in bugs/. The campaign tries every bug
 (test_planted_bugs.py).
 """
 
@@ -33,9 +33,9 @@ def copy_repository(root: Path) -> None:
 
 
 def plant(bug: Bug, root: Path) -> str:
-    """Write a bug into a copy of the repository and return the file's text before.
+    """Write a bug into the copy `root` of the repository, and return the file's previous text.
 
-    Raises ValueError if the text does not occur exactly once.
+    Raises ValueError if `bug.text` does not occur exactly once in the file.
     """
     file = root / bug.file
     before = file.read_text()
@@ -48,7 +48,7 @@ def plant(bug: Bug, root: Path) -> str:
 def is_noticed(bug: Bug, root: Path) -> bool:
     """Return whether the tests of a bug fail while it is planted in the copy `root`.
 
-    Raises RuntimeError if no test ran, or if the tests do not end.
+    Raises RuntimeError if no test ran, or if the tests do not end within LIMIT_S.
     """
     before = plant(bug, root)
     try:
@@ -67,7 +67,7 @@ def is_noticed(bug: Bug, root: Path) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """Try bugs and return the exit code: 0 if tests find all of them."""
+    """Try the bugs whose names contain one of `words`, or all bugs without words. Return 0 if tests find each, else 1."""
     chosen = [bug for bug in all_bugs() if not words or any(word in bug.name for word in words)]
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout restores on every other layout: parameters and moments are equal, bit for bit."""
+"""Checkpoints of four layouts restore on all eight LAYOUTS: parameters and moments are equal, bit for bit."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def run_of(name: str):
 
 
 def stepped(run) -> TrainState:
-    """Take two steps from the initial state, so that moments are not zero."""
+    """Return the state after two steps, whose moments are not zero."""
     made, state = helpers.program(run), helpers.fresh_state(run)
     for i in range(2):
         batch = place_batch(helpers.host_batch(run, i), made.batch, made.context)
@@ -66,7 +66,7 @@ def test_restores_on_every_other_layout(written: str, tmp_path: Path):
 
 
 def test_a_run_goes_on_from_another_order():
-    """Two steps run on a ring. The third step gives the same loss on a ring and on one device, whose token orders differ."""
+    """After two steps on a ring, the third has the same loss on three layouts with different token orders, within 1e-5."""
     state = stepped(run_of("ring"))
     losses = {}
     for name in ("ring", "one device", "Ulysses and ring, stage 1"):

@@ -1,4 +1,4 @@
-"""A NaN in a gradient and in a parameter, and a jump of the loss: the step is skipped, and a replay finds the cause."""
+"""A NaN in the batch, a gradient or a parameter, or a loss spike: the step is skipped, and a replay finds the cause."""
 
 import json
 from pathlib import Path

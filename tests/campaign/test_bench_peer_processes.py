@@ -35,7 +35,7 @@ json.dump(answer | {"allocated_gib": None, "reserved_gib": None}, open(sys.argv[
 
 
 def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
-    """jaxtrain runs in this process. A fake returns the script's results for PyTorch, with half a second a step."""
+    """Rounds alternate, and the printed ratio is that of the two fakes: a constant for jaxtrain, a script for PyTorch."""
     script, file, right = tmp_path / "stand_in.py", tmp_path / "peer.json", peer_torch.run_case
 
     def run_case(function, request, **how):
@@ -71,7 +71,7 @@ def test_torch_does_the_same_work(tmp_path, capsys):
 
     The model has grouped queries, a tied head and scaled rotary frequencies.
 
-    Without torch the command must report that. JAXTRAIN_PEER_PYTHON names a Python that has torch.
+    If the Python in JAXTRAIN_PEER_PYTHON has no torch, the command exits with 2 and reports the failed import.
     """
     probe = subprocess.run([TORCH, "-c", "import torch, transformers"], capture_output=True, check=False)
     if probe.returncode:

@@ -23,7 +23,7 @@ from jaxtrain.parity.__main__ import main as parity_main
 
 
 def program_here(command, log, *, environ=None, limit_s=None):
-    """Run parity in this process. For preflight, kernel tests and training, which other tests cover, only write their files."""
+    """Run parity in this process. Return fixed results for preflight, kernel tests and training, which other tests cover."""
     if command[2] == "jaxtrain.preflight":
         return 0, "a warning\n12 checks"
     if command[2] == "pytest":
@@ -62,7 +62,7 @@ def kept_programs(tmp_path_factory):
 
 
 def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
-    """All parts run on 8 CPU devices, in this process."""
+    """All parts except rates succeed on 8 CPU devices in this process. `program_here` replaces some of them."""
     monkeypatch.setattr(node_suite, "run_case", run_here)
     monkeypatch.setattr(parts, "run_program", program_here)
     monkeypatch.setattr(node_suite, "SMOKE_LAYOUTS", "one,fsdp2xtensor2")
@@ -89,11 +89,11 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
 
 def test_a_suite_names_what_failed(tmp_path, monkeypatch, capsys):
     def fail(node, limit_s):
-        """Fail."""
+        """Return a failed outcome."""
         return parts.Outcome("FAILED", "one layout DIFFERS")
 
     def succeed(node, limit_s):
-        """Succeed."""
+        """Return a good outcome."""
         return parts.Outcome("ok", "12 checks")
 
     monkeypatch.setattr(node_suite, "PARTS", {"preflight": (succeed, 60.0), "parity": (fail, 60.0)})
@@ -118,7 +118,7 @@ def test_a_part_that_breaks_is_one_that_failed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs):
-    """A restore changes one bit of one tensor."""
+    """If a restore changes one bit of a tensor, the checkpoint part fails and names the tensor."""
     from jaxtrain.checkpoint import Checkpoints
 
     right = Checkpoints.restore
@@ -206,7 +206,7 @@ def test_what_a_child_started_ends_with_it(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's end")
 def test_children_end_with_a_parent_that_is_ended(tmp_path):
-    """SIGTERM gives the parent no time to end its children."""
+    """If SIGTERM ends a command that cannot end its children, the children end too."""
     file = tmp_path / "pid"
     environ = {**os.environ, "PYTHONPATH": str(launch.REPO)}
     parent = subprocess.Popen([sys.executable, "-c", NESTED, LEAF, str(file)], env=environ)

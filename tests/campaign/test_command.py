@@ -1,4 +1,4 @@
-"""Commands in their own processes: mistakes end with exit code 2, --help imports no JAX, the package lists its commands."""
+"""Commands in their own processes: mistakes give exit code 2, validation imports no JAX, --help lists the commands."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def test_mistakes_end_the_real_command_with_2_and_leave_no_file(tmp_path):
 
 
 def test_help_and_validation_import_no_jax(tmp_path):
-    """The memory budget is set after validation, and before jax is imported."""
+    """Validation imports no JAX, because the memory budget is set after validation and before the import of JAX."""
     done = python("-m", "jaxtrain.main", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--config.KEY=VALUE" in done.stdout and "llama3_70b" in done.stdout
     for code in (

@@ -1,4 +1,4 @@
-"""cuDNN's own workspace sizes for the topology of an H200, without a GPU, if the extra `plan-cudnn` is installed."""
+"""cuDNN's workspace sizes for an H200 equal the recorded ones. Needs the extra `plan-cudnn`, but no GPU."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ from cudnn_answers import ANSWERS, near
 
 
 def test_the_formula_gives_what_cudnn_answers():
-    """One child process tests all cases: cuDNN must load before JAX, which this process has loaded."""
+    """One child process queries cuDNN for all cases, because cuDNN must load before JAX, which this process has loaded."""
     cases = [case for case, _ in ANSWERS.values()]
     child = [sys.executable, str(pathlib.Path(__file__).parents[1] / "cudnn_workspaces.py")]
     asked = subprocess.run(child, input=json.dumps(cases), text=True, capture_output=True, timeout=400)

@@ -22,7 +22,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 
 def restored(folder: Path) -> dict | None:
-    """Return the tensors of step 10 as a run restores them; None if it refuses."""
+    """Return the tensors of step 10 as a run restores them; None if the restore raises CheckpointError."""
     found = Checkpoints(folder)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:

@@ -33,8 +33,10 @@ def free(place: Path) -> int:
 
 
 def test_a_disk_that_fills_up_in_a_save(disk: Path, tmp_path: Path, figures: Figures) -> None:
-    """There is space for the checkpoint's tensors, but not for the overhead of its files, which the check before a save
-    ignores.
+    """A save fails midway, training continues, and a later save succeeds.
+
+    The disk has space for the checkpoint's tensors, but not for the overhead of the files. The check before a save counts only
+    tensors.
     """
     faults = Faults(tmp_path, checkpoint__keep=2, checkpoint__every_steps=40, train__steps=4000, log__every_steps=5)
     workdir = tmp_path / "run"
@@ -79,7 +81,7 @@ def test_a_disk_that_stays_full_ends_the_run(disk: Path, tmp_path: Path) -> None
 
 @pytest.mark.more
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    """The folder is deleted during the run, which reports nothing. The next save writes the state again."""
+    """The checkpoint folder is moved away during the run. The next save makes a new one, and no traceback is printed."""
     faults = Faults(tmp_path, train__steps=100_000, log__every_steps=5)
     workdir = tmp_path / "run"
     child = faults.start(workdir)

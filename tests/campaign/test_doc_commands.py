@@ -1,10 +1,10 @@
 """The commands of README and docs run. tests/unit/test_docs.py checks links, names and all other commands.
 
-Every ```bash block, and every ```python block as a program, runs as it is, block after block of a page, in one copy of the
+Every ```bash block, and every ```python block as a program, runs as it is. The blocks of a page run in order in one copy of the
 repository. There are five differences. `run.sh` is a fake that starts the same modules in this environment; the real one has
-its own tests. HOME is empty. Programs for CPUs are compiled as the suite's are. Training runs are shortened by overrides on
-their command line (SHORT). Only those contract tests run that compile little (QUICK). If a page shows a block's output (the
-word `prints`, then a ```text block), the output must match.
+its own tests. HOME is a new folder. XLA compiles without backend optimization. Training runs are shortened by overrides on
+their command line (SHORT). `run.sh test` runs only the contract tests that compile little (QUICK). If a page shows a block's
+output (the word `prints`, then a ```text block), the output must match.
 """
 
 import os
@@ -57,7 +57,7 @@ def outputs(path: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a home for all pages: later pages find the corpus and the compiled steps of the first."""
+    """Return a HOME for all pages, so that later pages reuse the corpus and the compiled steps of earlier pages."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -93,6 +93,6 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path):
 
 
 def test_outputs_are_found():
-    """An output that `outputs` misses would never be compared."""
+    """`outputs` finds every output of docs/concepts.md. An output that it misses would never be compared."""
     page = REPO / "docs" / "concepts.md"
     assert len(outputs(page)) == page.read_text().count("\nprints\n") > 0

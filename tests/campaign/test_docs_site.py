@@ -1,4 +1,4 @@
-"""The documentation site: run.sh builds it with the real Sphinx, serves it, and refuses mistakes; a browser shows it."""
+"""The documentation site: run.sh builds and serves it with Sphinx; mistakes end the build; its pages fit a browser window."""
 
 import html
 import json
@@ -20,7 +20,7 @@ LINKED = ("docs", "jaxtrain", "configs", "notebooks")  # folders that pages link
 
 
 def machine(folder: Path) -> Machine:
-    """Return a copy of the repository with this environment, which has the site's tools."""
+    """Return a copy of the repository whose run.sh uses this process's Python, which has Sphinx."""
     repo = copy_launcher(folder / "jaxtrain")
     for name in LINKED:
         shutil.copytree(REPO / name, repo / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "runs"))
@@ -69,7 +69,7 @@ def test_functions_have_their_docstrings(site: tuple[Path, str]):
 
 
 def test_mistakes_end_the_build(tmp_path: Path):
-    """The mistakes: links to a missing page, heading and file, and a page that no table of contents lists."""
+    """Links to a missing page, heading and file, and a page in no table of contents, end the build with a warning each."""
     made = machine(tmp_path)
     with (made.repo / "docs/quickstart.md").open("a") as file:
         file.write("\n[a](nowhere.md) [b](plan.md#no-such-heading) [c](#none-here) [d](../jaxtrain/none.py)\n")

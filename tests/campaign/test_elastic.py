@@ -1,4 +1,4 @@
-"""A run of 2 processes, of 4, and of one: equal losses, and each resumes any other's checkpoint with the same data."""
+"""Runs on different numbers of processes have equal losses, and each resumes another's checkpoint with the same data."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def by_step(workdir: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def furthest(a: dict[tuple[str, int], dict[str, Any]], b: dict[tuple[str, int], dict[str, Any]]) -> float:
-    """Return the largest relative difference of a loss. `b` may have more eval lines, one at the end of each attempt."""
+    """Return the largest relative difference of a loss between `a` and `b`. `b` may have an eval line more per attempt."""
     assert a.keys() <= b.keys() and all(kind == "eval" for kind, _ in b.keys() - a.keys())
     assert all(a[key].get("tokens") == b[key].get("tokens") for key in a)
     return max(abs(a[key]["loss"] - b[key]["loss"]) / a[key]["loss"] for key in a)
@@ -59,7 +59,7 @@ def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) ->
 
 
 def test_references_are_the_same_on_other_processes(tmp_path: Path) -> None:
-    """Two processes and one compute the same DPO references before step 1. A run of two processes continues on one."""
+    """One process and two compute equal DPO references. A run of two resumes on one without computing them again."""
     train_file, held_out = (pairs_file(tmp_path / name, count, seed) for name, count, seed in FILES)
     more = {"data__source": train_file, "data__eval_source": held_out, "loss__name": "dpo", "optimizer__warmup_steps": 1}
     faults = Faults(tmp_path, eval__every_steps=4, eval__sequences=8, **more)

@@ -54,7 +54,7 @@ def test_shipped_configs_execute_what_the_formula_says(name):
 
 @functools.cache
 def printed_plan() -> list[str]:
-    """Return the words that the plan command of both pages prints. It gets workspaces from cuDNN."""
+    """Return the words that the plan command of both pages prints. The command gets workspace sizes from cuDNN."""
     command = [sys.executable, "-m", "jaxtrain.plan", "--config=configs/llama3_8b.py", "--topology=h200:8", "--cudnn=library"]
     done = subprocess.run(command, cwd=launch.REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -70,14 +70,14 @@ def test_pages_show_the_plan_of_llama3_8b_as_it_is(page):
 
 
 def test_llama3_70b_fits_one_node():
-    """The plan has float32 master weights, and nothing in the host's memory."""
+    """With float32 master weights and no offload, the peak is below 132 GiB on each of 8 H200s."""
     plan = planned("llama3_70b").plan
     assert golden_plans.requests(["llama3_70b"])["llama3_70b"].run.dtypes.params == "f32"
     assert plan and plan.fits and plan.memory.peak_gib < 132 and plan.memory.host_gib == 0
 
 
 def test_llama3_8b_waits_for_nothing():
-    """Exposed communication is below 1.5% of the step, and MFU (causal) at least 61% at published kernel rates."""
+    """Exposed communication and host copies take less than 1.5% of the step. Causal MFU at published rates is above 61%."""
     plan = planned("llama3_8b").plan
     assert plan and plan.time.communication_ms > 0.05 * plan.time.step_ms, "collectives there are"
     assert plan.time.exposed_ms + plan.time.host_exposed_ms < 0.015 * plan.time.step_ms
@@ -85,9 +85,9 @@ def test_llama3_8b_waits_for_nothing():
 
 
 def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
-    """Work that one kernel can do is in one kernel: memory traffic is below 1.25 times the least, 1.45 with copies and rotary.
+    """Memory-bound kernels' traffic is below 1.45 times the minimum, and below 1.25 times without copies and rotary embedding.
 
-    Attention's backward pass runs in four parts to save 6 GiB of cuDNN's workspace. Its slices are most of the copies.
+    Most of the copies are slices for attention's backward pass. It runs in four parts to save 6 GiB of cuDNN's workspace.
     """
     plan, run = planned("llama3_8b").plan, golden_plans.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
@@ -101,7 +101,7 @@ def test_llama3_8b_moves_little_outside_of_gemms_and_attention():
 
 
 def test_loss_and_head_of_llama3_8b_are_near_their_floor():
-    """The planned time is at most 10% above three matmuls (tokens x width x vocabulary) plus the logits' memory traffic."""
+    """Loss and head take at most 10% more than three matmuls (tokens x width x vocabulary) and the logits' memory traffic."""
     plan, run = planned("llama3_8b").plan, golden_plans.requests(["llama3_8b"])["llama3_8b"].run
     assert plan
     (logits,) = [
@@ -121,7 +121,7 @@ def test_loss_and_head_of_llama3_8b_are_near_their_floor():
 
 
 def test_plan_of_llama3_8b_with_full_remat():
-    """docs/evidence/planned_vs_published.md has MaxText 0.2.5's figures for the same work, compiled the same way."""
+    """The step fits, with bounds on peak memory, communication and time. docs/evidence/peer_maxtext.md has MaxText's."""
     which = ("h200:8", *plans.ONE_EACH, *plans.FULL)
     made, step = plans.plan(*which), plans.compiled(*which)[1]
     assert made.fits and made.attention == "cudnn" and made.mesh == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}
@@ -137,7 +137,7 @@ def test_plan_of_llama3_8b_with_full_remat():
 
 
 def test_without_tuning_the_program_is_the_same(monkeypatch):
-    """The tuning that NO_TUNING skips changes how a fusion's kernel is written, and no figure of a plan."""
+    """The autotuning that NO_TUNING skips changes fusions' kernels, but no other instruction and no memory size."""
     run = plans.config(plans.TWO, *plans.ONE_EACH, of="configs/llama3_1b.py")
     steps = []
     for without in (NO_TUNING, {}):
@@ -156,7 +156,7 @@ def test_without_tuning_the_program_is_the_same(monkeypatch):
 
 
 def test_the_picture_of_a_layer_is_what_is_compiled_today():
-    """docs/pictures/fsdp.svg has the same events in the same order, with times within 2% of the end of the lane."""
+    """The stored schedule behind docs/pictures/fsdp.svg has today's events in order, with times within 2% of the lane."""
     stored, compiled = json.loads(pictures.LANES.read_text()), pictures.compile_schedule()
     assert stored["lanes"].keys() == compiled["lanes"].keys(), "run: python -m benchmarks.pictures --write --compile"
     for name, lane in compiled["lanes"].items():

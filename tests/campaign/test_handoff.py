@@ -1,4 +1,4 @@
-"""Exported folders in programs that serve, evaluate and convert them: with their own loaders, on a CPU."""
+"""Exported folders load in programs that serve, evaluate and convert models, with these programs' own loaders, on a CPU."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ TEXT = "def f(x):"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Export a folder of every family, as a run on bytes would."""
+    """Return family -> exported folder of a small model with the byte tokenizer."""
     hugging_face.reference()
     out = {}
     for name in FAMILIES:
@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(script: str, *args: Any) -> list[Any]:
-    """Return the JSON lines that a script prints in the Python with transformers."""
+    """Return the JSON lines that a script prints, run by the Python that has transformers."""
     lines = hugging_face.ask(SCRIPTS / script, *args).splitlines()
     return [json.loads(line) for line in lines if line.startswith(("{", "["))]
 
@@ -55,9 +55,9 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def test_servers_open_every_family(served):
-    """vLLM opens models by AutoConfig, AutoTokenizer and AutoModelForCausalLM, as the test does.
+    """AutoConfig, AutoTokenizer and AutoModelForCausalLM, with which vLLM opens models, open each export.
 
-    All tensors are used. Token ids and chat template are jaxtrain's, and so are the greedy tokens.
+    No tensor is unexpected. Token ids, chat template and greedy tokens equal jaxtrain's.
     """
     tokenizer = ByteTokenizer()
     for (name, folder), found in zip(served.items(), answers("auto_classes.py", TEXT, *served.values()), strict=True):
@@ -70,7 +70,7 @@ def test_servers_open_every_family(served):
 
 
 def test_the_harness_scores_alike_from_the_run_and_from_its_export(served, tmp_path):
-    """In lm-evaluation-harness, its transformers model scores the export, and jaxtrain's model scores the run."""
+    """lm-evaluation-harness gives equal log-likelihoods for the run (jaxtrain's model) and its export (transformers)."""
     from lm_eval.api.instance import Instance
 
     pairs = [[TEXT, " return x"], ["a b c", " d"], ["", "hello"]]
@@ -90,9 +90,9 @@ OTHERWISE = ("gemma2", "gpt_oss", "deepseek_v3")
 
 
 def test_llama_cpp_converts_families_with_equal_tensors(served, tmp_path):
-    """In its own converter's output every tensor has the same numbers, and the metadata has the same sizes.
+    """In the output of llama.cpp's converter, every tensor has the export's numbers, and the metadata has its sizes.
 
-    In the architecture `llama` queries and keys are interleaved, so their numbers are in another order.
+    In llama.cpp's architecture `llama`, the weights of queries and keys have these numbers in another, interleaved order.
     """
     source = Path(hugging_face.reference()).parents[1] / "llama"
     if not source.exists():

@@ -1,4 +1,4 @@
-"""Real hangs, of every kind and in every part of a run: exit code 124, and a folder that names the cause."""
+"""Real hangs in Python and in C, and in a run's step, data or save: exit code 124, and a folder that names the cause."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def evidence(workdir: Path) -> tuple[str, str, dict[str, Any]]:
-    """Return the texts of cause and stacks, and the report, of the one hang of a run."""
+    """Return (cause, stacks, report) from the files of a run's only hang folder."""
     (folder,) = workdir.glob("hang-????????-??????")
     cause = (folder / "cause.txt").read_text().strip()
     return cause, (folder / "stacks.txt").read_text(), json.loads((folder / "report.json").read_text())
@@ -81,7 +81,7 @@ def test_a_hang_in_whatever_way_ends_with_124(how: str, tmp_path: Path):
 
 
 def test_what_else_hangs_loses_no_evidence(tmp_path: Path):
-    """Collecting facts, completing the run's files and writing the evidence hang too.
+    """If collecting facts, completing the run's files and writing the evidence hang too, the evidence is in TMPDIR.
 
     A pipe without a reader blocks the write, as a lost mount would.
     """

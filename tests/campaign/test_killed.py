@@ -14,7 +14,7 @@ from jaxtrain.hf.folder import open_folder
 
 
 class Bench:
-    """A folder with the small config and one compile cache. Its runs can be held back (sources.Gated)."""
+    """A folder with the small config and one compile cache. Its runs can wait for data at a given step (sources.Gated)."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -52,7 +52,7 @@ class Bench:
 
 
 def stopped(child: runs.Child, number: signal.Signals) -> tuple[int, str]:
-    """Signal a run that waits for data. Returns (exit code, output)."""
+    """Send a signal to a run that waits in its data or an evaluation. Returns (exit code, output)."""
     child.process.send_signal(number)
     child.until(lambda: "finishing this step" in child.said)
     return child.end()
@@ -68,7 +68,7 @@ def written_steps(workdir: Path) -> list[int]:
 
 
 class Recording(NamedTuple):
-    """The results for the tests of this file."""
+    """An uninterrupted run, and a run of six attempts that must equal it."""
 
     whole: Path  # the uninterrupted run
     workdir: Path  # the run that is stopped in five ways before it finishes
@@ -119,7 +119,7 @@ def test_the_receipt_tells_of_every_attempt(recording: Recording) -> None:
 
 
 def test_metrics_weights_and_moments_are_those_of_an_uninterrupted_run(recording: Recording) -> None:
-    """Every line of metrics occurs once and in order. Lines of an attempt without a checkpoint are set aside."""
+    """Metrics (once each, in order), weights and moments are equal. Lines of an attempt without a checkpoint are set aside."""
     evaluated = [*range(1, 9), 8, *range(9, 17), 16, *range(17, 25), 24]
     assert [line["step"] for line in runs.lines(recording.whole)] == evaluated
     assert runs.exact(recording.workdir) == runs.exact(recording.whole)
@@ -140,7 +140,7 @@ def test_a_finished_run_writes_the_sample_that_is_missing_and_no_second_one(tmp_
 
 
 def test_an_export_of_bfloat16_masters_is_in_bfloat16(tmp_path: Path) -> None:
-    """Scales are in float32, but the weights stay in bfloat16, so the export is not twice as large."""
+    """The norms' scales are float32 in the checkpoint, but the whole export is bfloat16, so its size does not double."""
     assert runs.train(runs.small(), tmp_path / "run", train__steps=4, eval__every_steps=0, dtypes__params="bf16") == 0
     tensors = runs.tensors(tmp_path / "run")
     assert {str(tensors[f"params.{name}"].dtype) for name in ("final_norm.scale", "layers.0.attention_norm.scale")} == {

@@ -59,9 +59,9 @@ def test_sigkill_in_the_middle_of_a_save(bucket: Bucket, point: str):
 
 
 def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A run is saved, killed during a save, resumed, and resumed from an older step. Another run starts from its checkpoint.
+    """A run is killed during a save, resumed, and resumed from an older step. Another run starts from its checkpoint.
 
-    Its tensors and losses equal those of a run that saves on a disk.
+    The resumed run's tensors and losses equal those of a run that saves on a disk.
     """
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)
@@ -92,7 +92,7 @@ def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_missing_credentials_are_one_error(bucket: Bucket, tmp_path: Path):
-    """The run does not start. Its error is one line that names the settings."""
+    """The run does not start. Its error has no traceback and names the missing setting."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_ACCESS", "AWS_SECRET", "FSSPEC_", "GOOGLE_"))}
     if bucket.scheme == "gs":
         del kept["STORAGE_EMULATOR_HOST"]  # gcsfs needs no credentials for an emulator
@@ -109,7 +109,7 @@ def test_missing_credentials_are_one_error(bucket: Bucket, tmp_path: Path):
 
 
 def test_two_processes_save_together(bucket: Bucket, tmp_path: Path):
-    """Two processes write one checkpoint. One process resumes from it, and verifies the files of both."""
+    """Two processes write one checkpoint, and `verify` accepts the files of both. One process resumes from it."""
     faults = Faults(tmp_path, checkpoint__dir=f"{bucket.url}/run", checkpoint__keep=2, mesh__fsdp=-1, mesh__data=1)
     for child in faults.processes(tmp_path / "run", 2, 2, train__steps=10):
         code, said = child.end()

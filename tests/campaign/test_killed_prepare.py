@@ -1,4 +1,4 @@
-"""`prepare` killed, interrupted and out of space; equal files from any number of processes; imports without JAX."""
+"""If `prepare` is killed, interrupted or out of disk space, it leaves no token file. After a kill, the command continues."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A real run that is killed twice and resumed: its ledger and its page."""
+"""A real run that is killed twice and resumed: its goodput ledger and its report page have all attempts."""
 
 import math
 import time
@@ -26,7 +26,7 @@ def unsaved(workdir: Path) -> bool:
 
 
 class Killed(NamedTuple):
-    """The run's folder, the wall time and the time between attempts by the test's clock (seconds), and the output."""
+    """A finished run of three attempts. wall_s, downs_s: seconds in all and between attempts, by the test's clock."""
 
     workdir: Path
     wall_s: float

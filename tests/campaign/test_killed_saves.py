@@ -73,8 +73,9 @@ def test_sigkill_in_the_middle_of_a_save(tmp_path: Path, seconds: float):
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path):
-    """The save is reported as failed. The test uses a child process, because Orbax's leftovers could keep a process from
-    ending.
+    """A save under a path that is a file ends with CheckpointError.
+
+    The test uses a child process, because Orbax's leftovers of a failed save could keep a process from ending.
     """
     (tmp_path / "file").write_text("in the way")
     done = child(UNWRITABLE, tmp_path)

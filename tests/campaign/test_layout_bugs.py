@@ -17,7 +17,7 @@ HSDP = "2 queries a key: data2xfsdp4/train.grad_accum=2"
 
 
 def wrong_position_offset(monkeypatch):
-    """Shift the positions of one rank of four by one."""
+    """Shift the positions of the second rank along `seq` by one."""
     right = rope.tables
 
     def tables(positions, *how):
@@ -39,7 +39,10 @@ def leaked_document(monkeypatch):
 
 
 def twice_over(axis, module, vectors=False):
-    """Return a function that makes `module` sum gradients of vectors (`vectors`), or else all others, twice over `axis`."""
+    """Return a function that plants a bug: `module` multiplies gradients that it summed over `axis` by the axis's size.
+
+    vectors: the bug affects only gradients of vectors; otherwise only those of matrices and larger arrays.
+    """
 
     def plant(monkeypatch):
         right = module.reduce_gradient
@@ -65,13 +68,13 @@ def head_twice(monkeypatch):
 
 
 def dropped_sum(monkeypatch):
-    """Let the merge of two blocks keep the first block's log-sum-exp."""
+    """Let the ring's merge of two attention blocks return the first block's log-sum-exp."""
     right = ring.merge
     monkeypatch.setattr(ring, "merge", lambda one, other: (right(one, other)[0], one[1]))
 
 
 def blocks_weighed_alike(monkeypatch):
-    """Let the merge take the mean of two blocks instead of weighting them by their sums."""
+    """Let the ring's merge average two attention blocks instead of weighting them by their softmax sums."""
     right = ring.merge
 
     def merge(one, other):
@@ -85,7 +88,7 @@ def blocks_weighed_alike(monkeypatch):
 
 
 def forgotten_shard(monkeypatch):
-    """Zero the gradient on the last of the devices that shard a weight."""
+    """Zero the gradient on the last of the devices along `fsdp` that shard a weight."""
     right = sharding.reduce_gradient
 
     def reduce_gradient(g, how):
@@ -110,7 +113,7 @@ BUGS = {
 
 @pytest.fixture
 def retraced():
-    """Clear JAX's caches before and after: JAX keeps a function's trace, with or without the planted bug."""
+    """Return a function that clears JAX's caches of traces, for after the bug is planted. Clear them after the test too."""
     yield jax.clear_caches
     jax.clear_caches()
 

@@ -1,6 +1,6 @@
-"""The recipe of a layer type from outside the package, as a user runs it: it trains, resumes bit by bit, and is planned.
+"""The recipe linear_hybrid, as a user runs it: its runs train and resume bit for bit, and a plan of it fits.
 
-proofs/test_linear_hybrid.py tests its arithmetic and its layouts.
+proofs/test_linear_hybrid.py tests the recipe's arithmetic and layouts.
 """
 
 import json
@@ -49,7 +49,7 @@ def train(workdir: Path, steps: int, devices: int = 1, variant: str = "", **more
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
-    """Four devices shard batch, weights and heads."""
+    """With fsdp=2 and tensor=2, a resumed run equals one without a stop. Its checkpoint also resumes on one device."""
     mesh = {"mesh__fsdp": "2", "mesh__tensor": "2"}
     for workdir, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         code, said = train(tmp_path / workdir, steps, 4, **mesh)
@@ -69,7 +69,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
 
 
 def test_options_that_it_does_not_know_are_refused(tmp_path):
-    """The exit code is 2, and nothing is written."""
+    """A setting that the recipe does not support gives exit code 2, and nothing is written."""
     found = {
         "variant": train(tmp_path / "run", 2, variant=":2b"),
         "family": train(tmp_path / "run", 2, model__family="linear_hybrid.gated_delta_net:huge"),
@@ -91,7 +91,7 @@ def test_options_that_it_does_not_know_are_refused(tmp_path):
 
 
 def test_eight_gpus_are_planned(tmp_path):
-    """XLA compiles the step for a topology of 8 H200s. The plan counts the family's own FLOPs, and fits."""
+    """The compiled step fits on 8 H200s, and the plan counts FLOPs by the family's formula."""
     layers = ("--config.model.num_layers=4", "--config.data.seq_len=1024")  # one period
     out = tmp_path / "plan.json"
     code, said = run("plan", f"--config={CONFIG}:1b", "--topology=h200:8", *layers, f"--json={out}")
@@ -108,10 +108,10 @@ def test_eight_gpus_are_planned(tmp_path):
 
 
 def test_the_contract_of_a_family_holds(tmp_path):
-    """A larger norm_eps makes the family pass the contract tests.
+    """With model.norm_eps=0.01, the family passes the contract tests.
 
-    The norm of a head's output divides by its length, which at a document's first token is about |q . k|. Near 0, gradients of
-    wq amplify rounding to 2.6e-5 with the default norm_eps. A larger norm_eps bounds the division.
+    The norm divides a head's output by its length, which at a document's first token is about |q . k|. If this is near 0,
+    gradients of wq amplify rounding to 2.6e-5 with the default norm_eps. A larger norm_eps bounds the division.
     """
     keys = ("model.num_layers=4", "model.norm_eps=0.01")
     environ = os.environ | {"PYTHONPATH": f"{runs.REPO}:{runs.REPO / 'recipes'}", "JAXTRAIN_TEST_LEDGER": str(tmp_path)}

@@ -45,7 +45,7 @@ class Real(Machine):
 
 
 def trainer(workdir: Path, index: int) -> int:
-    """Return the id of a run's process with this index."""
+    """Return the pid of a run's process that was started with --process-id=`index`."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -58,7 +58,7 @@ def trainer(workdir: Path, index: int) -> int:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Return the losses of the same run by one process on four devices."""
+    """Return the losses of a run with the settings RUN, by one process on four devices."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "small.py").write_text(runs.SMALL)
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -69,7 +69,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_a_run_loses_a_machine_and_resumes(count: int, tmp_path: Path, alone: dict[int, float]):
-    """A run uses several processes, each of which acts as the only one on its node. The last one is killed."""
+    """If the process of the last node is killed, run.sh restarts all, and the losses are those of one process."""
     machine, workdir = Real(tmp_path), tmp_path / "the run"
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)

@@ -85,7 +85,7 @@ def stale(stored: Any, fresh: Any) -> list[str]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs_and_its_outputs_are_not_stale(path):
-    """A cell that raises fails this test with its traceback."""
+    """Fresh outputs equal the stored outputs. A cell that raises fails this test with the cell's traceback."""
     found = stale(read(path), run(path))
     assert not found, "\n\n".join(["python tests/campaign/test_notebooks.py stores them anew", *found])
 
@@ -116,7 +116,7 @@ def test_it_is_short_and_uses_the_python_api_alone(path):
 
 
 def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
-    """The command's config path is relative to the repository's root."""
+    """Each ./run.sh command in the notebooks' outputs has valid arguments, in the repository's root."""
     monkeypatch.chdir(FOLDER.parent)
     texts = [o.get("text", "") for path in NOTEBOOKS for cell in code(read(path)) for o in cell.outputs]
     found = [shlex.split(line)[1:] for text in texts for line in text.splitlines() if line.startswith("./run.sh ")]
@@ -127,7 +127,7 @@ def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
 
 
 def test_a_changed_number_is_stale():
-    """The comparison detects a difference."""
+    """`stale` finds changed outputs. It ignores line numbers, and `compiled` cells under another jaxlib."""
     stored, fresh = read(NOTEBOOKS[0]), read(NOTEBOOKS[0])
     assert not stale(stored, fresh)
     source = nbformat.v4.new_output("stream", text="zero.py:156 896.00 MiB")

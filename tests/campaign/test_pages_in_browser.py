@@ -1,4 +1,4 @@
-"""The pages in a real browser: nothing overlaps or leaves the window, scripts run, and nothing is loaded."""
+"""The pages in a real browser: nothing overlaps or leaves the window, scripts run, and no page loads a file."""
 
 from pathlib import Path
 
@@ -35,7 +35,10 @@ set("smooth"); found.shown.push([smooth(), before]);"""
 
 @pytest.mark.parametrize(("several", "width"), [(False, 1280), (False, 500), (True, 1280)])
 def test_the_page_of_runs(tmp_path: Path, several: bool, width: int):
-    """The runs have GPUs, losses that are NaN or infinite, a spike, and thousands of lines."""
+    """The page of one run or two fits the window. Buttons and tips of the loss chart work.
+
+    The runs have GPU metrics, losses that are NaN or infinite, a spike, and thousands of lines.
+    """
     folders = [everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)]
     shown = run_page.html(read_all(folders if several else folders[:1]))
     found = laid_out(shown, tmp_path, width, CONTROLS)
@@ -104,7 +107,7 @@ found.pixels = new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, 
 
 
 def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
-    """The console reports a mistake, so an empty console proves that a page has none."""
+    """The console reports a script's error and a blocked image, so an empty console proves that a page has neither."""
     shown = plan_page.html(sample())
     _, console = opened(shown.replace("const data =", "const data = missing +"), tmp_path, 1280)
     assert any("missing is not defined" in line for line in console)

@@ -1,4 +1,4 @@
-"""Processes of a run on JAX's coordination service: they end together, fail, are killed or stopped."""
+"""Processes of a run on JAX's coordination service end together, also if one fails, is killed or is stopped."""
 
 import os
 import signal
@@ -125,7 +125,7 @@ def test_two_counts_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_port_of_another_run_is_refused(tmp_path: Path) -> None:
-    """JAX alone would share the port, and the processes of the two runs would mix."""
+    """A second run on the port of a first exits with 75. JAX alone would share the port and mix processes of both runs."""
     first = Processes(tmp_path, WAIT, counts=(1,))
     (tmp_path / "second").mkdir()
     try:

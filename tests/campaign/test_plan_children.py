@@ -1,4 +1,4 @@
-"""Plans in child processes: failures, and a real search, real advice and a real table of what fits, by XLA:GPU."""
+"""Plans in child processes: failures, and a search, a fitting policy and a table of what fits, compiled by XLA:GPU."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ ONE = topology.parse("h200:1")
 
 @pytest.fixture
 def children(monkeypatch):
-    """Let child processes find made_plans."""
+    """Put tests/ on PYTHONPATH, so that child processes can import made_plans."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
 
 
@@ -140,7 +140,7 @@ def test_a_real_search(tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_made_to(tmp_path):
-    """With all activations saved, the step exceeds the usable memory. With fewer saved it fits."""
+    """If the step with all activations saved exceeds the usable memory, the search finds a remat policy that fits."""
     machine = topology.parse("h100:1")
     small = ("model.num_layers=4", "data.seq_len=4096", "train.global_batch=1", "loss.chunk=2048", "data.packing=none")
     run, kept = tiny(*small, "train.memory_fraction=0.002", "remat.policy=none"), Cache(tmp_path)

@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def test_what_was_overlooked_ends_too(tmp_path):
-    """If preflight itself hangs, it prints where, ends its commands, and exits with 3."""
+    """If preflight itself hangs, it prints the line that hangs, ends the commands that it started, and exits with 3."""
     pid = tmp_path / "pid"
     script = f"""
 import sys, time
@@ -130,7 +130,7 @@ sys.exit(command.main(sys.argv[1:], own_process=True))
 
 @pytest.mark.parametrize(("second", "code", "verdict"), [("b", 75, "not met: process 0"), ("b_phb_link", 3, "FAULT: topology")])
 def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict):
-    """JAX ends a process 6 s after process 0 is lost, even if the process ignores the loss."""
+    """Process 1 prints its node's verdict in the 6 s before JAX ends it for the loss of process 0."""
     hang = "multi_node.Preflight._measure = lambda _: print('measuring', flush=True) or time.sleep(1000)"
     both = start_two(hang, second)
     for process in both:
@@ -143,7 +143,7 @@ def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict
 
 
 def test_a_process_that_does_not_leave_delays_no_other():
-    """Process 1 has the verdict and hangs. Process 0 waits for it until --limit, not for minutes."""
+    """If process 1 hangs after the verdict, process 0 waits until --limit and exits with 0."""
     stuck = "if '--process-id=1' in sys.argv: multi_node.Preflight.close = lambda *_: time.sleep(1000)"
     both = start_two(stuck, "b")
     said, _ = both[0].communicate(timeout=100)
@@ -193,7 +193,7 @@ print(json.dumps(measure({}, 120, Cluster(sys.argv[1], 2, int(sys.argv[2]), None
 
 
 def instead(monkeypatch, tmp_path: Path, code: str) -> None:
-    """Let the measuring child run `code` instead, after it has saved a partial result in the middle of a collective."""
+    """Replace the measurements: the child saves a partial result from the middle of a collective, and then runs `code`."""
     (tmp_path / "instead.py").write_text(f"""
 import os, time
 from jaxtrain.bench import child
@@ -236,7 +236,7 @@ def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_one_that_falls_with_the_others_is_no_crash(alone, monkeypatch, tmp_path):
-    """When the first of several processes is ended at the time limit, JAX ends the others."""
+    """An abort is a fault in a run of one process. In a run of several, JAX aborts a process because another ended."""
     instead(monkeypatch, tmp_path, "os.kill(os.getpid(), 6)")
     cluster = None if alone else Cluster("a:1", 2, 0, None, "this test")
     monkeypatch.setattr(measure, "PEERS_S", 60.0)

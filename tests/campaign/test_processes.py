@@ -48,7 +48,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_disk_that_is_full_spoils_no_line(tmp_path: Path):
-    """A limit on the size of files acts as a full disk in a child process. Later the limit is lifted."""
+    """A full disk (a limit on file sizes) leaves no partial line in the goodput ledger. Later the ledger has all times."""
     path = tmp_path / goodput.FILE
     code = f"""
 import resource, signal, time
@@ -161,7 +161,7 @@ def start_loop(body: str) -> subprocess.Popen:
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "SIGTERM"), (signal.SIGUSR1, 75, "SIGUSR1")],
 )
 def test_signals_are_heard_wherever_the_main_thread_is(body, number, code, name):
-    """SIGUSR2 ends nothing. The first signal to stop ends a loop that polls for it, a later one also a hang."""
+    """SIGUSR2 only requests a trace. A first stop signal ends a loop that polls for it; later ones also end a hang in C."""
     child = start_loop(body)
     assert child.stderr is not None
     for _ in range(3):

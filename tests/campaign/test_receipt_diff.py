@@ -40,7 +40,7 @@ def git(folder: Path, *args: str) -> str:
 
 
 def token_file(folder: Path, text: bytes) -> Path:
-    """Write a token file under a fixed name. `receipt diff` ignores the folder."""
+    """Write text.tok, with a document for each line of the text, in a new folder. `receipt diff` ignores the folder."""
     folder.mkdir()
     byte = tokenizer.ByteTokenizer()
     with TokenWriter(folder / "text.tok", tokenizer.info(byte)) as writer:
@@ -161,7 +161,7 @@ BASE = [f"line {n}" for n in range(1, 41)]
 
 
 def version(repo: Path, change: dict[int, list[str]]) -> dict[str, Any]:
-    """Write the source file with lines replaced; return commit and patch. change: line number (from 1) -> new lines."""
+    """Write jaxtrain/a.py from BASE with changes, and return commit and patch. change: line number from 1 -> new lines."""
     text = [row for n, old in enumerate(BASE, 1) for row in change.get(n, [old])]
     (repo / "jaxtrain").mkdir(exist_ok=True)
     (repo / "jaxtrain" / "a.py").write_text("\n".join(text) + "\n")

@@ -25,7 +25,7 @@ STOPS = {"glm4moe": "<|user|>"}  # has no token that ends an answer: the header 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folders of all templates, as sft_masks.py writes them."""
+    """Return the folder in which sft_masks.py writes a subfolder for each chat template."""
     out = tmp_path_factory.mktemp("masks")
     hugging_face.ask(SCRIPT, out / "templates")
     return out / "templates"
@@ -44,7 +44,7 @@ def end_of_text(folder: Path) -> str:
 
 
 def prepared(folder: Path, rows: str, to: Path) -> Made:
-    """Return the tokens and loss flags of each document that `data prepare --chat` makes of rows."""
+    """Return the tokens and loss flags of each document that `data prepare --chat` makes of the file `rows`.jsonl."""
     command = ["prepare", "--chat", f"--tokenizer={folder}", f"--chat-template={folder}/training.jinja"]
     command += [f"--eot={end_of_text(folder)}", f"--input={folder}/{rows}.jsonl", f"--output={to}", "--force", "--processes=1"]
     assert main(command) == 0
@@ -60,7 +60,7 @@ def prepared(folder: Path, rows: str, to: Path) -> Made:
 
 
 def written(tok: Tokenizer, made: ChatTemplate, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """Return tokens and loss flags of a row."""
+    """Return the tokens and loss flags that jaxtrain makes of one conversation."""
     _, parts = made.parts(conversation(row), "assistant")
     ((ids, flags, _),) = prepare.encode(tok, [Piece("", 0, parts=tuple(parts))])
     assert flags is not None
@@ -81,10 +81,10 @@ def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[b
 
 
 def test_marked_turns_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compare `data prepare --chat`: several turns, system messages, reasoning, tool calls and their results.
+    """Compare `data prepare --chat` with SFTTrainer: several turns, system messages, reasoning, tool calls and their results.
 
-    If both use the same template, all tokens and all flags are those of transformers and of SFTTrainer. If an answer begins
-    with white space, tokens of transformers may cross the border of the turn. jaxtrain's never do, as in a generation.
+    With the same template, tokens and flags are equal, except for some answers that begin with white space. A token of
+    transformers may cross the border of such a turn. jaxtrain's tokens never do, as in a generation.
     """
     counted, apart = Counter(), Counter()
     for each in sorted(folder.iterdir()):
@@ -101,10 +101,10 @@ def test_marked_turns_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pyt
 
 
 def test_completions_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows have a prompt, with earlier answers in it, and a completion. The completion counts, and the earlier answers do not.
+    """Rows have a prompt with earlier answers, and a completion. Only the completion is in the loss.
 
-    TRL also counts the end of line after the completion. In some templates its marks include the generation prompt, and its
-    completions do not.
+    Flags may differ in two places. TRL also trains on the end of line after the completion. In some templates, the marked
+    answers include the generation prompt, which TRL's completions do not.
     """
     counted = Counter()
     for each in sorted(folder.iterdir()):
@@ -122,10 +122,10 @@ def test_completions_are_those_of_trl(folder: Path, tmp_path: Path, capsys: pyte
 
 
 def test_turns_without_marks_are_those_of_trls_marked_templates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compare the model's own template, without marks, with TRL's template with marks for the same model.
+    """Compare a model's template without marks of the answers (jaxtrain) and TRL's template with marks for this model.
 
-    If both write the same text, TRL also counts the end of line after a turn, and in some templates the generation prompt
-    before it.
+    If both give the same tokens, TRL's flags differ only at the end of line after a turn. In some templates they also differ at
+    the generation prompt before the turn.
     """
     counted, refused = Counter(), Counter()
     for each in sorted(folder.iterdir()):

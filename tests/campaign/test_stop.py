@@ -77,7 +77,7 @@ def uninterrupted(faults: Faults) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted_two(faults: Faults) -> Path:
-    """Train by two processes with four devices each."""
+    """Train without a stop, by two processes with four devices each. Return the run's folder."""
     ends = [child.end() for child in faults.processes(faults.folder / "two", 2, 4, train__steps=TWO)]
     assert [code for code, _ in ends] == [0, 0], ends
     return faults.folder / "two"

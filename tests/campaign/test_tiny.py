@@ -26,7 +26,7 @@ LAST = 700
 
 
 def as_a_user(module: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a command on one device."""
+    """Run a command of jaxtrain in a new process on one CPU device."""
     line = [sys.executable, "-m", f"jaxtrain.{module}", *arguments]
     environment = {k: v for k, v in runs.os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(line, cwd=runs.REPO, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -113,7 +113,7 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
 
 
 def test_the_trigram_model_is_what_it_says(files: tuple[TokenFile, TokenFile]) -> None:
-    """The model's probabilities sum to one in any context. Its fitted weights beat equal weights on held-out text."""
+    """Probabilities sum to one in a context of the training split. Fitted weights beat equal weights on held-out text."""
     train, validation = files
     model = Trigram(train)
     for a, b in ((ord("s"), ord("e")), (256, ord("#")), (3, 4)):
@@ -141,7 +141,7 @@ def test_the_sample_command_asks_as_the_run_did(finished: tuple[Path, str]) -> N
 
 
 def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
-    """Many samples are tested together: a single one may end after a word or two."""
+    """Over 40% of the words in eight samples are frequent in Python. A single sample may end after a word or two."""
     run, sampler, params, _ = generation.load(str(finished[0]), jax.devices()[:1])
     byte = tokenizer.load_tokenizer(run.data.tokenizer)
     asks = [dataclasses.replace(run.sample, seed=seed) for seed in range(8)]

@@ -29,7 +29,7 @@ SEGMENTS = np.ones_like(TOKENS)
 
 
 def test_transformers_computes_the_same_before_and_after(tmp_path):
-    """For every family, transformers' logits of the exported model equal those of the imported one, bit for bit."""
+    """For every family, transformers' logits of a folder and of its export after an import are equal, bit for bit."""
     hugging_face.reference()
     pairs = []
     for name in FAMILIES:
@@ -47,7 +47,7 @@ def test_transformers_computes_the_same_before_and_after(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, capsys, monkeypatch, name):
-    """A checkpoint of transformers that is imported and exported again gives transformers' logits both times."""
+    """`check` passes for a checkpoint of transformers against its import, and against the export of the import."""
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
     reference, folder = ROOT / "tests" / "reference", tmp_path / "theirs"
     hugging_face.ask(reference / "fresh_models.py", reference / "golden" / f"{name}.5.json", folder)
@@ -63,7 +63,7 @@ def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, capsys, monkeyp
 
 
 def test_dynamic_rotary_scaling_is_none_within_the_trained_length(tmp_path, capsys, monkeypatch):
-    """The refusal of `dynamic` states that without it the model is the same up to max_position_embeddings tokens."""
+    """With the fix for rope_type `dynamic`, logits agree up to max_position_embeddings tokens and differ beyond."""
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
     rotary = {"rope_type": "dynamic", "rope_theta": 777.0, "factor": 4.0}
     folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=rotary, max_position_embeddings=64)
@@ -91,7 +91,7 @@ def test_check_compares_with_transformers(tmp_path, capsys, monkeypatch):
 
 
 def test_thirty_steps_follow_torch(tmp_path):
-    """From an imported model, AdamW and torch.optim.AdamW give losses within 1e-4 on transformers' batches."""
+    """From four imported models, jaxtrain's losses with AdamW follow transformers' with torch.optim.AdamW within 1e-4."""
     for name in ("llama2", "gemma2", "mixtral", "gpt_oss"):
         folder = hugging_face.write(tmp_path / name, name, scale=0.3)
         shape = {f"model.{k}": v for k, v in dataclasses.asdict(open_folder(folder).model).items()}
@@ -123,7 +123,7 @@ def test_thirty_steps_follow_torch(tmp_path):
 def test_import_and_export_stream(tmp_path):
     """Peak memory of an import onto 8 devices, with the arrays, is below 1.3 times the checkpoint's size.
 
-    An export to files of a quarter of the size needs less than the checkpoint's size. The checkpoint is so large that the
+    An export to files of a quarter of this size needs less memory than this size. The checkpoint is so large that the
     programs of the digests (some 80 MB) and Orbax (50 MB) are small beside it.
     """
     args = [sys.executable, "-m", "benchmarks.import_memory", "--gigabytes=0.8", "--shard-size=200MB", f"--folder={tmp_path}"]
@@ -135,7 +135,10 @@ def test_import_and_export_stream(tmp_path):
 
 
 def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
-    """init.from is a Hugging Face folder, and sequences are sixteen times as long as in its training."""
+    """A run starts from a Hugging Face folder, with rope_scaling=llama3 for sequences sixteen times as long as the model's.
+
+    Settings that do not fit the folder give exit code 2.
+    """
     folder = hugging_face.write(tmp_path / "theirs", "llama2", scale=0.3, vocab=264)
     model = {k: v for k, v in dataclasses.asdict(open_folder(folder).model).items() if v not in ("", 0, 0.0)}
     model |= {"rope_scaling": "llama3", "rope_factor": 16.0, "rope_original_len": 64}
@@ -160,7 +163,7 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_adapters_go_to_peft_and_come_back(tmp_path, name, capsys):
-    """A LoRA run on a Hugging Face base: its merged export equals base and adapter in PEFT. The PEFT files import unchanged."""
+    """The merged export of a LoRA run equals PEFT's merge, and is unchanged if the PEFT files are imported again."""
     folder = hugging_face.write(tmp_path / "theirs", name, scale=0.3, vocab=264)
     config_file = ROOT / "configs" / "finetune.py"
     keys = {"data.source": "synthetic", "data.seq_len": 64, "train.global_batch": 8, "train.steps": 4, "paths.cache": ""}

@@ -110,7 +110,7 @@ def order(args: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("form", ["texts", "messages", "adapters"])
 def test_twenty_steps_follow_trl(tmp_path, form):
-    """Losses, rewards and gradient norms of each step agree, and so do the tokens and their loss masks."""
+    """Losses, rewards and gradient norms of each step agree, and so do tokens and loss masks of the first pair."""
     hugging_face.reference()
     model = tmp_path / "model"
     write_model(model)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Bug(NamedTuple):
-    """A wrong line, and the tests that must fail with it."""
+    """A wrong line for a file, and the tests that must fail while it is planted."""
 
     name: str
     file: str  # relative to the repository's root

@@ -1,4 +1,4 @@
-"""Bugs of the step, the kernels and the data that the first review planted and no test noticed."""
+"""Bugs of the train step, the kernels and the data. No test noticed them when they were first planted."""
 
 from bugs import Bug
 
