@@ -16,13 +16,13 @@ Scales of activations and gradients are local to a device: they need no collecti
 summed over devices. A weight has one scale for each layer, over all of its shards, so an all-gather of the 8-bit shards needs
 no rescaling.
 
-Each matmul contracts the last axes of two operands, 8-bit arrays times their scales. XLA turns that into one cuBLASLt call with
-scales (`__cublas$lt$matmul$f8`), which requires this layout. On CPU, XLA multiplies the same rounded numbers in bfloat16 and
-sums in float32.
+Each matmul contracts the last axes of two operands, 8-bit arrays times their scales. XLA turns this product into one cuBLASLt
+call with scales (`__cublas$lt$matmul$f8`), which requires the contracted axes last. On CPU, XLA multiplies the same rounded
+numbers in bfloat16 and sums in float32.
 
 Arrays that outlive a matmul (weights, saved activations) are stored as the same bits in uint8. `jax.checkpoint` rounds all
 floating-point numbers that it saves to the exponent and mantissa bits of their type, by the rules of IEEE formats (jax 0.11.2,
-`_insert_reduce_precision`). For e4m3 that would turn values above 240 into NaN, and subnormal values into 0.
+`_insert_reduce_precision`). For e4m3 this rounding would turn values above 240 into NaN, and subnormal values into 0.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
     """Return this device's shard of a weight in e4m3.
 
     Args:
-      stacked: axis 0 counts layers, and each layer has a scale.
+      stacked: axis 0 of `w` is the axis of layers; each layer gets its own scale.
       over: mesh axes that shard the weight. The scale is computed from all shards.
     """
     amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))

@@ -15,9 +15,9 @@ and three more, from which kernels/context builds attention over keys on several
     block_backward(q, k, v, o, lse, do, described, spec, diagonal) -> (dq, dk, dv)
 
 A block is a set of queries and some of their keys: on the diagonal the keys of the same tokens, otherwise only earlier keys.
-`block_forward` normalises the output by the block's own log-sum-exp (f32). `block_backward` takes each query's output and
-log-sum-exp over all of its blocks. It returns this block's term of the gradients, and the caller sums the terms in f32. A query
-without visible keys in a block has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagonal only;
+`block_forward` normalises the output by the block's own log-sum-exp (f32). `block_backward` takes the output and
+log-sum-exp over all blocks of a query. It returns this block's term of the gradients, and the caller sums the terms in f32. A
+query without visible keys in a block has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagonal only;
 kernels/context/window.py implements windows over several devices. Learnt sinks change the output and the log-sum-exp of a block
 outside the kernels (sinks.py).
 

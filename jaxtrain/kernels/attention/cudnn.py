@@ -1,9 +1,9 @@
 """cuDNN's flash attention, for causal, packed and sliding-window rows with grouped queries.
 
 jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp. So this module binds the underlying primitives,
-which are in a private module of jax. tests/unit/test_attention.py fails with a plain message when a jax release changes the
-primitives. The primitives must run inside a shard_map that is manual over the whole mesh, as in models/attention.py. In such a
-shard_map jax does not use the primitive's partitioning callback, whose pointer would defeat the persistent compile cache.
+which are in a private module of jax. tests/unit/test_attention.py detects a jax release that changes the primitives. Bind the
+primitives inside a shard_map that is manual over the whole mesh, as in models/attention.py. In such a shard_map jax does not
+use the primitive's partitioning callback, whose pointer would defeat the persistent compile cache.
 
 The custom_vjp here names both residuals, "attention_out" and "attention_lse", so that a remat policy can save them and the
 kernel need not run forward twice.

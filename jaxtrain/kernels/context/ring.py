@@ -58,7 +58,7 @@ def _of(everyone: jax.Array, distance: int, split: Split) -> jax.Array:
 
 
 def _earlier(distance: int, split: Split) -> jax.Array:
-    """Return whether the ring rank `distance` ranks before this rank, cyclically, has a lower index than this rank, bool ()."""
+    """Return whether the ring rank that is `distance` ranks earlier, cyclically, has a lower index than this rank, bool ()."""
     return split.place >= distance
 
 

@@ -24,7 +24,7 @@ def applies(spec: Spec, tokens: int, split: Split) -> bool:
 
 
 def inner_spec(spec: Spec) -> Spec:
-    """Return the spec of attention in a chunk with its halo. The halo of the first chunk is padding, in one more document."""
+    """Return the spec of attention in a chunk with its halo. The padding in the first chunk's halo counts as a document."""
     return dataclasses.replace(spec, packed=True, max_segments=spec.max_segments + 1)
 
 

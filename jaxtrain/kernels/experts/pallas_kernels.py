@@ -79,7 +79,10 @@ def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
 
 
 def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> None:
-    """Run `body(tile, done)` for each tile of this program. `body` returns the tile's steps; done: the earlier tiles' steps."""
+    """Run `body(tile, done)` for each tile of this program.
+
+    `body` returns the tile's number of steps. done: the number of steps of all earlier tiles of the program.
+    """
     program = jax.lax.axis_index(PROGRAMS)
     count = (total - program + static.programs - 1) // static.programs
     jax.lax.fori_loop(0, count, lambda i, done: done + body(program + i * static.programs, done), jnp.int32(0))
