@@ -40,12 +40,12 @@ def chunked_cross_entropy(
       softcap: logits become c tanh(l / c), with c = softcap; 0: off.
       z_loss: coefficient of log(Z)^2; 0: off.
       vocab_axes: mesh axes that shard the vocabulary; () if the vocabulary is not sharded.
-      gradients: also compute d_x and d_head.
-      head_gradient: with `gradients`, compute d_head as well.
+      gradients: also compute d_x.
+      head_gradient: also compute d_head, if `gradients`.
 
     Returns:
       (loss f32 (), d_x (n, D) in x's dtype, d_head f32 (D, V), losses f32 (n,)). d_x and d_head are this device's terms: the
-      caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. They are None without `gradients`.
+      caller sums d_x over vocab_axes, and d_head over the axes that shard the tokens. If not computed, they are None.
       losses: -log p(target) of each token, without its weight; None with `gradients`.
     """
     n, D = x_nD.shape

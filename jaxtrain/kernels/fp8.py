@@ -9,20 +9,20 @@ binade or the binade below. Scales come from the tensor itself and not from earl
 state and no checkpoint. Formats are those of Micikevicius et al. 2022 (arXiv:2209.05433).
 
 Scales are powers of two, so scaling is exact. The rounding of an element depends on the scale only near zero, below about 2^-13
-of the largest (2^-28 in e5m2): an element is rounded equally on a device with other tokens. In `gated_linear`, the scales of
-the two projections' gradients come from a bound of the largest element instead.
+of the largest element (2^-28 in e5m2). Larger elements are rounded equally on a device with other tokens and another scale. In
+`gated_linear`, the scales of the two projections' gradients come from a bound of the largest element instead.
 
 Scales of activations and gradients are local to a device: they need no collective, and each result is scaled before it is
 summed over devices. A weight has one scale for each layer, over all of its shards, so an all-gather of the 8-bit shards needs
 no rescaling.
 
-Each matmul contracts the last axes of two operands, 8-bit arrays times their scales. XLA turns that into one cuBLASLt call with
-scales (`__cublas$lt$matmul$f8`), which requires this layout. On CPU, XLA multiplies the same rounded numbers in bfloat16 and
-sums in float32.
+Each matmul contracts the last axes of two operands, 8-bit arrays times their scales. XLA turns this product into one cuBLASLt
+call with scales (`__cublas$lt$matmul$f8`), which requires the contracted axes last. On CPU, XLA multiplies the same rounded
+numbers in bfloat16 and sums in float32.
 
 Arrays that outlive a matmul (weights, saved activations) are stored as the same bits in uint8. `jax.checkpoint` rounds all
 floating-point numbers that it saves to the exponent and mantissa bits of their type, by the rules of IEEE formats (jax 0.11.2,
-`_insert_reduce_precision`). For e4m3 that would turn values above 240 into NaN, and subnormal ones into 0.
+`_insert_reduce_precision`). For e4m3 this rounding would turn values above 240 into NaN, and subnormal values into 0.
 """
 
 import dataclasses
@@ -41,10 +41,11 @@ SMALLEST = 2.0**-125
 
 
 def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the scale of tensors whose largest magnitudes are `amax`, f32: a power of two, above amax / (largest of dtype).
+    """Return the scale of tensors whose largest magnitudes are `amax`, f32.
 
-    The scale is 1 if amax is 0. The scale is NaN if amax is infinite or NaN, so that all of the tensor becomes NaN: a
-    conversion to 8 bits would turn infinities into large finite numbers and hide a divergence.
+    The scale is the smallest power of two above amax / (largest number of `dtype`), but at least SMALLEST. It is 1 if amax
+    is 0. It is NaN if amax is infinite or NaN, so that all of the tensor becomes NaN: a conversion to 8 bits would turn
+    infinities into large finite numbers and hide a divergence.
     """
     ratio = amax.astype(jnp.float32) / float(jnp.finfo(dtype).max)
     exponent = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -84,7 +85,7 @@ def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
     """Return this device's shard of a weight in e4m3.
 
     Args:
-      stacked: axis 0 counts layers, and each layer has a scale.
+      stacked: axis 0 of `w` is the axis of layers; each layer gets its own scale.
       over: mesh axes that shard the weight. The scale is computed from all shards.
     """
     amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))
@@ -103,10 +104,10 @@ def multiply(
     out: jnp.dtype,
     sums: jax.lax.Precision = FULL,
 ) -> jax.Array:
-    """Return a b' (M, N) of 8-bit matrices and their scales, rounded once to `out`. Stacks of matrices give a stack of results.
+    """Return (a a_scale) (b b_scale)', (M, N), rounded once to `out`. Stacks of matrices give a stack of results.
 
     sums: the accumulation that XLA requests from cuBLASLt. FULL sums in float32. FAST is faster on Hopper, where tensor cores
-    accumulate with fewer bits: enough for the forward pass, too few for gradients, which are sums over thousands of tokens.
+    then accumulate with fewer bits. These suffice for the forward pass, but not for gradients: sums over thousands of tokens.
     """
     a, b = ((m.astype(jnp.bfloat16) * s.reshape(()).astype(jnp.bfloat16)) for m, s in ((a_MK, a_scale), (b_NK, b_scale)))
     stacked, last = tuple(range(a.ndim - 2)), a.ndim - 1
@@ -164,7 +165,7 @@ def gated_linear(
 
     The scales of both projections' gradients come from a bound of their elements: the largest gradient of the gated product
     times SLOPE times the largest element of the other projection. So one pass computes and rounds the gradients. Scales from
-    their largest elements would need two more passes.
+    the gradients' largest elements would need two more passes.
 
     activation: a function f with f(0) = 0 and a slope |f'| of at most SLOPE.
     """

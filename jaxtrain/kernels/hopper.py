@@ -2,7 +2,7 @@
 
 A program is three warpgroups. The last one loads: it copies tiles from global into shared memory (TMA), some steps ahead. The
 first two compute: WGMMA multiplies, with its right side in shared memory. Barriers pass the slots of shared memory between the
-warpgroups: `ready` counts the copies that fill a slot, `free` the warpgroups that are done with it.
+warpgroups: `ready` counts the copies that fill a slot, `free` the warpgroups that are done with the slot.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,11 @@ class Slots(NamedTuple):
         plgpu.barrier_arrive(self.free.at[self.slot(step)])
 
     def each(self, what: Callable[[Any], None]) -> None:
-        """Call `what` with the `free` barrier of each slot: arrive before the first step, or wait after the last step."""
+        """Call `what` with the `free` barrier of each slot.
+
+        Before the first step, the warpgroups that compute arrive at all barriers. After the last step, the warpgroup that loads
+        waits at all barriers.
+        """
         for at in range(self.ready.shape[0]):
             what(self.free.at[at])
 
@@ -66,7 +70,7 @@ def slots(*refs: Any) -> Slots:
 def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], pipelines: tuple[Slots, ...]) -> None:
     """Run `compute(index)` in the warpgroups that compute, and `load()` in the warpgroup that loads.
 
-    pipelines: the rings of slots that both use. All slots are free at the start and at the end.
+    pipelines: the rings of slots that `compute` and `load` use. All slots are free at the start and at the end.
     """
     which = jax.lax.axis_index(GROUPS)
 

@@ -19,8 +19,8 @@ class Numerics:
 
     @property
     def precision(self) -> jax.lax.Precision:
-        """Return the precision of matmuls: full float32 for float32.
+        """Return the precision of matmuls: HIGHEST if the compute dtype is float32, else DEFAULT.
 
-        GPUs would otherwise round the inputs of a float32 matmul to TF32.
+        With DEFAULT, GPUs round the inputs of a float32 matmul to TF32.
         """
         return jax.lax.Precision.HIGHEST if self.compute == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 
 
 def frequencies(head_dim: int, base: float) -> jax.Array:
-    """Return the angle per position of each pair, f32 (H/2,)."""
+    """Return the rotary frequency of each pair of dimensions, in radians per position, f32 (H/2,). H: head_dim."""
     return base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
 
 
 def llama3_scaling(freq: jax.Array, factor: float, low: float, high: float, original_len: int) -> jax.Array:
     """Return Llama 3.1's frequencies, with stretched long wavelengths.
 
-    With r = original_len / wavelength, the number of turns a pair makes over the original context: pairs with r < low turn
-    `factor` times slower, pairs with r > high are unchanged, and between the two the frequency is interpolated linearly in r.
+    r = original_len / wavelength is the number of turns of a pair over the original context. Pairs with r < low turn `factor`
+    times slower. Pairs with r > high are unchanged. Between low and high, the frequency is interpolated linearly in r.
     """
     turns = original_len * freq / (2 * math.pi)
     keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -36,8 +36,8 @@ def yarn_scaling(
     """Return YaRN's frequencies (Peng et al. 2023, arXiv:2309.00071), f32 (H/2,).
 
     Pair i makes original_len base^(-2 i / H) / 2 pi turns over the original context. Pairs with more than `beta_fast` turns are
-    unchanged, pairs with fewer than `beta_slow` turn `factor` times slower. Between the two the frequency is interpolated
-    linearly in i. With `truncate` both bounds are rounded outwards to whole pairs.
+    unchanged. Pairs with fewer than `beta_slow` turns turn `factor` times slower. Between these pairs, the frequency is
+    interpolated linearly in i. With `truncate`, the first and the last i of the interpolation are rounded outwards to integers.
     """
     pairs = freq.shape[0]
 
@@ -55,12 +55,16 @@ def yarn_scaling(
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return the factor by which YaRN multiplies queries and keys, for a context `factor` times as long as the original."""
+    """Return 0.1 mscale log(factor) + 1, by which YaRN multiplies queries and keys; 1 if factor is at most 1.
+
+    factor: the length of the extended context, as a multiple of the original context.
+    mscale: 1 in YaRN; DeepSeek's models set `mscale` and `mscale_all_dim`.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def tables(positions_BT: jax.Array, freq: jax.Array, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin of every angle, times `factor`, each f32 (B, T, H/2)."""
+    """Return cos and sin of position times frequency, both multiplied by `factor`, each f32 (B, T, H/2)."""
     angles = positions_BT.astype(jnp.float32)[..., None] * freq[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

@@ -39,7 +39,7 @@ def family(name: str) -> Any:
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Return keys of config.Model by preset, a published model size. Other keys stay at their defaults."""
+    """Return preset -> keys of config.Model. A preset is a published model size. Other keys stay at their defaults."""
     return {preset: {"family": name} | keys for name in FAMILIES for preset, keys in family(name).PRESETS.items()}
 
 

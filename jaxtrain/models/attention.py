@@ -27,7 +27,7 @@ KIND_SWITCH = "attention_kind"  # scope of a switch over the kinds of layers; th
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
-    """Return the number of devices with each key/value head: above 1 if more devices shard the heads than there are heads."""
+    """Return the number of devices that compute with the same key/value head: above 1 if there are fewer heads than devices."""
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 
@@ -46,7 +46,7 @@ def layer_kinds(model: Model) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The chosen attention kernel, its specs, and how the sequence is sharded over devices."""
+    """The attention kernel of a model: its name, its specs, and the sharding of the sequence over devices."""
 
     name: str
     specs: tuple[Spec, ...]  # of each kind of layer; kinds differ in their windows
@@ -65,7 +65,7 @@ class Kernel:
         kind: Kind,
         sinks_N: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the attention of this device's queries, (B, T, N, H).
+        """Return the attention output of this device's queries, (B, T, N, H).
 
         Args:
           q: (B, T, N, H). k, v: (B, S, K, H).
@@ -114,7 +114,7 @@ def appended(cache: Any, new: Any, at: jax.Array) -> Any:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention within documents."""
+    """Causal grouped-query attention within documents."""
 
     def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         D, N, K, H = model.d_model, model.num_heads, model.num_kv_heads, model.head_dim
@@ -208,7 +208,7 @@ def rotary_factor(model: Model) -> float:
 
 
 def score_factor(model: Model) -> float:
-    """Return DeepSeek's factor of attention scores with YaRN, the square of YaRN's mscale; 1 without rope_mscale_all_dim.
+    """Return DeepSeek's factor of attention scores, `rope.yarn_mscale` squared; 1 without YaRN or rope_mscale_all_dim.
 
     Only multi-head latent attention multiplies scores by this factor. Its heads have dimensions that are not rotated, to which
     the factor of the rotary tables does not apply.
@@ -228,14 +228,17 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:
-    """Return (heads, width) of both arrays that a layer caches for a token, and the logical axis of the heads."""
+    """Return (heads, width) of the two arrays that a layer caches for a token, and the logical axis of their heads.
+
+    The arrays are keys and values; with multi-head latent attention, latents and rotated keys.
+    """
     if model.kv_lora_rank:
         return ((1, model.kv_lora_rank), (1, model.qk_rope_head_dim)), None
     return ((model.num_kv_heads * kv_copies(model, placement), model.head_dim),) * 2, "kv_heads"
 
 
 def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
-    """Return the arrays that depend on segments and positions alone, for all layers. write_at: None without a cache."""
+    """Return the arrays that all layers share: they depend on segments and positions alone. write_at: None without a cache."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
     return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT)

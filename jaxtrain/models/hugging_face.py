@@ -1,8 +1,8 @@
-"""The format of a family's Hugging Face checkpoints: tensor names and config.json keys, with jaxtrain's names. Imports no jax.
+"""The format of a family's Hugging Face checkpoints: their tensors and config.json keys, and jaxtrain's names. Imports no jax.
 
 config.json has two forms. transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both in
 `rope_parameters`, by type of layer if layers differ. Both forms are read, and an export contains both. A missing key is an
-error if transformers' default for that key would silently change the numbers.
+error if transformers' default for that key would silently change the logits.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ _NO_DEFAULT: Any = object()
 
 
 class HuggingFaceError(ValueError):
-    """An unsupported Hugging Face folder, or a model that no Hugging Face format represents. Names the key or tensor."""
+    """An unsupported Hugging Face folder, or a model without a Hugging Face format. The message names the key or tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HfTensor:
-    """A tensor's name in a Hugging Face checkpoint, and the axes of both arrays.
+    """A tensor of a Hugging Face checkpoint: its name, its axes, and the axes of jaxtrain's array.
 
     Axes in brackets are one merged axis in the checkpoint. torch stores a linear layer as (out, in), so most arrays are
     transposed. A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
@@ -46,9 +46,9 @@ class HfTensor:
         name: with {i} for the layer, and {e} for the expert if each expert has its own tensor. jaxtrain's array holds all
             experts along its first axis, E.
         ours: axes of jaxtrain's array.
-        theirs: axes of the array in the checkpoint. An axis 2 holds two of jaxtrain's arrays.
-        half: the index of jaxtrain's array in the axis 2.
-        interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers are interleaved pairs.
+        theirs: axes of the checkpoint's tensor. An axis named 2 has size 2: the tensor holds two of jaxtrain's arrays.
+        half: the index of jaxtrain's array along the axis named 2.
+        interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers (hf/names.py) are interleaved pairs.
         exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
         copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
@@ -138,10 +138,10 @@ class Settings:
         self._left = dict(values)
 
     def take(self, key: str, default: Any = _NO_DEFAULT) -> Any:
-        """Return the value of a key, or the default if it is missing or null.
+        """Return the value of a key, or the default if the key is missing or null.
 
         Raises:
-            HuggingFaceError: the key is missing, and there is no default.
+            HuggingFaceError: the key is missing or null, and there is no default.
         """
         if key in self._left:
             value = self._left.pop(key)
@@ -189,7 +189,7 @@ class Settings:
             raise HuggingFaceError(f"{self.path}: {key} = {given!r}: {why}.")
 
     def refuse_unknown(self) -> None:
-        """Raise HuggingFaceError if keys remain that were not read and may change the logits."""
+        """Raise HuggingFaceError if attention_dropout is not 0, or if unread keys remain that may change the logits."""
         self.only("attention_dropout", 0.0, "jaxtrain has no dropout; set it to 0.0 to go on without")
         left = sorted(key for key in self._left.keys() - WITHOUT_EFFECT if self._left[key] is not None)
         if left:
@@ -224,7 +224,7 @@ class Format:
         parts: keys of config.json in addition to the sizes that all families have.
         model: keys of config.Model with one value in all models of the family.
         fixed: keys of config.json that must have one value, and the reason for each.
-        written: further keys of an export.
+        written: further keys of config.json in an export, and their values.
         activation: the activation's name in config.json.
         activation_key: the activation's key in an export.
         head_dim: whether config.json has the key head_dim: optional | required | absent (always hidden_size /
@@ -279,7 +279,10 @@ class Format:
         return out
 
     def write(self, model: Model) -> dict[str, Any]:
-        """Return keys of config.json. Settings without a key in the format are lost; to detect them, read the result back."""
+        """Return keys of config.json. Settings of the model without a key in the format are lost.
+
+        To find lost settings, compare `read` of the result with the model.
+        """
         out = {
             "hidden_size": model.d_model,
             "intermediate_size": model.d_ff,
@@ -307,7 +310,7 @@ class Format:
 
 
 def _agreed(s: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of both forms of config.json, which must agree."""
+    """Return the rotary settings of config.json, merged from both of its forms. Settings in both forms must be equal."""
     old, new = ({{"type": "rope_type"}.get(k, k): v for k, v in x.items() if v is not None} for x in (old, new))
     both = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
     if both:

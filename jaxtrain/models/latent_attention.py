@@ -7,7 +7,7 @@ For a token's hidden state x, with R = kv_lora_rank and N heads:
     q_nope, q_rope = split(norm(x wq_down) wq_up)       for each head; split(x wq) if q_lora_rank is 0
     score          = (q_nope k_nope + rotated(q_rope) rotated(k_rope)) scale
 
-Training computes the keys and values of all heads, for the same kernels as other models. Values may be narrower than keys.
+Training computes the keys and values of all heads, so it uses the kernels of other models. Values may be narrower than keys.
 Decoding caches only the latent and the rotated key, R + qk_rope_head_dim numbers a token. It applies wkv_up to queries and
 outputs instead of keys and values (the paper's absorbed form). Attention then has one key head of R + qk_rope_head_dim numbers.
 """
@@ -36,7 +36,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention within documents, with keys and values from a latent."""
+    """Causal multi-head latent attention within documents."""
 
     def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         D, N, dtype = model.d_model, model.num_heads, ctx.numerics.params
@@ -62,7 +62,7 @@ class LatentAttention(nnx.Module):
     def _queries(self, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the unrotated part (B, T, N, qk_nope_head_dim) and the rotated part (B, T, N, qk_rope_head_dim) of queries.
 
-        Both are multiplied by the model's softmax scale times sqrt(head_dim), because kernels apply 1 / sqrt(head_dim).
+        Both parts are multiplied by the model's scale of scores times sqrt(head_dim), because kernels apply 1 / sqrt(head_dim).
         """
         m = self.model
         if m.q_lora_rank:

@@ -1,4 +1,4 @@
-"""The norm, embedding and feed-forward modules of a transformer. All compute with this device's shards."""
+"""The norm, embedding and feed-forward modules of a transformer. They compute with the shards of one device, in a shard_map."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from jaxtrain.zero import ComputeCopy, Zero
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The properties of the run and the model's family that layers need. Static under jit."""
+    """The properties of the run and the model's family that layers need; static under jit."""
 
     numerics: Numerics
     placement: Placement
@@ -66,7 +66,7 @@ class Embed(nnx.Module):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return GPT-OSS's activation, (up + 1) gate sigmoid(1.702 gate), with clamped gate and up."""
+    """Return GPT-OSS's activation, (up + 1) gate sigmoid(1.702 gate), with gate clamped to CLAMP and up to +-CLAMP."""
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
     return (up + 1) * gate * jax.nn.sigmoid(SIGMOID_GAIN * gate)
 

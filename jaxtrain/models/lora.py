@@ -1,8 +1,8 @@
 """Low-rank adapters of linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + alpha / rank (x a) b.
 
-For each adapted weight W there are two parameters, in the submodule `lora` of W's own module: `W_a` with shape (W's input
-dimensions, rank), and `W_b` with shape (rank, W's output dimensions). W's dimensions are sharded as in W, and the rank is not
-sharded. b starts at zero, so training starts with the base model.
+For each adapted weight W, the submodule `lora` of W's module has two parameters. a is `W_a` with shape (W's input dimensions,
+rank), and b is `W_b` with shape (rank, W's output dimensions). W's dimensions are sharded as in W, and the rank is not sharded.
+b starts at zero, so training starts with the base model.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The settings of a model's adapters; no adapters if the rank is 0. Static under jit."""
+    """The settings of a model's adapters, static under jit. A model has no adapters if the rank is 0."""
 
     rank: int = 0
     alpha: float = 0.0
@@ -53,7 +53,7 @@ def adapter_of(weight: str, half: str) -> str:
 
 
 def uniform(fan_in: int) -> Initializer:
-    """Return an initializer: uniform in +-1 / sqrt(fan_in), drawn in float32, as PEFT's use of `kaiming_uniform_`."""
+    """Return an initializer: uniform in +-1 / sqrt(fan_in), drawn in float32. PEFT uses the same distribution."""
     bound = 1 / math.sqrt(fan_in)
     return lambda key, shape, dtype: jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
@@ -94,7 +94,7 @@ class Adapters(nnx.Module):
 
         Args:
           x, y: input and result of `dot` with the adapted weight.
-          prepared: a function that is applied to b before the matmul, as the caller applied it to the weight.
+          prepared: a function that is applied to b before the matmul. The caller applied it to the adapted weight, too.
         """
         if name not in self.names:
             return y

@@ -49,7 +49,7 @@ def param(
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
-    """Return `num` copies of a module, stacked on a new first axis of every parameter. Each has its own initial values."""
+    """Return `num` copies of a module, stacked on a new first axis of every parameter. Each copy has its own initial values."""
     keys = jax.random.split(rngs.params(), num)
     return jax.vmap(lambda key: make(nnx.Rngs(params=key)))(keys)
 
@@ -63,7 +63,7 @@ class Definition:
     weights of the stack are then `zero.StackWeight`, whose gradients can be added layer by layer (`train.accumulate`).
 
     staged: the model has the methods that a pipeline calls (models.transformer.Transformer) and computes its result by these
-    methods alone, and `layer` uses only parameters of `layers`.
+    methods alone. Its method `layer` uses only parameters of `layers`.
 
     decodes: the model has `decode` and `logits`, which samples need.
     """
@@ -127,7 +127,7 @@ VECTORS = (
 
 
 def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink. Shapes do not matter."""
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink."""
     return name.rpartition(".")[2] in VECTORS
 
 
@@ -142,7 +142,7 @@ def _map(state: Any, f: Callable[[Any], Any]) -> Params:
 
 
 def _filled(state: Any, params: Params) -> nnx.State:
-    """Return `state` with the values of `params`. Parameters keep their metadata, whose axes decide how each is gathered."""
+    """Return `state` with the values of `params`. Parameters keep their metadata: zero.py gathers weights by their axes."""
     return nnx.State(
         {k: v.replace(params[k]) if isinstance(v, nnx.Variable) else _filled(v, params[k]) for k, v in state.items()}
     )

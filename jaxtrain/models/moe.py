@@ -20,8 +20,9 @@ DROPPED = COLUMNS.index("dropped")
 class ExpertsMLP(nnx.Module):
     """A feed-forward block of experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    The result is the sum of weight_e down_e(f(gate_e(x), up_e(x))) over the chosen experts e, with the router's weights, plus
-    shared(x) if the model has a shared expert. The router's weight and bias keep their storage dtype and are used in float32.
+    The result is the sum of share_e down_e(f(gate_e(x), up_e(x))) over the chosen experts e, plus shared(x) if the model has a
+    shared expert. share_e is the factor that the router computes for expert e. The router computes in float32, and its weight
+    and `router_bias` are never rounded to the compute dtype.
     """
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
@@ -99,5 +100,8 @@ def no_statistics(model: Model, ctx: Context, layers: int = 0) -> Statistics:
 
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:
-    """Return statistics with the next layer's row (5 + E,) shifted in at the end. After all layers, row i is layer i's."""
+    """Return statistics without the first row, and with the next layer's row (5 + E,) at the end.
+
+    After all layers, row i is that of layer i.
+    """
     return jnp.concatenate([statistics[1:], row[None]])

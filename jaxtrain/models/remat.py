@@ -1,11 +1,11 @@
-"""Activation checkpointing, and layers that are stacked on axis 0: run by a loop (lax.scan), or unrolled.
+"""Activation checkpointing, and the run of layers stacked on axis 0: in a loop (lax.scan), or unrolled.
 
 The activations that can be saved, and the activations that each policy saves, are in jaxtrain/activations.py.
 
-A loop compiles one group of `remat.every` layers (one layer with policy `none`), and the last group separately. Policy `dots`
-compiles the last group separately only if it is smaller. The cost at run time is that saved activations are copied into stacks
-and out of the stacks again. If unrolled (parallel.scan_layers=false), a layer's collectives can overlap with the next
-layer's arithmetic, and only gradients are stacked. Then compile time grows with the number of layers.
+With a loop, XLA compiles one group of `remat.every` layers (one layer with policy `none`), and the last group separately. With
+policy `dots`, it compiles the last group separately only if that group is smaller. A loop costs time to copy saved activations
+into stacks and out of them. If unrolled (parallel.scan_layers=false), a layer's collectives can overlap with the next layer's
+arithmetic, and only gradients are stacked. Then compile time grows with the number of layers.
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ SLOTS = "slots"  # the scope of writes to buffers of saved activations; the plan
 def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether the policy `none` saves an operation's result: it saves all results except gathered weights.
 
-    To reject the name alone is not enough: the array before the operation that names it would be saved instead. A gather is
-    one operation, `sharding.all_gather_weight`, and the only custom_vjp_call in the traced layers.
+    To reject the name of gathered weights is not enough: JAX would save the gather's result, before `checkpoint_name`. So the
+    gather itself is rejected, too: `sharding.all_gather_weight`, the only custom_vjp_call in the traced layers.
     """
     return primitive.name != "custom_vjp_call" and not (primitive.name == "name" and params["name"] in WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A remat policy, and how the layers of the stack run under it. Static under jit."""
+    """A remat policy, and how the layers of the stack run under it; static under jit."""
 
     policy: str
     keep: tuple[str, ...]  # names of activations saved on the device; `none` and `dots` choose by operation instead
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def layers_each(self) -> int:
-        """Return the number of layers under one checkpoint."""
+        """Return the number of layers in one `jax.checkpoint`."""
         return 1 if self.policy == "none" else self.every
 
     def trips(self, num_layers: int) -> int:
@@ -99,7 +99,7 @@ class Plan:
         return len(self._groups(num_layers)[0])
 
     def run(self, body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
-        """Return `body(x, layer, shared, kind)` applied to each of the layers stacked on axis 0, in order.
+        """Return x after `x = body(x, layer, shared, kind)` for each of the layers stacked on axis 0, in order.
 
         Args:
           layers: a tree of stacked arrays. If some are `StackWeight`, all others have no gradient.
@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def _last(self) -> "Plan":
-        """Return the plan of the last group. It saves the gathered weights as well, and offloads no activations."""
+        """Return the plan of the last group: it saves gathered weights, and keeps on the device what other groups offload."""
         return dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
 
     def _run(
@@ -146,8 +146,8 @@ class Plan:
         """Compute `run` with an explicit backward pass.
 
         With `Stack.adds`, the backward pass adds each layer's gradient to the sum of earlier microbatches at once. Autodiff
-        would first stack the gradients of all layers beside the sum. Otherwise the backward pass starts with an empty stack of
-        gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
+        would first stack the gradients of all layers beside the sum. Without `Stack.adds`, the backward pass starts by
+        allocating a stack of gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
         """
         looped, rest = self._groups(len(kinds))
         n = self.layers_each
@@ -207,7 +207,7 @@ class Plan:
 
 
 def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
-    """Return `body(x, layer, shared, kind)` applied to each layer of a stack, in order, in a `lax.scan`."""
+    """Return x after `x = body(x, layer, shared, kind)` for each layer of a stack, in order, in a `lax.scan`."""
 
     def one(x: Any, item: tuple[jax.Array, Any]) -> tuple[Any, None]:
         i, layer = item
@@ -217,12 +217,12 @@ def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> 
 
 
 def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times: int) -> tuple[Any, Any]:
-    """Return the last x of `x, saved = step(x, i)`, and `saved` of all iterations, stacked on axis 0.
+    """Return the last x of `x, saved = step(x, i)` for i below `times`, and `saved` of all iterations, stacked on axis 0.
 
     The result is that of a scan, but the stacks are allocated no sooner than `x`. XLA would allocate a scan's stacks much
     earlier, while the stacks of the previous microbatch are still in memory. Arrays in host memory are stacked by the scan.
 
-    The loop counts in its carry. XLA starts a gather an iteration early only if the index of the layer is the loop's counter.
+    The index i is a counter in the carry. XLA starts a layer's gather one iteration early only if its index is such a counter.
     """
     saved, tree = [], None
 
@@ -278,14 +278,14 @@ def kinds_at(kinds: Sequence[int], first: Any, count: int) -> list[Kind]:
 
 
 def at(w: jax.Array, i: jax.Array | int) -> jax.Array:
-    """Return one layer of a stacked array."""
+    """Return the array of layer i from a stacked array."""
     if isinstance(i, int):
         return jax.lax.index_in_dim(w, i, keepdims=False)
     return jax.lax.dynamic_index_in_dim(w, i, keepdims=False, allow_negative_indices=False)
 
 
 def layer_at(layers: Any, i: jax.Array | int) -> Any:
-    """Return one layer of a tree of stacked arrays."""
+    """Return layer i of a tree of stacked arrays."""
     return jax.tree.map(lambda w: at(w, i), layers)
 
 
@@ -303,7 +303,7 @@ def add_at(total: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The structure of stacked layers, and which of their arrays are differentiated. Static under jit."""
+    """The structure of stacked layers, and which of their arrays are differentiated; static under jit."""
 
     tree: Any
     learns: tuple[bool, ...]  # whether each leaf of the tree is differentiated
@@ -315,14 +315,14 @@ class Stack:
         return self.check is not None and self.check.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        """Return a stack of layers, or one layer, from its differentiated and its other arrays."""
+        """Return layers from their differentiated and their other arrays: all layers from stacks, one layer from its arrays."""
         found = iter(learnt), iter(fixed)
         return jax.tree.unflatten(self.tree, [next(found[not learns]) for learns in self.learns])
 
     def differentiate(
         self, f: Callable[..., Any], x: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, kinds: Sequence[Kind]
     ) -> tuple[Any, Any]:
-        """Return `f(x, layers, shared, *kinds)` for `count` layers from `first`, and its vjp without weights as residuals."""
+        """Return `f(x, layers, shared, *kinds)` for `count` layers from `first`, and a vjp that has no weights as residuals."""
 
         def of(x: Any, learnt: list[Any], fixed: list[Any], shared: Any) -> Any:
             return f(x, [self.layers(*arrays) for arrays in zip(learnt, fixed, strict=True)], shared, *kinds)

@@ -1,4 +1,4 @@
-"""Differences between families of models beyond the keys of the config. Imports no jax."""
+"""Differences between families of models that the config has no keys for. Imports no jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff
 
 
 def presets(rows: Mapping[str, Sequence[Any]], **shared: Any) -> dict[str, dict[str, Any]]:
-    """Return keys of config.Model by preset. Other keys stay at their defaults.
+    """Return preset -> keys of config.Model. Other keys stay at their defaults.
 
     Args:
       rows: for each preset, the values of SIZES (head_dim 0: d_model / num_heads), and optionally a dict of further keys.

@@ -120,7 +120,7 @@ class DenseLayers(nnx.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """Return the layers in order."""
+        """Return the dense layers in order."""
         return [getattr(self, str(i)) for i in range(self.count)]
 
 
@@ -167,7 +167,7 @@ class MtpModules(nnx.Module):
 
     @property
     def modules(self) -> list[MtpModule]:
-        """Return the modules in order."""
+        """Return modules 1, 2, ... of multi-token prediction."""
         return [getattr(self, str(i)) for i in range(self.count)]
 
 
@@ -194,7 +194,10 @@ class Transformer(nnx.Module):
 
     @property
     def staged(self) -> bool:
-        """Whether the model can be split into pipeline stages: no subclass overrides `__call__` or `hidden_and_statistics`."""
+        """Whether the model can be split into pipeline stages.
+
+        It cannot if a subclass overrides `__call__` or `hidden_and_statistics`, or if its `remat` is no `remat.Plan`.
+        """
         own = type(self)
         calls = own.__call__, own.hidden_and_statistics
         return calls == (Transformer.__call__, Transformer.hidden_and_statistics) and isinstance(self.remat, Plan)
@@ -243,7 +246,7 @@ class Transformer(nnx.Module):
         return made, statistics
 
     def mtp_layer(self, carry: Carry, module: MtpModule, hidden_BTD: jax.Array, shared: Shared) -> Carry:
-        """Run one module of multi-token prediction without its last norm. Its weights are gathered inside the checkpoint."""
+        """Run one module of multi-token prediction, except its last norm. The weights are gathered inside the checkpoint."""
         return self.ctx.zero.gather_module(module)(carry, hidden_BTD, shared)
 
     def share(self, segments_BT: jax.Array, positions_BT: jax.Array) -> Shared:
@@ -271,7 +274,7 @@ class Transformer(nnx.Module):
         return carry, dataclasses.replace(cache, dense=tuple(dense))
 
     def embed_tokens(self, tokens_BT: jax.Array, layers: int = 0) -> Carry:
-        """Return a layer's input: (B, T, D) in the residual layout, and empty statistics. layers: as in `no_statistics`."""
+        """Return the embeddings, (B, T, D) in the residual layout, and empty statistics. layers: as in `no_statistics`."""
         with jax.named_scope("embed"):
             x_BTD = self.embed(tokens_BT)
             if self.ctx.structure.scaled_embedding:

@@ -1,4 +1,6 @@
-"""Attention kernels: one signature, one table of kernels. A named kernel that does not support the run is an error.
+"""Attention kernels: one signature, one table of kernels.
+
+If attention.impl names a kernel that does not support the run, `choose` raises Unsupported.
 
 Each implementation is a file with these functions:
 
@@ -13,10 +15,11 @@ and three more, from which kernels/context builds attention over keys on several
     block_backward(q, k, v, o, lse, do, described, spec, diagonal) -> (dq, dk, dv)
 
 A block is a set of queries and some of their keys: on the diagonal the keys of the same tokens, otherwise only earlier keys.
-A block's output is normalised by the block's own log-sum-exp, f32. The backward pass takes the output and log-sum-exp of all
-blocks together, and returns this block's term of the gradients, to be summed in f32. A query without visible keys in a block
-has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagonal only; kernels/context/window.py implements
-windows over several devices. Learnt sinks change the output and the log-sum-exp of a block outside the kernels (sinks.py).
+`block_forward` normalises the output by the block's own log-sum-exp (f32). `block_backward` takes the output and
+log-sum-exp over all blocks of a query. It returns this block's term of the gradients, and the caller sums the terms in f32. A
+query without visible keys in a block has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagonal only;
+kernels/context/window.py implements windows over several devices. Learnt sinks change the output and the log-sum-exp of a block
+outside the kernels (sinks.py).
 
 A token attends to the tokens of its own document at or before its own position. The mask depends on `segments` and `positions`
 alone, not on a token's index in the array. (`cudnn` needs the tokens of each document next to each other, in order.) Scores are
@@ -72,7 +75,7 @@ class Hardware:
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """Return the hardware of a device, or of a device in a topology without hardware (`jax.experimental.topologies`)."""
+        """Return the hardware of a device: of jax.devices(), or of an AOT topology (`jax.experimental.topologies`)."""
         if device.platform == "cpu":
             return cls("cpu")
         major, _, minor = str(device.compute_capability).partition(".")
@@ -80,7 +83,7 @@ class Hardware:
 
 
 class Rows(NamedTuple):
-    """Segments and positions of queries and keys; int32, of shape (B, T) and (B, S)."""
+    """Segments and positions of queries, int32 (B, T), and of keys, int32 (B, S)."""
 
     q_segments: jax.Array
     q_positions: jax.Array
@@ -106,7 +109,9 @@ def implementation(name: str, spec: Spec) -> Any:
 
 
 def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
-    """Return (kernel, reason). `auto` takes the first kernel that supports all layers and is not slow for any (`_slow`).
+    """Return the kernel's name, and the reason for this choice.
+
+    `auto` takes the first kernel of IMPLEMENTATIONS that supports all layers and is not slow for any layer (`_slow`).
 
     Args:
       name: `auto`, or the name of a kernel.
@@ -139,5 +144,5 @@ def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> 
 
 
 def _slow(name: str, seq_len: int) -> str | None:
-    """Return why `auto` skips a kernel as slow, or None: `reference` is slow above 1024 tokens, no other kernel is."""
+    """Return why `auto` skips a kernel as slow, or None. Only `reference` is slow, for sequences above 1024 tokens."""
     return f"holds all {seq_len} x {seq_len} scores" if name == "reference" and seq_len > 1024 else None

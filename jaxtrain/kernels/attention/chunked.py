@@ -53,7 +53,7 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 
 def _joined(x: jax.Array, T: int) -> jax.Array:
-    """Invert `_blocks`."""
+    """Invert `_blocks`: return (B, T, ...) without the padding."""
     count, B, block = x.shape[:3]
     return jnp.moveaxis(x, 0, 1).reshape(B, count * block, *x.shape[3:])[:, :T]
 

@@ -1,9 +1,9 @@
 """cuDNN's flash attention, for causal, packed and sliding-window rows with grouped queries.
 
 jax.nn.dot_product_attention offers neither packing nor a float32 logsumexp. So this module binds the underlying primitives,
-which are in a private module of jax. tests/unit/test_attention.py fails with a plain message when a jax release changes the
-primitives. The primitives must run inside a shard_map that is manual over the whole mesh, as in models/attention.py. In such a
-shard_map jax does not use the primitive's partitioning callback, whose pointer would defeat the persistent compile cache.
+which are in a private module of jax. tests/unit/test_attention.py detects a jax release that changes the primitives. Bind the
+primitives inside a shard_map that is manual over the whole mesh, as in models/attention.py. In such a shard_map jax does not
+use the primitive's partitioning callback, whose pointer would defeat the persistent compile cache.
 
 The custom_vjp here names both residuals, "attention_out" and "attention_lse", so that a remat policy can save them and the
 kernel need not run forward twice.
@@ -171,8 +171,8 @@ def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, determini
         E N T 2S     instead of E N T 4H, if the result must be deterministic: the gradient of all scores, in bfloat16
         E N S 4H     if keys have fewer heads: gradients of keys and of values for each query head, in bfloat16
 
-    The formula is that of cuDNN 9.23 on Hopper, derived from the sizes it reports (tests/unit/test_assignment.py). A few KiB
-    for alignment are left out.
+    The formula was derived from the workspace sizes of cuDNN 9.23 on Hopper (tests/unit/test_assignment.py). It leaves out a
+    few KiB for alignment.
 
     Args:
       E: sequences that XLA passes to cuDNN. A packed row counts once per document, and once for padding, each time with the
@@ -190,9 +190,10 @@ def part_of(
 ) -> tuple[int, int]:
     """Return (rows, query heads) of each part of a backward pass.
 
-    The division has the fewest parts with a workspace of at most WORKSPACE each. If no division has such parts, it has the
-    parts with the least workspace. Each part has at least TILES tiles of queries, unless there is only one part. A part has all
-    query heads of one or more key/value heads, or some query heads of one key/value head.
+    The backward pass is cut into as few parts as possible with a workspace of at most WORKSPACE each. If every cut has parts
+    above WORKSPACE, the cut with the smallest workspace per part is returned. Each part has at least TILES tiles of queries,
+    unless there is only one part. A part has all query heads of one or more key/value heads, or some query heads of one
+    key/value head.
 
     Args:
       B: rows of the batch.
@@ -260,7 +261,7 @@ def _backward(
         )
 
     def joined(xs: list[jax.Array], share: int) -> jax.Array:
-        """Join gradients in the order of parts. Sum each `share` consecutive parts, of one key/value head, in f32 first."""
+        """Concatenate the gradients of all parts. First sum, in f32, each `share` consecutive parts of one key/value head."""
         if share > 1:
             xs = [
                 functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)
@@ -283,7 +284,8 @@ def _backward(
 class Block(NamedTuple):
     """cuDNN's description of a block of packed rows.
 
-    A document without tokens has length 0, not -1. So entry i of the kernel's per-document results belongs to document i.
+    A document without tokens has length 0, and not -1 as in `prepare`. So entry i of the kernel's results per document belongs
+    to document i.
     """
 
     queries: Packed
@@ -293,8 +295,8 @@ class Block(NamedTuple):
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
     """Return the description of a block.
 
-    If the keys precede the queries, only the last document of the keys can continue in the queries, as their first document.
-    Its keys and queries form one rectangle without a mask.
+    Without `diagonal`, all keys precede the queries. Then the queries attend to keys of one document at most: the last document
+    of the keys, if it is also the first document of the queries. These keys and queries form one rectangle without a mask.
     """
     if not spec.packed:
         return None
@@ -372,7 +374,7 @@ def _inside(documents: Packed, T: int) -> jax.Array:
 
 
 def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
-    """Return the kernel's numbers (B x M, N, T), indexed from each document's first token, as (B, N, T)."""
+    """Return the kernel's log-sum-exps (B x M, N, T), indexed from each document's first token, as (B, N, T)."""
     B, M = documents.lengths_BM.shape
     stats_BMNT = stats.reshape(B, M, -1, T)
     document_BT = jnp.argmax(_in_document(documents, T), axis=1)
@@ -382,7 +384,7 @@ def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
 
 
 def _per_document(lse_BNT: jax.Array, documents: Packed) -> jax.Array:
-    """Invert `_per_token`; entries after the end of a document are not read."""
+    """Invert `_per_token`. The kernel does not read the entries after the end of a document, which have any value."""
     B, N, T = lse_BNT.shape
     at_BMT = jnp.clip(documents.offsets_BM[:, :-1, None] + jnp.arange(T)[None, None, :], 0, T - 1)
     stats_BMNT = jnp.take_along_axis(lse_BNT[:, None], at_BMT[:, :, None, :], axis=3)

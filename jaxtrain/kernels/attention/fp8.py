@@ -2,12 +2,12 @@
 
     q8, k8, v8   queries, keys and values divided by scales and rounded to e4m3; a scale for each row and head (kernels/fp8.py)
     s  = q8 k8^T scale_q scale_k / sqrt(H)           f32
-    p  = exp(s - largest s of the query)             f32, as is their sum
-    o  = round(256 p) v8 scale_v / (256 sum of p)    256 p in e4m3; tensor cores sum over a tile of keys, f32 adds tiles
+    p  = exp(s - largest s of the query)             f32, and its sum over keys in f32
+    o  = round(256 p) v8 scale_v / (256 sum of p)    256 p in e4m3; summed by tensor cores in a tile of keys, in f32 over tiles
 
-The backward pass is that of the configured kernel, in bf16. Its inputs are q, k, v before rounding, and the output and
-log-sum-exp of the e4m3 forward pass. So its weights exp(s - lse) use scores from bf16 q and k, and the sum of the weights
-differs from 1 by the error of lse.
+The backward pass is that of the kernel that attention.impl chooses, in bf16. Its inputs are q, k, v before rounding, and the
+output and log-sum-exp of the e4m3 forward pass. So the backward pass computes the weights exp(s - lse) with scores from bf16 q
+and k. The sum of a query's weights then differs from 1 by the error of lse.
 
 The kernel is in pallas_kernels.py. On CPU, XLA computes with the same rounding, and with all T x S scores in memory.
 """
@@ -28,7 +28,7 @@ LARGEST = 192  # head_dim; with a larger one, two accumulators of a tile do not 
 
 
 class Prepared(NamedTuple):
-    """The kernels' descriptions of the batch for the forward and the backward pass."""
+    """The descriptions of the batch for the kernels of the forward and of the backward pass."""
 
     forward: Any  # pallas.Prepared without tiles of the backward pass; emulated: Rows
     backward: Any  # the result of `base.describe_block`
@@ -44,7 +44,7 @@ class Forward8:
     base: Any
 
     def unsupported(self, spec: Spec, hardware: Hardware) -> str | None:
-        """Return why the forward pass in e4m3 or the base does not support the spec, or None."""
+        """Return why the e4m3 forward pass, or else `base`, does not support the spec; None if both support it."""
         if spec.dtype != "bf16":
             return f"with attention.forward=fp8 needs bf16, not {spec.dtype}"
         if hardware.platform == "gpu":
@@ -55,7 +55,7 @@ class Forward8:
         return self.base.unsupported(spec, hardware)
 
     def prepare(self, rows: Rows, spec: Spec) -> Prepared:
-        """Return the descriptions of the batch for both passes."""
+        """Return the descriptions of the batch for the kernels of the forward and of the backward pass."""
         return self.describe_block(rows, spec, diagonal=True)
 
     def attention(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
@@ -63,14 +63,14 @@ class Forward8:
         return _attention(q_BTNH, k_BSKH, v_BSKH, prepared, self, spec)
 
     def describe_block(self, rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
-        """Return the descriptions of a block for both passes."""
+        """Return the descriptions of a block for the kernels of the forward and of the backward pass."""
         forward = rows if spec.fp8 == EMULATED else pallas.prepare_forward(rows, spec, FORWARD_FP8)
         return Prepared(forward, self.base.describe_block(rows, spec, diagonal))
 
     def block_forward(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Prepared, spec: Spec, diagonal: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the output and the log-sum-exp in f32."""
+        """Return the block's output and log-sum-exp, both f32, computed in e4m3."""
         return _forward(q_BTNH, k_BSKH, v_BSKH, described.forward, spec, diagonal, jnp.dtype(jnp.float32))
 
     def block_backward(
@@ -85,7 +85,7 @@ class Forward8:
         spec: Spec,
         diagonal: bool,
     ) -> tuple[jax.Array, ...]:
-        """Return the gradients of q, k and v, computed by the base."""
+        """Return the gradients of q, k and v, computed by `base`."""
         operands = q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, do_BTNH
         return self.base.block_backward(*operands, described.backward, spec, diagonal)
 

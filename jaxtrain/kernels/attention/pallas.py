@@ -3,8 +3,8 @@ documents, windows, grouped queries, soft cap.
 
 There are three kernels: forward, gradients of queries, gradients of keys and values. A program of the first two kernels has a
 tile of queries and loops over the visible tiles of keys. A program of the third kernel has a tile of keys and loops over the
-tiles of queries that attend to them, of all heads of the group, so the sum over a group needs no memory. Empty tiles are
-skipped (tiles.py). Tiles without masked pairs are computed without the mask.
+tiles of queries that attend to these keys, of all query heads of the key/value head. So its sum over query heads stays in
+registers. Empty tiles are skipped (tiles.py). Tiles without masked pairs are computed without the mask.
 
 Tile sizes fit the registers and the shared memory of a Hopper GPU. They were not tuned by measurements
 (docs/evidence/attention_kernels.md). On a CPU Pallas interprets the kernels if INTERPRET is set, for tests.
@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
 
 
 def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return why these kernels do not support the spec, or None."""
+    """Return why the Pallas kernels do not support the spec, or None."""
     if spec.cached:
         return "is not used with a key/value cache"
     if hardware.platform != "gpu":
@@ -179,8 +179,8 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return output in `dtype` (default: q's) and log-sum-exp in f32 (B, N, T).
 
-    causal: keys and queries are of the same tokens. This argument only chooses the kernel's name: the mask follows from
-    positions.
+    causal: keys and queries are of the same tokens. This argument changes only the kernel's name. The mask follows from
+    segments and positions.
     """
     T, H = q.shape[1], q.shape[3]
     q, k, v = map(_filled, (q, k, v))
@@ -229,7 +229,7 @@ def _backward(
 
 
 def _filled(x_BTNH: jax.Array) -> jax.Array:
-    """Return x padded with zeros to whole tiles of tokens and whole chunks of a head."""
+    """Return x padded with zeros: T to a multiple of LONGEST, H to a multiple of CHUNK."""
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
     return jnp.pad(x_BTNH, ((0, 0), (0, count(T, LONGEST) * LONGEST - T), (0, 0), (0, width(H) - H)))
 
@@ -248,7 +248,7 @@ def _call(
 
     Args:
       name: the kernel: FORWARD, FORWARD_FP8, QUERIES or KEYS.
-      visits: for each tile, the ranges of tiles to visit and of unmasked tiles, (B, tiles, 4): see `tiles`.
+      visits: for each tile, the ranges of tiles to visit and of unmasked tiles, (B, tiles, 4): see `tiles.visits`.
       operands: q, k and the kernel's other arrays: (B, T or S, N or K, H), or (B, N, T) with a number for each query and head.
       outputs: shapes and dtypes of the results.
       heads: query heads, or key/value heads for the kernel of keys' gradients.

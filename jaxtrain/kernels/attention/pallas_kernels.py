@@ -1,6 +1,7 @@
 """The flash attention kernels, in Pallas Mosaic GPU; pallas.py calls them. hopper.py has the parts that the kernels share.
 
-Each warpgroup that computes has its own 64 rows of the program's tile. WGMMA's left side is in shared memory or in registers.
+Each warpgroup that computes has its own 64 rows of the program's tile. WGMMA reads the left operand of a product of two inputs
+(q k^T, do v^T) from shared memory. It reads attention weights and gradients of scores from registers.
 """
 
 import dataclasses
@@ -81,16 +82,16 @@ class Static:
         return plgpu.SMEM((number, rows, columns), E4M3, transforms=order)
 
     def belonging(self, tokens: int) -> Any:
-        """Return shared memory for segments and positions of the loop's tiles."""
+        """Return shared memory for segments and positions of the loop's tiles of `tokens` tokens."""
         return plgpu.SMEM((self.tile.stages, 2, tokens), jnp.int32)
 
     def numbers(self, tokens: int) -> Any:
-        """Return shared memory for one number per token of the loop's tiles."""
+        """Return shared memory for one number per token of the loop's tiles of `tokens` tokens."""
         return plgpu.SMEM((self.tile.stages, tokens), jnp.float32)
 
 
 class Visits(NamedTuple):
-    """The tiles that a program visits: tiles that need a mask, then tiles without masked pairs."""
+    """The tiles that a program visits, as in `tiles.visits`: first tiles that need a mask, then tiles without masked pairs."""
 
     start: jax.Array
     full_start: jax.Array
@@ -140,9 +141,9 @@ def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.A
 def swapped(keys: jax.Array, axis: int) -> jax.Array:
     """Return an array with its keys in the order in which threads hold them, for each 16 keys along `axis`.
 
-    Each row of a matmul's result is held by four threads. Thread t holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 (PTX
-    ISA, fragment D of wgmma). As the left operand of an 8-bit matmul, it needs columns 4t to 4t + 3 (fragment A of .m64nNk32).
-    A sum over keys may have any order. So weights stay in their registers, and the keys of values are permuted.
+    Four threads hold each row of a matmul's result. Thread t holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 (PTX ISA,
+    fragment D of wgmma). In the left operand of an 8-bit matmul, thread t holds columns 4t to 4t + 3 (fragment A of .m64nNk32).
+    A sum over keys may have any order. So attention weights stay in their registers, and the keys of values are permuted.
     """
     shape = keys.shape
     keys = keys.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
@@ -158,7 +159,7 @@ def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarra
 
 
 def _rounded_in_place(p: jax.Array) -> jax.Array:
-    """Return weights in e4m3 as the left operand of a matmul, in the registers that hold them: see `swapped`."""
+    """Return attention weights in e4m3 as the left operand of a matmul, without moving them between threads: see `swapped`."""
     layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
     made: Any = plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=layouts[1])
 
@@ -171,7 +172,9 @@ def _rounded_in_place(p: jax.Array) -> jax.Array:
 
 
 def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
-    """Return p v in f32, with p rounded to e4m3. v: values (head_dim, keys) in e4m3, with keys in the order of `swapped`.
+    """Return p v in f32, with the attention weights p rounded to e4m3.
+
+    v: values (head_dim, keys) in e4m3, with keys in the order of `swapped`.
 
     The accumulator starts at zero, and the caller adds the result to its own sum in f32. On Hopper, tensor cores accumulate
     8-bit products with about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
@@ -280,12 +283,12 @@ def forward_scratch(static: Static) -> tuple[Any, ...]:
 
 
 def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, static):
-    """Compute a tile of the output, with a running maximum (in log2) and sum of scores for each query.
+    """Compute a tile of the output, with a running maximum (in log2) and a running sum of exponentials for each query.
 
     The warpgroups that compute alternate: one multiplies while the other computes exponentials.
 
-    In e4m3 (static.fp8), v_ref has shape (B, K, H, S), with keys in the order of `swapped`. The next operand is f32 (B, N, 2):
-    the product of the scales of queries and keys, and the scale of values.
+    In e4m3 (static.fp8), v_ref has shape (B, K, H, S), with keys in the order of `swapped`. The operand after v_ref is f32
+    (B, N, 2): the product of the scales of queries and keys, and the scale of values.
     """
     *scales, out_ref, lse_ref, own, arrived, keys, values, turn = refs
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
@@ -369,7 +372,7 @@ def _queries_kernel(
     *,
     static,
 ):
-    """Compute a tile of dq = ds k."""
+    """Compute a tile of the queries' gradient, dq = ds k / sqrt(H). ds is the gradient of the scores."""
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
     visits = _visits(visits_ref, row, mine)
     shape = ROWS, tile.keys
@@ -434,16 +437,20 @@ def _keys_kernel(
     *,
     static,
 ):
-    """Compute a tile of dk = ds^T q and of dv = p^T do, summed over the query heads of the group.
+    """Compute a tile of dk = ds^T q / sqrt(H) and of dv = p^T do, summed over the query heads of the key/value head.
 
-    Scores are computed as (keys, queries), so WGMMA reads p^T and ds^T from their registers.
+    p are the attention weights, and ds the gradient of the scores. Scores are computed as (keys, queries). So p^T and ds^T are
+    already in the registers from which WGMMA reads them.
     """
     row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), jax.lax.axis_index(TILES), static.tile
     visits = _visits(visits_ref, row, mine)
     shape = ROWS, tile.queries
 
     def gradients_of(part: jax.Array, wants_keys: bool, wants_values: bool) -> None:
-        """Compute the gradients of 64 keys, of their values, or of both. part: which 64 keys of the tile."""
+        """Compute the gradients of 64 keys if `wants_keys`, and of their values if `wants_values`.
+
+        part: the index of these 64 keys in the tile.
+        """
         rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
         k, v = k_own.at[part], v_own.at[part]
         of_keys = _belonging(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)
@@ -506,7 +513,7 @@ def _keys_kernel(
 
 
 class Kernel(NamedTuple):
-    """The body of a kernel, and a function that returns its shared memory and barriers."""
+    """A kernel: its body, and the function that returns its shared memory and barriers."""
 
     body: Callable[..., None]
     scratch: Callable[[Static], tuple[Any, ...]]

@@ -1,4 +1,4 @@
-"""Attention by definition, in XLA: all T x S scores in float32. Supports everything; other kernels are checked against it."""
+"""Attention by definition, in XLA: all T x S scores in float32. Supports every spec; tests compare other kernels with it."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def _precision(x: jax.Array) -> jax.lax.Precision:
 
 
 def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
-    """Return q k^T / sqrt(H) with the soft cap, f32 (B, K, G, T, S)."""
+    """Return q k^T / sqrt(H) with the soft cap, f32 (B, K, G, T, S). G: the query heads of a key/value head."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -65,7 +65,7 @@ def _weighed(
 
 
 def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec) -> jax.Array:
-    """Return softmax(q k^T / sqrt(H)) v over the visible keys, (B, T, N, H) in q's dtype, computed in float32.
+    """Return attention to the visible keys, (B, T, N, H) in q's dtype, with scores and softmax in float32.
 
     The result is 0 for a query without visible keys.
     """
@@ -103,7 +103,7 @@ def block_backward(
     spec: Spec,
     diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Implement `block_backward` of the package. With p = exp(s - lse): dv = p^T do, ds = p (do v^T - sum(do out))."""
+    """Implement `block_backward` of the package: dv = p^T do, ds = p (do v^T - sum(do out)), with p = exp(scores - lse)."""
     B, T, N, H = q_BTNH.shape
     K, dtype = k_BSKH.shape[2], q_BTNH.dtype
     grouped = (B, T, K, N // K, -1)

@@ -64,7 +64,7 @@ _with_sinks.defvjp(_forward_saving, _backward)
 
 
 def joined(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the log-sum-exp with the sink in the denominator, both f32."""
+    """Return out' and lse' of the module's docstring, both f32."""
     with_sink = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
     share_BTN1 = jnp.swapaxes(jnp.exp(lse_BNT - with_sink), 1, 2)[..., None]
     return out_BTNH.astype(jnp.float32) * share_BTN1, with_sink

@@ -1,9 +1,10 @@
 """The tiles of the (queries, keys) square that a flash kernel visits, from the segments and positions of each tile.
 
 Tokens have an order: by document, then by position. Under causal and window masks a query attends to an interval of this order.
-So a tile of queries attends to keys between the first and the last of its queries' intervals, and a tile of keys outside of
-that range is empty. The range needs only the smallest and the largest token of each tile, and is correct for tokens in any
-order along the row. For rows in order, as training packs them, empty tiles are visited only at the corners of the mask.
+So a tile of queries attends to keys in the range from the start of the first to the end of the last of its queries' intervals.
+A tile of keys outside of this range is empty: no query of the tile attends to it. The range follows from the first and the last
+token of each tile alone, so it is correct for tokens in any order along the row. Training packs rows in order. Then empty tiles
+are visited only at the corners of the mask.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,7 @@ NEVER = -1  # segment of a key that no query attends to
 
 
 class Ends(NamedTuple):
-    """The first and the last token of each tile in the order of the module's docstring, without padding; int32 (B, tiles)."""
+    """The first and the last token of each tile, padding ignored, in the order of the module's docstring; int32 (B, tiles)."""
 
     first_segment: jax.Array
     first_position: jax.Array
@@ -88,7 +89,7 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
 def _spans(some: jax.Array, full: jax.Array) -> jax.Array:
     """Return (start, full_start, full_stop, stop): the range of True in `some`, and the first run of True in `full`.
 
-    Both are on the last axis, the tiles to visit.
+    The last axis of `some` and of `full` counts the tiles that a program could visit.
     """
     n = some.shape[-1]
     at = jnp.arange(n, dtype=jnp.int32)[None, None]

@@ -5,9 +5,9 @@ Inside a shard_map that is manual over the whole mesh, each device calls these f
     prepare(rows, spec, kernel, split) -> pytree               once a batch; axis 0 of its arrays is the batch
     attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), for the device's own tokens
 
-A device's tokens (jaxtrain/context.py) are the two chunks of its ring rank, or its shard of these chunks in a Ulysses group.
-heads.py gathers the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring ranks;
-window.py fetches the tokens within a sliding window.
+A ring rank has two chunks of each sequence (jaxtrain/context.py). The devices of a Ulysses group shard the chunks of one ring
+rank. heads.py gathers the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring
+ranks; window.py fetches the tokens within a sliding window.
 """
 
 from typing import Any

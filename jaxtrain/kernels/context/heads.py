@@ -14,10 +14,10 @@ def gather(x_BT: jax.Array, split: Split) -> jax.Array:
 
 
 def shard_heads(q: jax.Array, k: jax.Array, v: jax.Array, split: Split) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Exchange all heads of a rank's own tokens for some of the heads of all tokens of its group.
+    """Return this rank's share of the heads for all tokens of its Ulysses group, from all heads of its own tokens.
 
-    If there are fewer key/value heads than ranks, the key/value heads are repeated first. So each rank receives the key/value
-    head of its query heads.
+    If there are fewer key/value heads than ranks in the group, the key/value heads are repeated first. So each rank receives
+    the key/value head of its query heads.
     """
     u = split.context.ulysses
     if u == 1:
@@ -42,7 +42,7 @@ def local_heads(x_N: jax.Array, split: Split) -> jax.Array:
 
 
 def shard_tokens(o: jax.Array, split: Split) -> jax.Array:
-    """Invert `shard_heads`, for the output of attention."""
+    """Invert `shard_heads`: return all heads of this rank's own tokens. o: the output of attention."""
     if split.context.ulysses == 1:
         return o
     return jax.lax.all_to_all(o, split.axis, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=split.groups)

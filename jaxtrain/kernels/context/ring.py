@@ -58,7 +58,7 @@ def _of(everyone: jax.Array, distance: int, split: Split) -> jax.Array:
 
 
 def _earlier(distance: int, split: Split) -> jax.Array:
-    """Return whether the rank `distance` ranks before this rank, cyclically, has a lower ring rank, bool ()."""
+    """Return whether the ring rank that is `distance` ranks earlier, cyclically, has a lower index than this rank, bool ()."""
     return split.place >= distance
 
 
@@ -68,12 +68,18 @@ def _both(pair: Pair) -> jax.Array:
 
 
 def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
-    """Return the queries of the two blocks with another rank: rows of the first block, then of the second."""
+    """Return the queries of the two blocks with another rank: rows of the first block, then of the second.
+
+    earlier: the result of `_earlier` for the other rank.
+    """
     return jnp.concatenate([mine[1], jnp.where(earlier, mine[0], mine[1])], axis=0)
 
 
 def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
-    """Return the keys of the two blocks with another rank: rows of the first block, then of the second."""
+    """Return the keys of the two blocks with another rank: rows of the first block, then of the second.
+
+    earlier: the result of `_earlier` for the other rank.
+    """
     return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
 
 
@@ -105,7 +111,7 @@ Step = Callable[[State, int, Any, jax.Array], State]
 
 
 def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
-    """Return the state after `step(state, distance, mine, kv)` for this rank's keys and values (distance 0), then all others'.
+    """Return the state after `step(state, distance, mine, kv)` for this rank's `kv` (distance 0), then for each other rank's.
 
     XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
     barrier ties each send to the block that overlaps with it: the send starts with the block, and later blocks wait for the
@@ -172,7 +178,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return x[:rows], x[rows:]
 
     def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
-        """Return gradients of queries, and of keys and values together, each as (rows of the first block, of the second)."""
+        """Return gradients of queries, then of keys and values in one array: each (rows of the first block, of the second)."""
         q, out, lse, do = queries
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
         return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))

@@ -1,6 +1,7 @@
 """The ranks that shard a sequence, and the collectives between them.
 
-Call its functions inside a shard_map over the whole mesh. A rank is a device's index on the mesh axis that shards the sequence.
+Call this module's functions inside a shard_map over the whole mesh. A rank is a device's index on the mesh axis that shards the
+sequence.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from jaxtrain.context import Context
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The sharding of a sequence, and the mesh axis of its ranks. Static under jit."""
+    """The sharding of a sequence, and the mesh axis of its ranks; static under jit."""
 
     context: Context = Context()
     axis: str = "seq"

@@ -1,7 +1,8 @@
 """A sliding window over a sequence in chunks: each chunk gets a halo, the tokens before it that its window reaches.
 
-Halo and chunk together are a contiguous part of the sequence, so the plain kernel handles documents, window and gradients. The
-halo's queries are zeros, and their output is dropped. In zigzag order the previous chunk is on a neighbouring rank.
+Halo and chunk together are a contiguous part of the sequence. So a kernel for one device handles documents, window and
+gradients. The halo's queries are zeros, and their output is dropped. In zigzag order the previous chunk is on this rank or on a
+neighbouring rank.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ def applies(spec: Spec, tokens: int, split: Split) -> bool:
 
 
 def inner_spec(spec: Spec) -> Spec:
-    """Return the spec for the plain kernel. Tokens before the first chunk count as one more document."""
+    """Return the spec of attention in a chunk with its halo. The padding in the first chunk's halo counts as a document."""
     return dataclasses.replace(spec, packed=True, max_segments=spec.max_segments + 1)
 
 
@@ -46,7 +47,7 @@ def attention(
     kernel: str,
     split: Split,
 ) -> jax.Array:
-    """Return attention (B, 2 C, N, H) of this rank's two chunks."""
+    """Return attention (B, 2 C, N, H) of this rank's two chunks to the keys within the window."""
     chunk = q.shape[1] // 2
     halo = halo_tokens(spec, chunk, split)
     both = jnp.concatenate(halves(q), axis=0)
@@ -57,7 +58,10 @@ def attention(
 
 
 def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
-    """Return the number of tokens in a chunk's halo: window - 1, rounded up to whole tiles if chunks are whole tiles."""
+    """Return the number of tokens in a chunk's halo: window - 1 rounded up, and at most the other chunks of the sequence.
+
+    It is a multiple of the greatest common divisor of `chunk` and ALIGNED, so it has whole tiles if chunks have whole tiles.
+    """
     step = math.gcd(chunk, ALIGNED)
     return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)
 
@@ -76,6 +80,9 @@ def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
 
 
 def _previous_chunks(early: jax.Array, late: jax.Array, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Return the chunk before each of this rank's chunks. The order is: early chunks of ranks 0 ... r-1, late of r-1 ... 0."""
+    """Return the chunk before each of this rank's chunks; zeros before the first chunk.
+
+    A sequence consists of the early chunks of ring ranks 0 ... r-1, then of the late chunks of ring ranks r-1 ... 0.
+    """
     earlier = jnp.where(split.place == 0, 0, split.around(early))
     return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))

@@ -1,7 +1,7 @@
 """Experts' matmuls in 8 bits, with the types, scales and sums of kernels/fp8.py.
 
 If every expert of a device has the same number of rows, the matmuls are those of even.py, and XLA turns each into one batched
-FP8 call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper, and elsewhere multiplies the same
+FP8 call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper. On CPU, it multiplies the same
 rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (grouped.outer). They are sums over rows,
 and WGMMA needs the summed dimension contiguous for 8-bit numbers. So both operands would need transposed copies. In such a copy
 an expert's rows may begin at any index, but the layout of shared memory needs a multiple of 128.
@@ -15,7 +15,10 @@ from jaxtrain.kernels.experts import grouped
 
 
 def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.Array:
-    """Implement `times` of grouped.py. gradient: the rows are a gradient, rounded to e5m2 and summed in full precision."""
+    """Return `times` of grouped.py for experts with equal numbers of rows.
+
+    gradient: the rows are a gradient, so they are rounded to e5m2, and products are summed in float32.
+    """
     w8_EDF = fp8.from_bits(w.bits, fp8.E4M3)
     rows8, scale = _rounded(rows, gradient, w8_EDF.shape[0])
     columns_last = w8_EDF if contract == "F" else jnp.swapaxes(w8_EDF, 1, 2)
@@ -24,7 +27,7 @@ def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.
 
 
 def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contract: str, gradient: bool) -> jax.Array:
-    """Return `times` of rows that are sorted by expert, as in grouped.py: (R, F), or (R, D).
+    """Return `times` of grouped.py for experts with unequal numbers of rows: (R, F) for `contract` "D", (R, D) for "F".
 
     Args:
       impl: an implementation of grouped.py.
@@ -48,7 +51,7 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
 
 
 def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, gradient: str) -> jax.Array:
-    """Implement `outer` of grouped.py. gradient: the operand that is a gradient, "D" or "F"."""
+    """Return `outer` of grouped.py for experts with equal numbers of rows. gradient: the operand in e5m2, "D" or "F"."""
     (a, a_scale), (b, b_scale) = (
         _rounded(rows, gradient == width, experts) for rows, width in ((rows_RD, "D"), (rows_RF, "F"))
     )

@@ -1,13 +1,13 @@
 """Dispatch of tokens to the devices of their experts, and return of the results. Runs inside a shard_map.
 
 A device's assignments are its (token, j-th choice) pairs, numbered token x k + j. Sorted by expert, they form one run for each
-device of the expert axis, which consists of one run for each expert of that device. The all-to-all sends a buffer with the same
-number of slots for each device, and is its own inverse:
+device of the expert axis. A device's run consists of one run for each of its experts. The all-to-all sends a buffer with the
+same number of slots for each device, and is its own inverse. The buffer has one of three layouts:
 
-    one device    a slot for each assignment; no communication
-    rounds        `room` slots for each device; assignments that do not fit are sent in further rounds of `further_room` slots,
-                  so none is dropped
-    capacity      slots for each expert, the same number for all; assignments that do not fit are dropped
+    with moe.capacity_factor    `room` slots for each expert; assignments that do not fit are dropped
+    without, on one device      a slot for each assignment; no communication
+    without, on several         `room` slots for each device; assignments that do not fit are sent in further rounds of
+                                `further_room` slots, so none is dropped
 
 Received slots are sorted by expert for the matmuls (grouped.py). With one expert per device and moe.impl=auto, plain matmuls
 take all slots as the expert's rows, in the order received. Rows are gathered by index and never scatter-added, so results do
@@ -25,7 +25,7 @@ from jaxtrain.shapes import FURTHER_ROUND
 
 
 class Route(NamedTuple):
-    """The assignment in each slot, in one round."""
+    """One round of a dispatch: the assignment in each slot that is sent, and the row of each slot that is received."""
 
     take_S: jax.Array  # the assignment in each slot; T x k for an empty slot
     slot_Tk: jax.Array  # the slot of each assignment; S if the assignment is not sent in this round
@@ -67,7 +67,7 @@ class Exchange:
 
     @property
     def room(self) -> int:
-        """Return the slots for each device in the first round; with a capacity, the slots for each expert."""
+        """Return the number of slots for each device in the first round; with a capacity, for each expert."""
         n = self.tokens * self.k
         if self.capacity:
             return min(self.tokens, math.ceil(self.capacity * n / self.experts))
@@ -75,7 +75,7 @@ class Exchange:
 
     @property
     def further_room(self) -> int:
-        """Return the slots for each device in a round after the first."""
+        """Return the number of slots for each device in a round after the first."""
         return min(self.room, math.ceil(FURTHER_ROUND * self.tokens * self.k / self.parts))
 
     @property
@@ -86,7 +86,7 @@ class Exchange:
     # ---- Plans
 
     def plan(self, chosen_Tk: jax.Array) -> Plan:
-        """Sort the assignments and lay out the first round. chosen_Tk: int32 experts; `self.experts` for padding."""
+        """Return the sorted assignments and the first round's route. chosen_Tk: int32 experts; `self.experts` for padding."""
         chosen_n = chosen_Tk.reshape(-1)
         order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
         rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)

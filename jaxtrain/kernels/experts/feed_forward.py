@@ -7,9 +7,9 @@ Experts with biases add a bias to the result of each of the three matmuls.
 share_te is the router's weight of expert e for token t. It is applied before the last matmul, which is linear. So the backward
 pass does not need the result of that matmul.
 
-The backward rule is explicit, and repeats the rounds. Only the first round saves activations; the rows of further rounds are
-recomputed in the backward pass. So uneven loads cost time and no memory: further rounds are small, and take about the time of
-their rows.
+The backward rule is explicit, and repeats the rounds of the dispatch (exchange.py). Only the first round saves activations; the
+rows of further rounds are recomputed in the backward pass. So uneven loads cost time and no memory: further rounds are small,
+and take about the time of their rows.
 
 Gradients of weights are summed in float32. The gradient of the first round is rounded to the compute dtype, so that an even
 load writes no float32 gradient. Gradients of further rounds are added to it in float32, and the sum is rounded.
@@ -38,7 +38,7 @@ FURTHER_ROUNDS = "further_rounds"  # scope of operations that run only for uneve
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The parameters of a layer's experts; static under jit."""
+    """The settings of a layer's experts; static under jit."""
 
     experts: int
     activation: Callable[[jax.Array, jax.Array], jax.Array]  # of the gate and the up projection
@@ -61,7 +61,7 @@ class Spec:
         return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self.buffer, self._alone)
 
     def check(self, weights: Sequence[Weight]) -> None:
-        """Raise Unsupported for 8-bit weights on a GPU if `ragged` multiplies the rows, which has no 8-bit matmul there."""
+        """Raise Unsupported for 8-bit weights on a GPU if `ragged` multiplies the rows: `ragged` has no 8-bit matmul there."""
         if self._by == "ragged" and self._hardware.platform == "gpu" and any(isinstance(w, Float8) for w in weights):
             raise Unsupported(
                 "precision = 'fp8': uneven numbers of rows are multiplied in 8 bits on Hopper alone, with moe.impl=auto. "
@@ -162,7 +162,7 @@ def feed_forward(
     biases: Biases | None,
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of each token's experts, and the number of this device's (token, expert) pairs that were dropped.
+    """Return the weighted sum of each token's expert outputs, and the number of dropped (token, expert) pairs of this device.
 
     Args:
       x_BTD: this device's tokens, compute dtype.

@@ -35,14 +35,14 @@ def unsupported(hardware: Hardware, dtype: jnp.dtype) -> str | None:
 
 
 def check(impl: str, hardware: Hardware, dtype: jnp.dtype) -> None:
-    """Raise Unsupported if this hardware does not support the implementation that `moe.impl` names."""
+    """Raise Unsupported if `impl` (moe.impl) is pallas, and the hardware or the dtype is one that `unsupported` rejects."""
     reason = unsupported(hardware, dtype) if impl == "pallas" else None
     if reason:
         raise Unsupported(f"moe.impl = 'pallas': {reason}. Set moe.impl=auto, which takes ragged there.")
 
 
 def choose(impl: str, hardware: Hardware, dtype: jnp.dtype) -> str:
-    """Return the implementation that `moe.impl` names. auto is pallas if `unsupported` returns None, else ragged."""
+    """Return `impl` (moe.impl), with auto replaced by pallas if `unsupported` returns None, else by ragged."""
     if impl != "auto":
         return impl
     return "ragged" if unsupported(hardware, dtype) else "pallas"

@@ -1,6 +1,6 @@
 """Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: each row is multiplied by its own expert's weight only.
 
-Tiles of rows belong to one expert. They start at a multiple of 8 rows, as shared memory requires, so the first tile of an
+Each tile of rows belongs to one expert. Tiles start at a multiple of 8 rows, as shared memory requires. So the first tile of an
 expert may also load the last rows of the previous expert. A program stores only the rows of the tile's own expert. So rows need
 no padding between experts, and no two programs store to the same address. XLA computes the list of tiles from the number of
 rows of each expert, before the kernel.
@@ -95,7 +95,7 @@ def outer(
 
 
 def _programs() -> int:
-    """Return the number of multiprocessors of the GPU that is compiled for. A kernel launches one Pallas program on each."""
+    """Return the number of Pallas programs of a kernel: one for each multiprocessor of the GPU, or 2 in the interpreter."""
     if INTERPRET is not None:
         return 2
     described = jax.sharding.get_abstract_mesh().abstract_device
@@ -103,7 +103,7 @@ def _programs() -> int:
 
 
 def _filled(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
-    """Return x padded with zeros to a multiple of `rows`, and to whole chunks of columns in shared memory."""
+    """Return x padded with zeros: rows to a multiple of `rows`, columns to a multiple of `chunk`."""
     multiples = (1,) * (x.ndim - 2) + (rows, chunk(x.dtype))
     return jnp.pad(x, [(0, -n % multiple) for n, multiple in zip(x.shape, multiples, strict=True)])
 
@@ -111,8 +111,8 @@ def _filled(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
 def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return the tiles of rows, int32 (V, 4), and the number of tiles in use, int32 (1,).
 
-    A tile is (expert, first row loaded, first row of the expert in the tile, row after the last). Rows after the last expert's
-    rows belong to an expert E, whose result is zero.
+    A tile is (expert, first row loaded, first row of the expert in the tile, row after the expert's last row in the tile). Rows
+    after the rows of all E experts belong to an additional expert E, whose result is zero.
 
     Args:
       sizes_E: number of rows of each expert.

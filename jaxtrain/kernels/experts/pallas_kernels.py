@@ -61,15 +61,15 @@ def chunk(dtype: Any) -> int:
 
 
 def staging(static: Static, dtype: Any) -> Any:
-    """Return shared memory for results, stored a few columns at a time. With blocks of one row, a copy may have any rows."""
+    """Return shared memory for a few columns of results. It has blocks of one row, so a copy may start at any row."""
     return smem((COMPUTING, STORES, ROWS, chunk(dtype)), dtype, block=1)
 
 
 def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
-    """Return the (across, along) position of the index-th tile.
+    """Return the position of the index-th tile in a grid of `across` x `along` tiles.
 
-    Tiles are ordered in bands of NEIGHBOURS positions across. Within a band, `across` varies fastest. Tiles that are computed
-    at the same time then share operands in the cache.
+    Tiles are ordered in bands of NEIGHBOURS positions of the first coordinate. Within a band, the first coordinate varies
+    fastest. Tiles that are computed at the same time then share operands in the cache.
     """
     band = NEIGHBOURS * along
     first = index // band * NEIGHBOURS
@@ -79,14 +79,17 @@ def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
 
 
 def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> None:
-    """Run `body(tile, done)`, which returns its number of steps, for each tile of this program. done: earlier tiles' steps."""
+    """Run `body(tile, done)` for each tile of this program.
+
+    `body` returns the tile's number of steps. done: the number of steps of all earlier tiles of the program.
+    """
     program = jax.lax.axis_index(PROGRAMS)
     count = (total - program + static.programs - 1) // static.programs
     jax.lax.fori_loop(0, count, lambda i, done: done + body(program + i * static.programs, done), jnp.int32(0))
 
 
 def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any, Any], None]) -> jax.Array:
-    """Return the sum over the steps of `add(sum, step)`, in f32. A slot is released when the next step has started.
+    """Return the sum in f32 to which `add(sum, step)` adds each step's product. A step's slot is released after its product.
 
     WGMMA accumulates 8-bit products with fewer bits than f32. With `static.promoted`, WGMMA sums within a step only, and the
     sums of the steps are added in f32. done: the number of steps of earlier tiles.
@@ -230,7 +233,7 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
         return expert, start, stop, i * tile.rows, j * tile.columns, first, steps
 
     def clear(ref: Any, first: Any, start: Any, stop: Any) -> None:
-        """Set rows of other experts to zero. Padding after the last expert may have any value, including NaN."""
+        """Set rows outside of `start` to `stop` to zero: rows of other experts, and padding, which may be NaN."""
         shape = ref.shape
         row = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)

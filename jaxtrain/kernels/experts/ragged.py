@@ -1,4 +1,4 @@
-"""Grouped matmuls by XLA: on CPU, on GPUs other than Hopper, and in float32.
+"""Grouped matmuls by `jax.lax.ragged_dot_general`: on CPU, on GPUs other than Hopper, and in float32.
 
 For CUDA, XLA of jax 0.11.2 multiplies every row by the weight of every expert.
 """

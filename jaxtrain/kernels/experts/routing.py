@@ -19,7 +19,7 @@ COLUMNS = ("balance_loss", "sequence_balance_loss", "z_loss", "entropy", "droppe
 
 
 class Routed(NamedTuple):
-    """The experts of each token, and the layer's statistics of its router."""
+    """The experts of each token, and the statistics of a layer's router."""
 
     chosen_BTk: jax.Array  # int32; E for padding, which is no expert
     share_BTk: jax.Array  # f32: the factor of each chosen expert's output
@@ -40,13 +40,13 @@ def route(
     kept_groups: int = 1,
     sequence: tuple[str, ...] | None = None,
 ) -> Routed:
-    """Return the k experts of each token.
+    """Return the k experts of each token, the factors of their outputs, and the router's statistics.
 
     Args:
       logits_BTE: f32, of the router.
       bias_E: added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664).
       real_BT: bool, False for padding. Padding gets no expert and counts in no statistic.
-      router: "softmax" (scores of a token sum to 1) or "sigmoid" (each score by itself).
+      router: "softmax" (over a token's logits) or "sigmoid" (of each logit): the function that returns the scores.
       renormalize: the scores of the chosen experts are divided by their sum.
       over: mesh axes that shard the tokens.
       scaling: multiplies the weight (`share_BTk`) of each chosen expert, renormalised or not.
@@ -55,10 +55,10 @@ def route(
       sequence: the axes of `over` that shard tokens of the same sequences. None: the sequence-wise loss is not computed, and
         is reported as 0.
 
-    The statistics are means over the real tokens of all devices, with scores that sum to 1 for each token. The load-balancing
-    loss is E sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the fraction of the
-    choices that are expert e, P_e the mean score of expert e. The loss is 1 for even loads, and E / k at most. The
-    sequence-wise loss is the mean over sequences of the same loss of each sequence (arXiv:2412.19437, equations 17 to 20). The
+    The statistics are means over the real tokens of all devices. For them, sigmoid scores of a token are divided by their sum.
+    The load-balancing loss is E sum_e f_e P_e (Fedus et al. 2021, arXiv:2101.03961, equation 4, there for k = 1): f_e is the
+    fraction of the choices that are expert e, P_e the mean score of expert e. The loss is 1 for even loads, and E / k at most.
+    The sequence-wise loss is the mean of each sequence's own load-balancing loss (arXiv:2412.19437, equations 17 to 20). The
     z-loss is the mean of log(sum exp(logits))^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5). The entropy is the mean
     entropy of a token's scores, in nats.
     """
