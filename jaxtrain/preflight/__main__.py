@@ -254,7 +254,7 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
 
 
 def refused_folder(folder: Path) -> list[Problem]:
-    """Return the problems of a folder for a recording: other files in it, no permission to write, or a file system that hangs."""
+    """Return the problems of a folder for a recording: other files in it, no write permission, or a hanging file system."""
 
     def look() -> list[Problem]:
         if others := not_of_a_recording(folder):

@@ -100,7 +100,7 @@ class Preflight:
             self._on_lost(self._report_alone(message, connected=True))
 
     def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
-        """Return the report of this node. message: error about the lost process. connected: whether all processes had connected."""
+        """Return the report of this node. message: error about the lost process. connected: whether all had connected."""
         found = self._findings
         if not found and self._inspects:
             with contextlib.suppress(Unanswered):

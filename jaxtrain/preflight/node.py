@@ -1,8 +1,9 @@
 """A node as the checks read it: output of commands, files, variables, disks, packages, limits.
 
 `LocalNode` reads the node of this process and can save a recording of it. `RecordedNode` reads a recording, so that the checks
-run anywhere. A recording is a folder. commands/ has a file per command, with the command, its exit code and its output. files/ has
-copies of files, by path. PARTS names the JSON files. base.txt may name another recording, which is read for missing files.
+run anywhere. A recording is a folder. commands/ has a file per command, with the command, its exit code and its output.
+files/ has copies of files, by path. PARTS names the JSON files. base.txt may name another recording, which is read for
+missing files.
 """
 
 import contextlib
@@ -270,7 +271,7 @@ class LocalNode:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """Return host name, time, CPUs, memory and limits. A limit is None if there is none, or if the kernel does not report it."""
+        """Return host name, time, CPUs, memory and limits. None means no limit, or that the kernel does not report it."""
 
         def limit(which: int) -> int | None:
             soft = resource.getrlimit(which)[0]

@@ -140,7 +140,7 @@ class Table(list[Check]):
         return decorate
 
     def run(self, context: Context) -> list[Finding]:
-        """Return the findings of all checks. If a probe raises, its finding is `unknown`, since nodes can have unknown output."""
+        """Return the findings of all checks. If a probe raises, its check is `unknown`, but RecordingError passes."""
         found = []
         for check in self:
             try:
