@@ -1,4 +1,4 @@
-"""A timeline of a page: lanes of events that can be zoomed, drawn on a canvas by assets/timeline.js."""
+"""A timeline that can be zoomed: lanes of events, drawn on a canvas by assets/timeline.js."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
