@@ -100,7 +100,7 @@ def run_program(
     """Run a program with this package on its PYTHONPATH. Return (exit code, or None after a timeout; output).
 
     When this returns or raises, also after Ctrl-C, the child's process group has been killed. If the child calls this function
-    too, its own children are in other process groups. On Linux, the kernel kills them when the child ends. In a hanging driver,
+    too, its own children are in other process groups. On Linux, they are killed when the child ends. In a hanging driver,
     a killed process may exist for longer than `killed_s`.
     """
     environ = dict(os.environ if environ is None else environ)

@@ -385,8 +385,8 @@ def host(
 def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, sizes: Sizes) -> Reading:
     """Time one collective of bfloat16 over these devices, in one or several processes.
 
-    `work` is the bytes that each device sends in a ring. So the rate is the bus bandwidth of nccl-tests: bytes over time, times
-    2(n-1)/n for an all-reduce and (n-1)/n for other collectives.
+    `work` is the bytes that each device sends in a ring. So the rate is the bus bandwidth of nccl-tests: message bytes over
+    time, times 2(n-1)/n for an all-reduce and (n-1)/n for other collectives.
 
     Args:
         kind: one of COLLECTIVES; "" times the loop without a collective.

@@ -183,7 +183,7 @@ def file_name(name: str) -> str:
 
 
 class Folder:
-    """The outputs of --out and --json. The receipt begins at once. `write` rewrites all results."""
+    """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results."""
 
     def __init__(self, out: str, file: str, kind: str):
         self.path = Path(out).expanduser().absolute() if out else None

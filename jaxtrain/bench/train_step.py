@@ -49,7 +49,7 @@ def devices_for(count: int) -> hardware.Devices:
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
-    """Return the problems of a case: of its config on `count` devices, of its data, and of variables that training refuses."""
+    """Return the problems of a case: its config on `count` devices, its data, and environment variables refused by training."""
     devices, found = devices_for(count), list(loaded.problems)
     if not loaded.file_read:
         return found
@@ -61,7 +61,7 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
 
 
 def one_device(cache: str | None = None) -> RunConfig:
-    """Return the default config on one device. cache: folder for compiled programs; None: the config's."""
+    """Return the default config on one device. cache: folder for compiled programs; None: the folder of the config."""
     run, _ = resolve(default_config())
     paths = run.paths if cache is None else dataclasses.replace(run.paths, cache=cache)
     return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)

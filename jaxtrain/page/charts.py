@@ -283,7 +283,7 @@ def _word(value: float) -> str:
 
 
 def _legend(chart: LineChart) -> str:
-    """Return the legend: the names of several curves, and the number of NaN and infinities. "" if there are neither."""
+    """Return the legend: the names of several curves, and the number of NaN and infinities. "" if it has neither."""
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]

@@ -17,7 +17,7 @@ def decimals(values: Iterable[float]) -> int:
 
 
 def column(values: Sequence[float]) -> list[str]:
-    """Return numbers of one unit as texts with equal decimals. A number that would round to zero is a bound, such as '<0.1'."""
+    """Return numbers of one unit as texts with equal decimals. A number that would be 0 is a bound, such as '<0.1'."""
     places = decimals(values)
     return [number(v, places) for v in values]
 
@@ -44,7 +44,7 @@ def rough(value: float, digits: int = 3) -> str:
 
 
 def gib(values: Sequence[float]) -> tuple[str, list[str]]:
-    """Return (unit, texts) of memory sizes in GiB, in MiB if all are below 1 GiB."""
+    """Return (unit, texts) of memory sizes given in GiB. The unit is MiB if all are below 1 GiB, else GiB."""
     if max((abs(v) for v in values), default=0.0) >= 1:
         return "GiB", column(values)
     return "MiB", column([v * 1024 for v in values])

@@ -123,7 +123,7 @@ def numbers(
 
 
 def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column:
-    """Return a column of whole numbers, as `numbers` does."""
+    """Return a column of whole numbers. total: see `numbers`."""
     return numbers(heading, values, lambda ns: [f"{round(n):,}" for n in ns], total=total)
 
 

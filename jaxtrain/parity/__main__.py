@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def meshes_of(parsed: Parsed) -> str:
-    """Return the layouts to compare, in the form of --meshes: of the check, of the option, or the defaults."""
+    """Return the layouts to compare, in the form of --meshes: those of --known-issues, of --meshes, or the defaults."""
     if parsed.mode:
         from jaxtrain.parity import known_issues
 
@@ -129,7 +129,7 @@ def config_argv(parsed: Parsed) -> list[str]:
 
 
 def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
-    """Return (layout, config) of each layout, a line for each invalid default layout, which is left out, and the problems."""
+    """Return (layout, config) of each layout; a line for each default layout left out as invalid; problems of the others."""
     argv = config_argv(parsed)
     more = named.FLOAT32 if parsed.mode else DTYPES.get(parsed.options["dtype"], ())
     found = [(layout, *named.load(layout, argv, *more)) for layout in layouts]

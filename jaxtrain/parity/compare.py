@@ -233,7 +233,7 @@ def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
 
 
 def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
-    """Return the error of each tensor's gradient of the first step, relative to its norm by `_lengths`."""
+    """Return the error of each tensor's gradient at the first step, relative to the norm that `_lengths` returns."""
     lengths = _lengths(reference.gradients)
     return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
 

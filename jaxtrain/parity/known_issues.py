@@ -69,7 +69,7 @@ def separate_documents(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
-    """Compare a step on a packed batch, in each layout, with one device's step on its documents in separate sequences."""
+    """Compare a step on a packed batch in each layout with a step on one device that has each document in its own sequence."""
     import jax
 
     from jaxtrain.data import pipeline

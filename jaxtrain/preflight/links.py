@@ -68,7 +68,7 @@ def topology(c: Context) -> Verdict | None:
 
 
 def bridges(c: Context, board: Board, counts: str) -> Verdict:
-    """Return the verdict on the NVLink bridges of a board. All of its bridges must connect the same number of GPUs.
+    """Return the verdict on the NVLink bridges of a board, which must all connect the same number of GPUs.
 
     Args:
         counts: text with the number of GPU pairs of each connection.
@@ -220,7 +220,8 @@ def active_nics(c: Context) -> list[str]:
 def infiniband(c: Context) -> Verdict | None:
     """Return the verdict on the ports near the GPUs; None if there are none.
 
-    It is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port that is down is a note.
+    The verdict is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port
+    that is down is a note.
     """
     near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}

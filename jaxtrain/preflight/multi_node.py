@@ -42,8 +42,8 @@ class Preflight:
         limit_s: seconds for everything after the processes have connected.
         connect_s: seconds for the other processes to connect.
         skip_reason: the reason to skip measurements; "" to measure.
-        on_lost: called in another thread with the report of this node if a process is lost. The function
-            should end this process, because JAX ends it 6 s after process 0 is lost.
+        on_lost: called in another thread with the report of this node if a process is lost. The function should end this
+            process, because JAX ends it 6 s after process 0 is lost.
     """
 
     def __init__(

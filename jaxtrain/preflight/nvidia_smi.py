@@ -159,7 +159,7 @@ def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
 
 
 def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
-    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, entries after an unknown one do not count."""
+    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, the list ends before an unknown entry."""
     if wanted is None:
         return list(found)
     chosen = []

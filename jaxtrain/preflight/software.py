@@ -138,7 +138,7 @@ def mnnvl_enabled(c: Context) -> bool:
 
 
 def refused_by_the_run(memory: bool) -> Probe:
-    """Return the probe of environment variables that a run refuses at its start. It applies the rules of the run.
+    """Return the probe of environment variables that a run refuses at its start. The probe applies the rules of the run.
 
     Args:
         memory: True: check only variables of JAX's memory, which have no key in the config; False: check all other variables.

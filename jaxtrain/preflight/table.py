@@ -140,7 +140,7 @@ class Table(list[Check]):
         return decorate
 
     def run(self, context: Context) -> list[Finding]:
-        """Return the findings of all checks. If a probe raises, its check is `unknown`, but RecordingError passes."""
+        """Return the findings of all checks. If a probe raises, its check is `unknown`. RecordingError passes through."""
         found = []
         for check in self:
             try:
@@ -190,7 +190,7 @@ def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
 
     Args:
         verdicts: GPU -> verdict.
-        absent: the reason why there are no verdicts, if so.
+        absent: the reason for the verdict `unknown` if `verdicts` is empty.
     """
     for state in (FAULT, NOTE):
         if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:

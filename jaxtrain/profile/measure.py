@@ -233,7 +233,7 @@ def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: M
 
 
 def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Return the steps of a GPU, whose events have no execution id. A step ends with the last operation that runs once in it."""
+    """Return the steps of a GPU, whose events have no execution id. The last operation that runs once in a step ends it."""
     counts = Counter(e.op for e in events if e.op)
     if module:  # in scheduled order, without operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
@@ -256,7 +256,7 @@ type Sums = dict[Operation, np.ndarray]
 
 
 def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
-    """Return the operation of an event; None for a loop or a call. main: id of the main program. known: main's operations."""
+    """Return the operation of an event; None for a loop or a call. main: id of the main program. known: operations in it."""
     if event.program == main and event.op in known:
         return known[event.op]
     if event.op.split(".")[0] in CONTROL:

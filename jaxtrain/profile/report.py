@@ -155,7 +155,7 @@ def _operations(found: Profile) -> Table:
 
 
 def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
-    """Return `work` over `ran_ms` of each operation, per second; 0 for an operation that took no time."""
+    """Return the work per second of each operation: its `work` over its `ran_ms`; 0 if `ran_ms` is 0."""
     return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
 
 

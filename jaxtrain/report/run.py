@@ -128,7 +128,7 @@ class Run(receipts.Run):
 
     @cached_property
     def silent_s(self) -> float | None:
-        """Return the seconds since the last write to a file of WRITTEN; None if there is none."""
+        """Return the seconds since the last write to a file of WRITTEN; None without such a file."""
         times = [path.stat().st_mtime for file in WRITTEN if (path := self.folder / file).exists()]
         return max(0.0, time.time() - max(times)) if times else None
 
@@ -230,7 +230,7 @@ def read_all(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def verdict(run: Run) -> tuple[str, str]:
-    """Return (CSS class, text) for the state of a run: done, ended with an error, running, or killed."""
+    """Return (CSS class, text) for the state of a run: done, ended with an error, running, killed, or unknown."""
     at = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps else "")
     if run.ended:
         code, reason = run.receipt.get("exit_code"), run.receipt.get("reason")

@@ -123,7 +123,7 @@ class RemoteProcess:
 
         A trainer detects the loss of another process by itself, and saves a checkpoint if it can. So the result is True only
         `patience_s` after the failure. If the other node refused the command or is unreachable, the result is True at once,
-        because the trainer would wait for a process that never starts.
+        because it is useless to wait.
         """
         code = self._ssh.poll()
         if not code:

@@ -122,7 +122,7 @@ class Attempt:
         self.patience_s = patience_s
 
     def run(self, signals: Signals, again: bool, quiet: bool = False) -> int:
-        """Run the processes and return one exit code for all nodes. Raises End if a signal asked for an end before."""
+        """Run the processes and return one exit code for all nodes. Raises End if a signal came before the start."""
         child = signals.start(self.command, self.environ, again, quiet)
         others = [RemoteProcess(host, line, self.environ, self.patience_s) for host, line in self.remote_lines.items()]
         waits_in_vain = False
@@ -356,7 +356,7 @@ class Supervisor:
         return [*self.program, f"jaxtrain.{command}", *arguments]
 
     def _become(self, command: str, arguments: list[str]) -> int:
-        """Replace this process by a command. Only a dry run returns: 0. Raises End if a signal has asked for an end."""
+        """Replace this process by a command. Only a dry run returns (0). Raises End if a signal has asked for an end."""
         words = self._command(command, arguments)
         if self.environ.get("JAXTRAIN_DRY_RUN"):
             say(f"would run: {shlex.join(words)}")
