@@ -351,7 +351,7 @@ def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, size
 
 
 def memory(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
-    """Time `a = b + a / 2` in float32 on each device. It reads two arrays and writes one array."""
+    """Time `a = b + a / 2` in float32 on each device. An iteration reads two arrays and writes one array."""
     count = sizes.memory_mib * 2**20 // 4
     b, a = (normal_on_each(seed, (count,), jnp.float32, devices) for seed in (0, 1))
     taken = timed_by_device(looped(lambda b, a: b + 0.5 * a, sizes.memory_rounds), b, a, devices=devices, sizes=sizes)

@@ -1,4 +1,4 @@
-"""The first program to run on a node: check that it computes correctly, and measure its speed. Takes at most half an hour.
+"""Check that a node computes correctly, and measure its speed, in at most half an hour (`--suite=node`).
 
 Each part has a time limit (PARTS). Its verdict is `ok`, `off`, `FAILED`, or `left out` with the reason. `off` is no fault: time
 or memory differs from the plan, or the part ran out of time. The suite fails if a part failed.
@@ -170,7 +170,7 @@ def check_checkpoint(node: Node, limit_s: float) -> Outcome:
 
 
 def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int = 0) -> Outcome:
-    """Save and restore the state of a config in a child process."""
+    """Save and restore the state of a config in a child process. devices: number of devices; 0: all."""
     folder = node.path / "checkpoint"
     request = {"argv": argv, "devices": devices, "folder": str(folder)}
     try:

@@ -158,7 +158,7 @@ def print_line(console: rich.console.Console, text: str, style: str = "") -> Non
 
 
 def markdown(table: Table) -> list[str]:
-    """Return a section with a table, as lines of a page."""
+    """Return a section with a table, as lines of Markdown."""
     rows = zip(*([cell.replace("|", "\\|") for cell in c.cells] for c in table.columns), strict=True)
     return [f"## {table.title}", "", *sections.markdown_table([c.heading for c in table.columns], rows), ""]
 

@@ -1,7 +1,7 @@
 """The layouts of --meshes, and their problems. Imports no jax.
 
-`fsdp4xtensor2/sharding.zero=1/remat.policy=full` is a mesh and further keys of the config. Axes without a size have size 1.
-`one` is a single device.
+An item such as `fsdp4xtensor2/sharding.zero=1/remat.policy=full` has a mesh and further keys of the config. Axes
+without a size have size 1. `one` is a single device.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ FLOAT32 = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One item of --meshes."""
+    """One item of --meshes: a mesh and overrides of the config."""
 
     name: str
     mesh: tuple[tuple[str, int], ...]  # (axis, size) of every axis

@@ -39,7 +39,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The results of a comparison."""
+    """The rows of all layouts, with the config and the devices of the comparison."""
 
     config: str
     overrides: tuple[str, ...]

@@ -102,7 +102,7 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     "away.",
 )
 def gpu_count(c: Context) -> Verdict:
-    """Compare the number of GPUs with the number that scheduler or container assigned, else with the board's number."""
+    """Compare the number of GPUs with the number that the scheduler or the container assigned, else with the board's number."""
     gpus, board = c.gpus, c.board
     if gpus.reset:
         return fault(

@@ -1,8 +1,8 @@
 """Measures the rates of this node's GPUs and disks within a time budget; rates.py checks them.
 
 The GPUs are measured in a child process (bench/child.py), which saves each result at once. If the child hangs or crashes, only
-its time budget is lost, and the GPUs' memory is free afterwards. This process never initialises JAX's
-backend. It measures the disks while the child runs.
+its time budget is lost, and the GPUs' memory is free afterwards. This process never initialises JAX's backend. It measures the
+disks while the child runs.
 """
 
 import contextlib

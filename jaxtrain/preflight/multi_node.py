@@ -114,7 +114,7 @@ class Preflight:
         return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
 
     def _gather(self, name: str, value: Any) -> list[Any]:
-        """Return the value of every process, by process index."""
+        """Send `value` to all processes. Return the value of every process, ordered by process index."""
         texts = self._peers.gather(f"preflight/{name}", json.dumps(value), max(self.left_s, GATHER_S))
         return [json.loads(text) for text in texts]
 

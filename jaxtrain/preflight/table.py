@@ -23,7 +23,7 @@ MISSING = "missing"  # a process of the run is absent or lost; no fault is known
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: the verdict of a check, with its texts."""
 
     name: str
     state: str

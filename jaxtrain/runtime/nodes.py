@@ -1,4 +1,4 @@
-"""Runs on several nodes: the list of nodes, and the processes that the first node starts on the other nodes by ssh."""
+"""The nodes of a run, and the processes that the first node starts on the other nodes by ssh."""
 
 import os
 import re
@@ -92,7 +92,7 @@ def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str
 
 
 def ssh_command(environ: Mapping[str, str]) -> list[str]:
-    """Return the command that reaches a node: ssh with options, or JAXTRAIN_SSH. Raises Refusal if there is no such program."""
+    """Return the command that reaches a node: JAXTRAIN_SSH, or by default ssh. Raises Refusal if the program is missing."""
     text = environ.get("JAXTRAIN_SSH") or SSH
     try:
         words = shlex.split(text)
