@@ -1,6 +1,7 @@
 """Run the parts of a long measurement one after the other within a time budget.
 
-bench/node_suite.py and benchmarks/first_hour.py use this module. If a part fails or has no time left, its row in the result has the reason, and the next part runs.
+bench/node_suite.py and benchmarks/first_hour.py use this module. If a part fails or has no time left, its row in the
+result has the reason, and the next part runs.
 """
 
 import dataclasses
