@@ -1,1 +1,1 @@
-"""Measurements on the devices of this machine: train steps, kernels, and a complete node."""
+"""Measurements on the devices of this machine: train steps, kernels, and the suite for a new node."""

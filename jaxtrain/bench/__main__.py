@@ -16,7 +16,7 @@ STEPS = ("", "sweep")  # modes that time train steps
 
 
 def unknown_names(known: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that checks a comma-separated list. It returns an error for the first name not in `known`, else ""."""
+    """Return a function that checks a comma-separated list. It returns an error for the first unknown name, or ""."""
 
     def check(text: str) -> str:
         wrong = [name for name in text.split(",") if name not in known]
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of options in combination, of --out, and of the GPUs. Starts no process and no JAX."""
+    """Return the problems of options that do not fit together, of --out, and of the GPUs. JAX is not started."""
     options, found = parsed.options, []
     if options["trace"] and not options["out"]:
         found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))
@@ -121,7 +121,7 @@ def find_problems(parsed: Parsed) -> list[Problem]:
 def run(parsed: Parsed) -> int:
     """Run a checked command line and return its exit code.
 
-    Raises ConfigError if --sweep is malformed or every case has problems.
+    Raises ConfigError if --sweep is malformed, or if the config or every combination of --sweep has problems.
     """
     options, console = parsed.options, make_console(report.WIDTH)
     if parsed.mode == "suite":

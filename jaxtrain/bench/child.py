@@ -1,7 +1,7 @@
 """Run a measurement (a case) in a separate process, so that peak memory, XLA options and crashes affect only that case.
 
 The parent never starts JAX, because JAX preallocates the GPU's memory. Request and answer are JSON files. The child's output
-goes to a log. A long case saves partial answers (`save_partial`), so that its results survive if it runs out of time.
+goes to a log. A long case saves partial answers (`save_partial`), so that they are not lost if the case runs out of time.
 """
 
 import contextlib
@@ -56,11 +56,12 @@ def run_case(
       environ: the child's environment; None: this process's environment.
       limit_s: seconds after which the child is killed; None: no limit.
       killed_s: seconds to wait for a killed child to end. A child inside a hanging driver may never end.
-      python, script: run `PYTHON SCRIPT REQUEST ANSWER` instead of `function`, which then is only the name of the case.
+      python, script: with a script, run `PYTHON SCRIPT REQUEST ANSWER` in place of `function`, which is then ignored.
 
     Returns:
-      The answer with `verdict` (OK, REFUSED, NO_MEMORY, FAILED or LATE), `why` if the verdict is not OK, and `seconds`, the
-      time that the process took. After a crash or a timeout, the answer is the last one that the case saved (`save_partial`).
+      The answer of the case. `verdict` is OK, REFUSED, NO_MEMORY, FAILED or LATE. `why` is the reason for a verdict other than
+      OK. `seconds` is the time of the process. After a crash or a timeout, the answer is the one that `save_partial` saved
+      last.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,11 +79,11 @@ def run_case(
 
 
 def save_partial(request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    """Save the results of a case so far. They become its answer if it crashes or is killed.
+    """Save the results of a case so far. They become the answer of the case if it crashes or is killed.
 
     Args:
-      answer: the verdict LATE marks it as incomplete, and `run_case` then reports the crash or the timeout. Any other verdict
-        is final, although further results may follow.
+      answer: the results, with a verdict. `run_case` replaces LATE by the verdict on the crash or the timeout. It keeps any
+        other verdict, although later results may then be missing.
     """
     if "answer_file" in request:  # the case runs in a child
         write_atomic(Path(request["answer_file"]), json.dumps(answer))
@@ -96,11 +97,11 @@ def run_program(
     limit_s: float | None = None,
     killed_s: float = KILLED_S,
 ) -> tuple[int | None, str]:
-    """Run a program that can import this package. Return (exit code, or None after a timeout; output).
+    """Run a program with this package on its PYTHONPATH. Return (exit code, or None after a timeout; output).
 
-    When this returns or raises, also after Ctrl-C, the child's process group has been killed. Processes that the child started
-    by this function have groups of their own; on Linux they end with the child. In a hanging driver, a killed process may exist
-    for longer than `killed_s`.
+    When this returns or raises, also after Ctrl-C, the child's process group has been killed. If the child calls this function
+    too, its own children are in other process groups. On Linux, they are killed when the child ends. In a hanging driver,
+    a killed process may exist for longer than `killed_s`.
     """
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
@@ -127,7 +128,7 @@ def module_command(name: str, *args: str) -> list[str]:
 
 
 def last_lines(output: str) -> str:
-    """Return the last three lines of a program's output, joined; for a Python error, these have message and source line."""
+    """Return the last three lines of a program's output, joined. A Python error ends with its source line and message."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return " | ".join(lines[-3:])[-LAST_CHARACTERS:] or "no output"
 

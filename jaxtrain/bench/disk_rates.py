@@ -17,7 +17,7 @@ FREE_FACTOR = 4  # free space that is required, as a multiple of the file's size
 
 
 class Unmeasured(Exception):
-    """A rate cannot be measured here; the message has the reason."""
+    """The rates of a file system cannot be measured. The message has the reason."""
 
 
 def existing(folder: Path) -> Path:
@@ -31,11 +31,11 @@ def existing(folder: Path) -> Path:
 def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
     """Write a file to a file system, read it back from the disk, and return write_gb_s and read_gb_s.
 
-    The file has no name, so a crash leaves nothing behind. If the folder is read-only, its largest file is read, and
-    `write_gb_s` is None. The server of a network file system may still have the file in its memory.
+    The file has no name, so a crash leaves no file. If the folder is read-only, its largest file is read, and
+    `write_gb_s` is None. The server of a network file system may cache the file, so the read may not reach its disk.
 
     Args:
-        seconds: time limit of writing and reading together. At the limit, the rates are those of the bytes so far.
+        seconds: time limit of writing and reading together. At the limit, the rates follow from the bytes so far.
         size: bytes to write and read.
 
     Raises:
@@ -59,7 +59,7 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
 
 
 def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Write random bytes, which no file system can compress. Return (bytes, seconds until they are on the disk)."""
+    """Write random bytes, which no file system can compress. Return (bytes, seconds until all are on the disk)."""
     block = memoryview(os.urandom(min(WRITE_BYTES, size)))
     start, written = time.perf_counter(), 0
     while written < size and (not written or time.perf_counter() - start < seconds):
@@ -98,7 +98,7 @@ def _read_largest(folder: Path, seconds: float, size: int) -> float:
 
 
 def _drop_cached(handle: int) -> None:
-    """Drop a file from the page cache. Raises Unmeasured if the system has no such call."""
+    """Drop a file from the page cache. Raises Unmeasured if the system has no posix_fadvise."""
     advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
     if advise is None:
         raise Unmeasured("this system cannot drop a file from its memory, so a read would not measure the disk")

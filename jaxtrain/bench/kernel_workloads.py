@@ -35,7 +35,7 @@ Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for micro
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the kernels.
+    """Sizes of the kernels' operands, and parameters of their timing.
 
     The defaults are shapes of Llama 3 8B; square matmuls; and experts of Mixtral 8x7B and Qwen3 30B A3B.
     """
@@ -196,7 +196,7 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, for each load of LOADS.
 
-    Each of PRODUCTS is also yielded as the dense matmul of the same FLOPs: all rows times one weight.
+    For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
     """
     n = numerics_of(one_device())
     impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
@@ -233,7 +233,7 @@ def loads(load: str, R: int, E: int) -> list[int]:
     """Return the number of rows of each of E experts, R in all.
 
     Args:
-        load: "even", or "uneven": the first expert has half, the last none.
+        load: "even", or "uneven": the first expert has half of the rows, the last expert has none.
     """
     first, last = ([], []) if load == "even" else ([R // 2], [0])
     left, among = R - sum(first), E - len(first + last)
@@ -241,7 +241,7 @@ def loads(load: str, R: int, E: int) -> list[int]:
 
 
 def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
-    """Return the grouped matmul `which` of PRODUCTS: a contraction over D or F, or "outer", the gradient of the weights.
+    """Return the grouped matmul `which`: "over D" and "over F" contract these dimensions, "outer" is the weights' gradient.
 
     Args:
         a: rows (R, D), or (R, F) for "over F".
@@ -255,7 +255,7 @@ def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, preci
 
 
 def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b; "outer" ignores it."""
+    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b, which "outer" ignores."""
     R, _, D, F = shape
     a = normal(0, (R, F if which == "over F" else D), dtype)
     return a, normal(1, (R, F) if which == "outer" else weight, dtype)

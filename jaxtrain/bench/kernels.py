@@ -1,6 +1,6 @@
 """Time kernels of a train step (bench/kernel_workloads.py) and compare them with the lower bound of their time.
 
-The lower bound is the longer of two times: the kernel's FLOPs at the data sheet's peak, and its bytes at the memory bandwidth.
+The lower bound is the longer of two times: FLOPs over the GPU's peak FLOP/s, and bytes over its memory bandwidth.
 """
 
 import math
@@ -32,7 +32,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `kind`, one of KINDS; `limit_s`, seconds after which no kernel starts (null: no limit); `cache`, a folder for
-            compiled programs (absent: that of the default config).
+            compiled programs (absent: the folder of the default config).
     """
     began = time.monotonic()
     (device,) = start_devices(one_device(request.get("cache")), 1)

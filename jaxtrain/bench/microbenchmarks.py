@@ -4,9 +4,9 @@ Calibration (plan/calibrate.py), bench/kernels.py and preflight (preflight/measu
 
 A measurement is a jitted program that repeats its operation in a loop, so the time of a dispatch does not count. Each
 iteration depends on the previous one, so that XLA neither hoists nor merges iterations. Copies from and to the host are single
-calls, since they are long. The program runs until clocks have settled, and is then timed several times; the median counts.
-Matmuls, memory and host copies run on all given devices at once, since problems with power or cooling show only under full
-load. Each device is timed separately. Attention runs on one device.
+calls, since they are long. The program first runs untimed until clocks have settled. The result is the median of several
+timed runs. Matmuls, memory and host copies run on all given devices at once, since problems with power or cooling show only
+under full load. Each device has its own time. Attention runs on one device.
 """
 
 import concurrent.futures
@@ -42,7 +42,7 @@ CURVE = "all-gather by size"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurements. The defaults are a layer and the head of Llama 3 8B at 8192 tokens."""
+    """Sizes of the measurements. By default, matmuls and attention are those of Llama 3 8B at 8192 tokens."""
 
     # ((M, K, N), matmuls of this shape in a layer): q and output, k and v, feed-forward, a chunk of the loss.
     gemms: tuple[tuple[tuple[int, int, int], float], ...] = (
@@ -143,7 +143,7 @@ def _warm_up(run: Callable[..., Any], *args: Any, sizes: Sizes) -> None:
 
 
 def reading(kind: str, what: str, work: float, taken: Sequence[float], rounds: int = 1, weight: float = 1.0) -> Reading:
-    """Return the reading of a program from the seconds of its calls.
+    """Return the reading of a program from `taken`, the seconds of its calls.
 
     Args:
         work: FLOPs or bytes of an iteration.
@@ -168,8 +168,8 @@ def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
 def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
     """Return x with one element that depends on all arrays of `made`, so that the next iteration waits for them.
 
-    None of `made` is dead code then. The other elements of x keep their random values, since a GPU that multiplies zeros uses
-    less power and runs faster. The barrier prevents XLA from computing only the element that is used.
+    So XLA removes none of `made` as dead code. The other elements of x keep their random values, since a GPU that multiplies
+    zeros uses less power and runs faster. The barrier prevents XLA from computing only the element that is used.
     """
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
     drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
@@ -188,7 +188,7 @@ def sharded_over(devices: Sequence[Any], memory: str = "device") -> NamedShardin
 
 
 def normal_on_each(seed: int, shape: tuple[int, ...], dtype: Any, devices: Sequence[Any]) -> jax.Array:
-    """Return one array, sharded in its first dimension, of random values. shape: of each device's shard."""
+    """Return an array of random values, sharded in its first dimension. shape: shape of the shard of each device."""
     whole = (len(devices) * shape[0], *shape[1:])
     return jax.jit(functools.partial(normal, seed, whole, dtype), out_shardings=sharded_over(devices))()
 
@@ -289,7 +289,7 @@ def rounds_within(probe: Callable[..., Any], constants: Any, state: Any, sizes: 
 def attention_loop(
     device: Any, name: str, spec: attention.Spec, shape: tuple[int, int, int, int, int], backward: bool, documents: int = 1
 ) -> tuple[Callable[..., Any], Any, jax.Array]:
-    """Return (body, constants, state) for `looped` of an attention kernel.
+    """Return (body, constants, state) with which `looped` runs an attention kernel.
 
     Args:
         shape: B, T, N, K, H.
@@ -324,7 +324,7 @@ def attention_loop(
 def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, sizes: Sizes) -> list[Reading]:
     """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
-    FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes less the time of the
+    FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes minus the time of the
     forward pass. cuDNN's backward pass may run in parts of the batch and heads (cudnn.part_of). Both passes are then timed for
     one part, since a plan counts slicing and joining as memory traffic.
     """
@@ -351,7 +351,7 @@ def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, size
 
 
 def memory(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
-    """Time `a = b + a / 2` in float32 on each device. It reads two arrays and writes one array."""
+    """Time `a = b + a / 2` in float32 on each device. An iteration reads two arrays and writes one array."""
     count = sizes.memory_mib * 2**20 // 4
     b, a = (normal_on_each(seed, (count,), jnp.float32, devices) for seed in (0, 1))
     taken = timed_by_device(looped(lambda b, a: b + 0.5 * a, sizes.memory_rounds), b, a, devices=devices, sizes=sizes)
@@ -385,12 +385,12 @@ def host(
 def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, sizes: Sizes) -> Reading:
     """Time one collective of bfloat16 over these devices, in one or several processes.
 
-    Work is the bytes that a ring sends from each device, so the rate is the bus bandwidth of nccl-tests: the array's bytes over
-    the time, times 2(n-1)/n for an all-reduce and (n-1)/n for other collectives.
+    `work` is the bytes that each device sends in a ring. So the rate is the bus bandwidth of nccl-tests: message bytes over
+    time, times 2(n-1)/n for an all-reduce and (n-1)/n for other collectives.
 
     Args:
         kind: one of COLLECTIVES; "" times the loop without a collective.
-        elements: number of elements of the global array.
+        elements: elements of the gathered array, or of each device's array before the reduction.
         rounds: iterations of the loop.
     """
     D = len(devices)
@@ -414,7 +414,7 @@ def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, si
 
 
 def curve(devices: Sequence[Any], sizes: Sizes) -> list[Reading]:
-    """Time all-gathers of several message sizes, less the time of the loop itself."""
+    """Time all-gathers of several message sizes, minus the time of a loop without a collective."""
     empty = collective("", devices, 64 * len(devices), sizes.curve_rounds, sizes).seconds
     found = []
     for mib in sizes.curve_mib:

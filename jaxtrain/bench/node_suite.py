@@ -1,7 +1,7 @@
-"""The first program to run on a node: check that it computes correctly, and measure its speed. Takes at most half an hour.
+"""Check that a node computes correctly, and measure its speed, in at most half an hour (`--suite=node`).
 
-Each part has a time limit (PARTS). Its verdict is `ok`, `off` (time or memory differs from the plan, or the part ran out of
-time: worth a look, no fault), `FAILED`, or `left out` with the reason. The suite fails if a part failed.
+Each part has a time limit (PARTS). Its verdict is `ok`, `off`, `FAILED`, or `left out` with the reason. `off` is no fault: time
+or memory differs from the plan, or the part ran out of time. The suite fails if a part failed.
 """
 
 import datetime
@@ -146,7 +146,7 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
 
 
 def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text for a step time off the plan (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
+    """Return a text for an unexpected step time (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
 
     Without a plan, return [].
     """
@@ -170,7 +170,7 @@ def check_checkpoint(node: Node, limit_s: float) -> Outcome:
 
 
 def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int = 0) -> Outcome:
-    """Save and restore the state of a config in a child process."""
+    """Save and restore the state of a config in a child process. devices: number of devices; 0: all."""
     folder = node.path / "checkpoint"
     request = {"argv": argv, "devices": devices, "folder": str(folder)}
     try:
@@ -190,7 +190,7 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     """Train two steps, save and restore the state, and compare every bit. This is a case (child.py).
 
     Args:
-      request: `argv`, `devices` (their number, 0 for all), `folder`.
+      request: `argv`, config file and overrides; `devices`, their number, 0 for all; `folder`, for the checkpoint.
     """
     loaded = launch.load(request["argv"])
     if wrong := train_step.find_problems(loaded, request["devices"]):
@@ -265,7 +265,7 @@ def time_steps(
 
     Args:
       steps: (timed steps, warm-up steps).
-      more: further fields of the request.
+      more: further fields of the request to `measure`.
     """
     request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
     request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
@@ -288,7 +288,7 @@ def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Cons
     """Run the suite. Return 0, or 1 if a part failed.
 
     Args:
-      out: the output folder; "": a new folder under runs/. The folder is also packed into one .tar.gz.
+      out: the output folder; "": a new folder under runs/. The suite also packs the folder into one .tar.gz.
       file: the file of --json.
       parts: names of parts, separated by commas; "": all.
       smoke: whether to use tiny shapes on GPUs too.

@@ -1,6 +1,7 @@
-"""Run the parts of a long measurement one after the other within a time budget: the node suite, or the first hour's stages.
+"""Run the parts of a long measurement one after the other within a time budget.
 
-If a part fails or has no time left, its row in the result has the reason, and the next part runs.
+bench/node_suite.py and benchmarks/first_hour.py use this module. If a part fails or has no time left, its row in the
+result has the reason, and the next part runs.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ class Outcome:
     """The result of a part.
 
     Attributes:
-      verdict: GOOD; OFF (differs from the plan or is incomplete, but no fault); BAD; or OUT (left out).
+      verdict: GOOD, OFF, BAD or OUT (left out). OFF is no fault: the result differs from the plan or is incomplete.
       found: the result in one line.
       lines: Markdown lines of the part's section in results.md.
       data: the result as JSON data.
@@ -47,7 +48,7 @@ class Node:
 
     Attributes:
       smoke: whether to use tiny shapes.
-      cache: folder for compiled programs; "": none; None: that of the config.
+      cache: folder for compiled programs; "": none; None: the folder of the config.
     """
 
     devices: hardware.Devices
@@ -76,7 +77,7 @@ class Node:
     def run_program(
         self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
     ) -> tuple[int | None, Outcome]:
-        """Run a program as a part. Return (exit code, outcome): BAD unless the code is 0, with the end of the output."""
+        """Run a program as a part. Return (exit code, or None after a timeout; outcome, GOOD if the code is 0, else BAD)."""
         log = self.path / "logs" / f"{report.file_name(name)}.txt"
         code, output = run_program(command, log, environ=environ, limit_s=max(1.0, limit_s))
         lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
@@ -88,7 +89,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part. It has at most `most_s` seconds, and is left out if fewer than `need_s` seconds of the budget are left."""
+    """One part. It runs for at most `most_s` seconds, and is left out if less than `need_s` of the budget are left."""
 
     name: str
     act: Callable[[Node, float], Outcome]
@@ -111,7 +112,7 @@ def run_parts(
     Args:
       budget_s: seconds for all parts.
       title: title of the page.
-      done: name of a part -> its result. Results are added.
+      done: name of a part -> its result. This function adds the results of `parts`.
     """
     code, reason, began = 1, "ended by an exception", monotonic()
     try:
@@ -146,7 +147,7 @@ def run_parts(
 
 
 def _act(part: Part, node: Node, limit_s: float) -> Outcome:
-    """Run a part. After an exception the outcome is BAD, and the traceback is saved next to the logs."""
+    """Run a part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
     try:
         return part.act(node, limit_s)
     except Exception as error:

@@ -29,7 +29,7 @@ NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
 def about() -> dict[str, Any]:
-    """Return date, machine, versions, commit and command. Does not start JAX, because the cases need the GPU's memory."""
+    """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
     found = hardware.probe()
     return {
         "date": now(),
@@ -50,7 +50,7 @@ def number(value: float | None, form: str = ",.4g") -> str:
 
 
 def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g") -> str:
-    """Format a measured figure, with its ratio to the planned one if that is known: `12.3 (1.04 x plan)`."""
+    """Format a measured figure. If a planned figure is known, add the ratio of both: `12.3 (1.04 x plan)`."""
     if measured is None or not planned:
         return number(measured, form)
     return f"{measured:{form}} ({measured / planned:.2f} x plan)"
@@ -158,13 +158,13 @@ def print_line(console: rich.console.Console, text: str, style: str = "") -> Non
 
 
 def markdown(table: Table) -> list[str]:
-    """Return a section with a table, as lines of a page."""
+    """Return a section with a table, as lines of Markdown."""
     rows = zip(*([cell.replace("|", "\\|") for cell in c.cells] for c in table.columns), strict=True)
     return [f"## {table.title}", "", *sections.markdown_table([c.heading for c in table.columns], rows), ""]
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the Markdown page of a benchmark. facts: those of `about`. lines: the page below the facts."""
+    """Return the Markdown page of a benchmark. facts: result of `about`. lines: the page below the facts."""
     git = facts["git"] or {}
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     head = [
@@ -183,7 +183,7 @@ def file_name(name: str) -> str:
 
 
 class Folder:
-    """The outputs of --out and --json. The receipt is written first; results are rewritten after every new result."""
+    """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results."""
 
     def __init__(self, out: str, file: str, kind: str):
         self.path = Path(out).expanduser().absolute() if out else None
@@ -204,7 +204,7 @@ class Folder:
         return str(self.path / "traces" / file_name(name)) if self.path else ""
 
     def write(self, title: str, lines: Iterable[str], **results: Any) -> None:
-        """Write all results so far."""
+        """Write the page with `lines` to results.md, and all results so far to results.json and the file of --json."""
         self.results |= results
         text = json.dumps(self.results, indent=1) + "\n"
         if self.file:

@@ -1,7 +1,8 @@
 """Time train steps of a config with the program, compiler options, data path and loop order of training.
 
-Step time is the time from one step's metrics to the next step's, with metrics fetched one step late. So it is the device's
-time, or the host's time if that is longer. Memory is the allocator's peak in a process that runs nothing else.
+Step time is the time from the arrival of one step's metrics to the arrival of the next step's. Metrics are fetched one step
+late, so step time is the device's time, or the host's time if that is longer. Memory is the allocator's peak in a process that
+runs nothing else.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def devices_for(count: int) -> hardware.Devices:
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
-    """Return the problems of a case: those of the config on `count` devices, its data, and refused variables."""
+    """Return the problems of a case: its config on `count` devices, its data, and environment variables refused by training."""
     devices, found = devices_for(count), list(loaded.problems)
     if not loaded.file_read:
         return found
@@ -60,7 +61,7 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
 
 
 def one_device(cache: str | None = None) -> RunConfig:
-    """Return the default config on one device. cache: folder for compiled programs; None: that of the config."""
+    """Return the default config on one device. cache: folder for compiled programs; None: the folder of the config."""
     run, _ = resolve(default_config())
     paths = run.paths if cache is None else dataclasses.replace(run.paths, cache=cache)
     return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)
@@ -107,9 +108,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         of further steps ("": no trace).
 
     Returns:
-      facts of the run and its layout, `step_s` (median, quartiles, extremes, in seconds), rates, `memory`, the plan of this
-      executable (`planned`) or the reason why there is none (`not_planned`), and the folder of the trace (`trace`). The times
-      are returned even if the plan or the trace fails.
+      `verdict`, facts of the run and its layout, `step_s` (median, quartiles, extremes, in seconds), rates and `memory`.
+      `planned` is the plan of this executable, or None for the reason in `not_planned`. `trace` is the folder of the trace, or
+      the reason why it failed. The times are returned even if the plan or the trace fails.
     """
     began = time.perf_counter()
     loaded = launch.load(request["argv"])
@@ -249,7 +250,7 @@ def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any])
 
 
 def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any, batches: Iterator[Any], step_s: float) -> None:
-    """Write a trace of TRACED_STEPS further steps to a folder with the files of a run, which jaxtrain.profile reads.
+    """Trace TRACED_STEPS further steps. Write the trace to a folder with the files of a run, for jaxtrain.profile.
 
     step_s: the step time without the profiler.
     """
@@ -281,7 +282,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
 def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
     """Return the dense peak in TFLOP/s of a device for MFU, as in training; None for an unknown device.
 
-    It is `log.peak_tflops`, else the peak in the dtype of activations, which is bfloat16 under fp8 too.
+    The peak is `log.peak_tflops` if set, else the peak in the dtype of activations, which is bfloat16 with fp8 too.
     """
     gpu = hardware.lookup(device_kind)
     return run.log.peak_tflops or (gpu.peak(run.compute) if gpu else None)
@@ -315,7 +316,7 @@ FORM = "key=value,value;key=value,..., as remat.policy=full,none;mesh.fsdp=4,8"
 
 
 def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
-    """Return every combination of --sweep as overrides "key=value", and the problems of the text.
+    """Return every combination of --sweep as overrides "key=value", and the problems of malformed or repeated keys.
 
     A value may contain commas if NAME= follows each comma, as in remat.tensors.
     """
@@ -334,7 +335,7 @@ def combinations(sweep: str) -> tuple[list[tuple[str, ...]], list[Problem]]:
 
 
 def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, list[str]], list[Problem]]:
-    """Return (case -> command line, problems of the sweep): the config `base`, or each combination of `sweep` on it."""
+    """Return (case -> command line, problems of the sweep). Without a sweep, the one case is `base`, with the name `name`."""
     if not sweep:
         return {name: [*base]}, []
     found, wrong = combinations(sweep)
@@ -342,7 +343,7 @@ def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, li
 
 
 def refusals(cases: Mapping[str, Sequence[str]], count: int) -> dict[str, list[Problem]]:
-    """Return case -> its problems, for each case with problems."""
+    """Return case -> its problems on `count` devices, for each case with problems."""
     wrong = {name: find_problems(launch.load(argv), count) for name, argv in cases.items()}
     return {name: problems for name, problems in wrong.items() if problems}
 

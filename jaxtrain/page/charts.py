@@ -3,10 +3,10 @@
 A line chart is drawn once for each x axis (step, tokens, time). If `LineChart.log` is set and all values are positive, the
 chart is drawn again with a logarithmic y axis. `controls` returns the inputs that select one of these views by CSS alone, for
 all charts of a page. page.js adds a cursor that shows values. Positions are percentages, so the browser stretches a drawing
-and keeps the size of its letters. Each colour is a CSS colour.
+but not its text. Each colour is a CSS colour.
 
 A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
-The page holds the thinned curves with every digit, as JSON next to each chart.
+Next to each chart, the page has the thinned curves as JSON with every digit.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Curve:
 
     Attributes:
         x: increasing positions, a sequence for each x axis of the chart.
-        y: a value for each position. None is a gap. NaN and infinities are marked instead of drawn.
+        y: a value for each position. None is a gap. NaN and infinities are marked by vertical lines.
         colour: CSS colour.
         kind: CSS class: "raw" and "smooth" for the two versions of a smoothed curve, "limit" for a dashed line, else "".
     """
@@ -103,7 +103,7 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, m
 
 
 def cursor_data(data: object) -> str:
-    """Return a script element with JSON that a script shows at the cursor. data: texts, curves, or lanes of events."""
+    """Return a script element with JSON, from which page.js or timeline.js shows the values at the cursor."""
     # "<" is escaped in the JSON, so no name can end the script element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
@@ -127,7 +127,7 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def controls(axes: Sequence[str], *, log: bool) -> str:
-    """Return the inputs that select the view of all charts of a page.
+    """Return the HTML inputs that select the x axis, log scale and smoothing of all charts of a page.
 
     Args:
         axes: names of the x axes.
@@ -217,7 +217,7 @@ def short(value: float) -> str:
 
 
 def _y_scale(values: Sequence[float], zero: bool, log: bool) -> Scale:
-    """Return the y axis for these values, with 6% of space at both ends, but none below an axis that starts at 0."""
+    """Return the y axis for these values, with 6% of space at both ends, but no space below 0 if the axis starts there."""
     low, high = min(values), max(values)
     if log:
         space = (high / low) ** 0.06 if high > low else 1.5
@@ -245,7 +245,7 @@ def _grid(x: Scale, y: Scale, name: str) -> str:
 
 
 def _stretches(c: Curve, axis: int) -> list[list[tuple[float, float]]]:
-    """Return the (x, y) points of a curve in lists that are divided at gaps, NaN and infinities."""
+    """Return the (x, y) points of a curve, with a new list after each gap, NaN or infinity."""
     out: list[list[tuple[float, float]]] = [[]]
     for place, value in zip(c.x[axis], c.y, strict=True):
         if is_number(value):
@@ -263,7 +263,7 @@ def _path(c: Curve, axis: int, x: Scale, y: Scale) -> str:
 
 
 def _dots(c: Curve, axis: int, x: Scale, y: Scale) -> str:
-    """Return dots for the points of short curves and for single points, and vertical lines for NaN and infinite values."""
+    """Return dots for the points of short curves and points between gaps, and vertical lines for NaN and infinities."""
     few = len(c.y) <= DOTS and c.kind != "raw"
     out = [
         f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}"/>'
@@ -283,7 +283,7 @@ def _word(value: float) -> str:
 
 
 def _legend(chart: LineChart) -> str:
-    """Return the legend with the names of the curves; "" for a single curve of finite values."""
+    """Return the legend: the names of several curves, and the number of NaN and infinities. "" if it has neither."""
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]

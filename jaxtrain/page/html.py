@@ -1,7 +1,7 @@
 """The document of an HTML report, and its small elements: tiles, paragraphs, legends.
 
-A page is one file that needs no network. Only a timeline needs scripts. Functions return markup and escape all text.
-Tables are in `jaxtrain.page.sections`, charts in `jaxtrain.page.charts`.
+A page is one file that needs no network. Without scripts, all but a timeline can be read. Functions return markup and
+escape all text. Tables are in `jaxtrain.page.sections`, charts in `jaxtrain.page.charts`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def document(title: str, description: str, body: Sequence[str]) -> str:
-    """Return a page. `title` and `description` are text, `body` is markup."""
+    """Return a complete HTML page. `title` and `description` are text, `body` is markup."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}'
         f'</title>\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="description" '
@@ -35,7 +35,7 @@ def folded(title: str, body: str) -> str:
 
 
 def tiles(cells: Sequence[tuple[str, str, str]]) -> str:
-    """Return the tiles with the key figures of a page. cells: (name, value, note) of each."""
+    """Return the tiles with the key figures of a page. cells: (name, value, note) of each tile."""
     shown = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}<span>{escape(c)}</span></dd></div>" for a, b, c in cells)
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 

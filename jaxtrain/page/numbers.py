@@ -1,6 +1,6 @@
 """Formatted numbers of a report.
 
-Memory is in GiB, as allocators count; bytes on the wire are in GB (1e9 bytes), as links and the literature count. The decimals
+Memory is in GiB, as in allocators. Bytes on the wire are in GB (1e9 bytes), as in data sheets of links. The decimals
 of a column follow from its largest entry, since a plan is accurate to a few percent, not to five digits.
 """
 
@@ -11,19 +11,19 @@ GB_PER_GIB = 2**30 / 1e9
 
 
 def decimals(values: Iterable[float]) -> int:
-    """Return the number of decimals for a column with these values."""
+    """Return the number of decimals for a column with these values: 0, 1 or 2, from the largest value."""
     largest = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
     return 0 if largest >= 1000 else 1 if largest >= 10 else 2
 
 
 def column(values: Sequence[float]) -> list[str]:
-    """Return numbers of one unit as texts with equal decimals. A number that would round to zero is shown as '<0.1'."""
+    """Return numbers of one unit as texts with equal decimals. A number that would be 0 is a bound, such as '<0.1'."""
     places = decimals(values)
     return [number(v, places) for v in values]
 
 
 def number(value: float | None, places: int | None = None) -> str:
-    """Return a number with thousands separated; '-' for None, NaN and infinities."""
+    """Return a number with thousands separated and `places` decimals; '-' for None, NaN and infinities."""
     if value is None or not math.isfinite(value):
         return "-"
     places = decimals([value]) if places is None else places
@@ -36,7 +36,7 @@ def number(value: float | None, places: int | None = None) -> str:
 
 
 def rough(value: float, digits: int = 3) -> str:
-    """Return a number rounded to significant digits: 24,034 as 24,000."""
+    """Return a number rounded to `digits` significant digits: 24,034 as 24,000."""
     if value == 0 or not math.isfinite(value):
         return number(value, 0)
     places = digits - 1 - math.floor(math.log10(abs(value)))
@@ -44,7 +44,7 @@ def rough(value: float, digits: int = 3) -> str:
 
 
 def gib(values: Sequence[float]) -> tuple[str, list[str]]:
-    """Return (unit, texts) of memory sizes in GiB, converted to MiB if all are below 1 GiB."""
+    """Return (unit, texts) of memory sizes given in GiB. The unit is MiB if all are below 1 GiB, else GiB."""
     if max((abs(v) for v in values), default=0.0) >= 1:
         return "GiB", column(values)
     return "MiB", column([v * 1024 for v in values])

@@ -1,7 +1,7 @@
 """Sections of a report as data, and their renderings: rich tables on a terminal, HTML on a page, Markdown tables.
 
-A report builds its sections once. The terminal has the first rows of a long table and a row with the sum of the remaining rows.
-The page has more rows, swatches, scopes and drawings.
+The same sections are printed and written as HTML. The terminal has the first rows of a long table and a row with the sum of the
+remaining rows. The page also has further rows, swatches, scopes and drawings.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ class Column:
     Attributes:
         heading: name and unit.
         cells: the text of each row.
-        values: the numbers of the cells, by which the page sorts; None for text. Numbers are right-aligned.
+        values: the number of each cell, by which the page sorts; None for text. Numbers are right-aligned.
         total: the text below the cells.
         rest: function of n that returns the text for the sum of all rows from the n-th on.
         kind: "source" for file:line, "scope" for a path of named scopes, "bar" for bars, or a CSS class: "number", "whole"
-            (one line), "path" (breaks anywhere).
+            (no line break), "path" (line breaks anywhere).
         colours: a CSS colour for each row, shown as a swatch on the page.
         page_only: whether the terminal leaves the column out.
     """
@@ -58,8 +58,8 @@ class Table:
 
     Attributes:
         title: the caption.
-        rows: number of rows on a terminal; another row has the sums of the remaining rows. None: all.
-        page_rows: `rows` of the page.
+        rows: number of rows on a terminal; None: all. One more row has the sums of the remaining rows.
+        page_rows: number of rows on the page; None: all.
         style: CSS class: "sortable" or "small".
     """
 
@@ -70,7 +70,7 @@ class Table:
     style: str = ""
 
     def __repr__(self) -> str:
-        """Return the table as text, as on a wide terminal."""
+        """Return the table as text, as `print_table` prints it on a terminal of 160 columns."""
         console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
         with console.capture() as captured:
             print_table(self, console)
@@ -107,7 +107,7 @@ class Section:
 def numbers(
     heading: str, values: Sequence[float], write: Callable[[Sequence[float]], list[str]] = column, *, total: bool = True
 ) -> Column:
-    """Return a column of numbers.
+    """Return a column of numbers, with the sum of the rows that a table leaves out.
 
     Args:
         write: returns the texts of numbers, all with the same decimals.
@@ -123,12 +123,12 @@ def numbers(
 
 
 def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column:
-    """Return a column of whole numbers."""
+    """Return a column of whole numbers. total: see `numbers`."""
     return numbers(heading, values, lambda ns: [f"{round(n):,}" for n in ns], total=total)
 
 
 def labels(heading: str, values: Sequence[int]) -> Column:
-    """Return a column of numbers without a sum, such as group sizes."""
+    """Return a column of whole numbers that are never summed, such as group sizes."""
     return Column(heading, [f"{n:,}" for n in values], values)
 
 
@@ -138,7 +138,7 @@ def shares(heading: str, values: Sequence[float], whole: float) -> Column:
 
 
 def bars(values: Sequence[float], whole: float) -> Column:
-    """Return a column of bars. whole: value of a bar of full length."""
+    """Return a column of bars. whole: the value of a bar with full length."""
     return Column("", [str(v / whole if whole else 0.0) for v in values], kind="bar")
 
 
@@ -202,8 +202,8 @@ def _print_listing(part: Listing, console: Console) -> None:
 def print_table(table: Table, console: Console, *, with_title: bool = True) -> None:
     """Print a table without lines between cells. Numbers are aligned to the right, the total is bold.
 
-    On a narrow terminal the bars are left out, then the sources. A table that is still too wide is printed at its own width, so
-    that no digit and no name is cut off.
+    On a narrow terminal the columns of bars are left out, then those of sources. If the table is still too wide, its lines are
+    longer than the terminal, so that no digit and no name is cut off.
     """
     columns = [c for c in table.columns if not c.page_only]
     for kind in ("bar", "source"):
@@ -292,7 +292,7 @@ def _html_part(part: str | Table | Listing | Drawing) -> str:
 
 
 def html_table(table: Table) -> str:
-    """Return a table as HTML; "" without rows. The first column of a wide table stays visible while it scrolls."""
+    """Return a table as HTML; "" without rows. While a wide table scrolls, its first column stays visible."""
     columns, shown = table.columns, len(table.columns[0].cells[: table.page_rows])
     if not shown:
         return ""
@@ -313,7 +313,7 @@ def html_table(table: Table) -> str:
 
 
 def _tag(tag: str, c: Column, markup: str, value: float | None = None) -> str:
-    """Return a cell of a column as HTML."""
+    """Return a cell of a column as HTML element `tag` with content `markup`. value: the number by which the page sorts."""
     kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind) or ("number" if c.values is not None else "")
     css = f' class="{kind}"' if kind else ""
     data = f' data-value="{value!r}"' if value is not None and tag == "td" else ""

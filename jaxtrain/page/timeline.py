@@ -1,4 +1,4 @@
-"""A timeline of a page: lanes of events that can be zoomed, drawn on a canvas by assets/timeline.js."""
+"""A timeline that can be zoomed: lanes of events, drawn on a canvas by assets/timeline.js."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -24,7 +24,7 @@ def draw(lanes: Mapping[str, Sequence[Stretch]], colours: Mapping[str, str], des
     """Return the timeline as HTML, with its style and script. A page can have at most one timeline.
 
     Args:
-        lanes: name -> events. Every lane has events.
+        lanes: name -> events, at least one in each lane.
         colours: kind of an event -> CSS variable, such as --c1. The legend has the same order.
         description: the timeline in words, for screen readers.
     """

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def meshes_of(parsed: Parsed) -> str:
-    """Return the layouts of a command line, in the form of --meshes."""
+    """Return the layouts to compare, in the form of --meshes: those of --known-issues, of --meshes, or the defaults."""
     if parsed.mode:
         from jaxtrain.parity import known_issues
 
@@ -107,7 +107,7 @@ def meshes_of(parsed: Parsed) -> str:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of --meshes with only one layout, and of --config.mesh.* beside --meshes."""
+    """Return the problem of --meshes with only one layout, and of every --config.mesh.*, since --meshes sets the mesh."""
     layouts, wrong = named.parse(meshes_of(parsed))
     if "meshes" in parsed.given and not wrong and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
@@ -119,7 +119,7 @@ def find_problems(parsed: Parsed) -> list[Problem]:
 def config_argv(parsed: Parsed) -> list[str]:
     """Return the config arguments of a command line.
 
-    For --known-issues without --config, they are a small model, and data with many documents in a sequence.
+    --known-issues without --config gets a small model, and synthetic data with many documents in a sequence.
     """
     argv = parsed.config.launch.config_argv
     if not parsed.mode or "config" in parsed.given:
@@ -129,7 +129,7 @@ def config_argv(parsed: Parsed) -> list[str]:
 
 
 def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
-    """Return (layout, config) of each layout, a line for each default layout that is left out as invalid, and all problems."""
+    """Return (layout, config) of each layout; a line for each default layout left out as invalid; problems of the others."""
     argv = config_argv(parsed)
     more = named.FLOAT32 if parsed.mode else DTYPES.get(parsed.options["dtype"], ())
     found = [(layout, *named.load(layout, argv, *more)) for layout in layouts]
@@ -163,7 +163,7 @@ def start_devices(runs: Runs) -> None:
 
 
 def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Train on every layout, compare and print. Return the exit code, 1 if layouts differ. JAX must be started."""
+    """Train on every layout, compare and print. Return 0 if all layouts agree, else 1. JAX must be started."""
     from jaxtrain.parity import report
 
     rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)
@@ -183,8 +183,8 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     """Train `steps` steps on every layout, and compare them with the first.
 
     Returns:
-      The rows of the report; the comparison of the first layout with its own steps in float32 (None for a float32 run); the
-      precision; and the reason why the first layout could not run, or "".
+      The rows of the report; the comparison of the first layout with its own steps in float32 (None if all runs are float32);
+      the precision; and the reason why the first layout could not run, or "".
     """
     import jax
 
@@ -197,7 +197,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     total, done = len(runs) + (not in_float32), 0
 
     def attempt(name: str, layout: Layout, run: RunConfig) -> tuple[Any, str, float]:
-        """Return the steps of a layout or None, the reason if there are no steps, and the time in seconds."""
+        """Return (steps of a layout, or None after an error; the error, or ""; the time in seconds)."""
         nonlocal done
         done += 1
         began = time.perf_counter()
@@ -234,7 +234,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
 
 
 def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Run the checks of known_issues.py; print difference, bound and verdict of each. JAX must be started."""
+    """Run the checks of known_issues.py, and print each verdict. Return 0 if all are ok, else 1. JAX must be started."""
     from jaxtrain.parity import known_issues, report
 
     def print_line(text: str, style: str = "") -> None:
@@ -265,14 +265,14 @@ def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) 
 
 
 def devices_text(runs: Runs) -> str:
-    """Return count and kind of the devices of the largest layout."""
+    """Return the number of devices of the largest layout, and their kind, as text."""
     import jax
 
     return f"{max(layout.devices for layout, _ in runs)} {jax.devices()[0].device_kind} devices"
 
 
 def write_json(parsed: Parsed, tree: dict[str, Any]) -> None:
-    """Write the results to the file of --json."""
+    """Write the results `tree` to the file of --json, if that is given."""
     if parsed.options["json"]:
         Path(parsed.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
 

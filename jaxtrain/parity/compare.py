@@ -1,31 +1,31 @@
 """Compare the steps of two runs, with bounds that follow from rounding.
 
 The comparison covers the loss and the gradient norm of every step, the gradient of every tensor at the first step, and the
-total change of every weight. (After the first step Adam's first moment, like Muon's momentum, is 1 - beta1 times the gradient
-on every layout.) The initial weights must be equal bit for bit. The error of a tensor's gradient is |got - reference| /
-|reference| in the 2-norm. If the reference is mostly cancellation, as for the bias of keys, which does not change softmax, the
-denominator is the tensor's share of the global gradient norm.
+total change of every weight. The gradients are read from the optimizer: after the first step Adam's first moment, like Muon's
+momentum, is 1 - beta1 times the gradient. The initial weights must be equal bit for bit. The error of a tensor's gradient is
+|got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its gradient is mostly rounding. For
+such a tensor, the denominator is the tensor's share of the global gradient norm.
 
-float32: the bound is 1e-5 for all values except the weights: 168 roundings of u = 2^-24 with one sign, or 28,000 with random
-signs.
+float32: the bound is 1e-5 for all values except the weights. This allows 168 roundings of u = 2^-24 with one sign, or 28,000
+with random signs.
 
 bfloat16 and FP8: the bound is the measured effect of rounding. The reference's steps are repeated in float32, and d is the
-distance between the two. A sum that one device rounds once is rounded 1 + log2(n) times on n devices: on each device and in
-each of log2(n) additions. Independent errors add like the root of their number. So the run is at most sqrt(1 + log2 n) d from
-float32, and at most sqrt(2 + log2 n) d from the reference, whose own error is d. (n counts microbatches too.) A tensor's d is
-at least the d of the whole gradient, which is not small by chance. For the gradient norm, d is the d of the whole gradient,
-because |a| - |b| is at most |a - b|. For the loss, a mean over the N tokens of the batch, d is the d of the whole gradient
-divided by sqrt(N), or the error of the reference's own loss if that is larger.
+distance of the reference from these steps. A sum that one device rounds once is rounded 1 + log2(n) times on n devices: on each
+device and in each of log2(n) additions. (n counts microbatches too.) The sum of k independent errors grows like sqrt(k). So the
+run is at most sqrt(1 + log2 n) d from float32. It is at most sqrt(2 + log2 n) d from the reference, whose own error is d. A
+tensor's d is at least the d of the whole gradient, which is not small by chance. For the gradient norm, d is the d of the whole
+gradient, because |a| - |b| is at most |a - b|. The loss is a mean over the N tokens of the batch. Its d is the d of the whole
+gradient divided by sqrt(N), or the error of the reference's own loss if that is larger.
 
 Weights: Adam divides by the root of the second moment, so rounding decides the sign of a whole step if a gradient is nearly
 zero. A weight is left out unless its first gradient is above twice the bound times the root mean square of the tensor's
-gradient. For an error e of the gradient, a weight with a gradient of x times the root mean square has an error of e / x, and
-all weights together have an error of about sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change.
-In bfloat16 the bound is measured.
+gradient. If the gradient has an error e, a weight whose gradient is x times the root mean square has an error of e / x. All
+weights together have an error of about sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change. In
+bfloat16 the bound is measured.
 
-A measured distance is one sample: the norm of m independent errors has a relative standard deviation of 1 / sqrt(2 m), and the
-ratio of two such norms has 1 / sqrt(m). So the bound of the change of a tensor of m weights is multiplied by 1 + 3 / sqrt(m):
-1.4 for the 64 weights of a small norm, 1.001 for a matrix of 4096 x 4096.
+A measured distance is one sample. The norm of m independent errors has a relative standard deviation of 1 / sqrt(2 m). The
+ratio of two such norms has a relative standard deviation of 1 / sqrt(m). So the bound of the change of a tensor of m weights is
+multiplied by 1 + 3 / sqrt(m). The factor is 1.4 for the 64 weights of a small norm, 1.001 for a matrix of 4096 x 4096.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The results of a few steps. The names of gradients and weights are a checkpoint's names without their first part."""
+    """The results of a few steps. The names of tensors are a checkpoint's, without `params.` or `optimizer.mu.`."""
 
     loss: np.ndarray  # of each step
     grad_norm: np.ndarray
@@ -64,7 +64,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Tolerated differences from the reference, all relative."""
+    """Tolerated relative differences of a run from the reference, with the reason for them."""
 
     loss: float
     grad_norm: float
@@ -75,7 +75,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """The compared value that is largest relative to its bound."""
+    """Of several relative differences, the one that is largest relative to its bound."""
 
     value: float
     bound: float
@@ -89,7 +89,7 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A run compared with the reference."""
+    """A run compared with the reference: the worst difference of each kind of value."""
 
     loss: Measure
     grad_norm: Measure
@@ -175,7 +175,7 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
 
     Args:
       exact: the reference's steps in float32; None if the reference and the run are in float32.
-      parts: devices x microbatches of the run, among which the run's sums are divided.
+      parts: devices x microbatches of the run. Each has a part of every sum over the batch.
       tokens: number of tokens of a batch.
     """
     names = reference.gradients
@@ -194,9 +194,9 @@ def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -
 
 
 def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
-    """Compare a run with the reference: for each kind of value, return the value that is largest relative to its bound.
+    """Return, for each kind of value, the difference from the reference that is largest relative to its bound.
 
-    Raises ValueError for runs of different models.
+    Raises ValueError for runs of different models or lengths.
     """
     shapes = [{n: a.shape for n, a in run.weights.items()} for run in (got, reference)]
     if shapes[0] != shapes[1] or len(got.loss) != len(reference.loss):
@@ -216,7 +216,7 @@ def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
 
 
 def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> Measure:
-    """Return the value that is largest relative to its bound. A value that is not finite counts as the largest."""
+    """Return the value that is largest relative to its bound. A value that is not finite is larger than all others."""
     bound = allowed if isinstance(allowed, Mapping) else dict.fromkeys(values, allowed)
 
     def against(name: str) -> tuple[bool, float]:
@@ -233,17 +233,16 @@ def relative(got: np.ndarray, reference: np.ndarray) -> list[float]:
 
 
 def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
-    """Return the error of each tensor's first gradient, relative to the tensor's length by `_lengths`."""
+    """Return the error of each tensor's gradient at the first step, relative to the norm that `_lengths` returns."""
     lengths = _lengths(reference.gradients)
     return {n: _norm(d) / lengths[n] for n, d in _apart(got.gradients, reference.gradients).items()}
 
 
 def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
-    """Return the error of each tensor's weights, relative to their change. resolved: the bound of each tensor's gradient.
+    """Return the error of each tensor's weights, relative to their change. resolved: the bound of each gradient error.
 
-    A weight counts if its first gradient is above twice the tensor's bound, or exactly zero in both runs. Tensors without
-    gradients are left out: frozen tensors, and the biases of routers, for which the sign of a small difference decides a whole
-    step.
+    A weight counts if its first gradient is clearly above rounding (see the module), or exactly zero in both runs. Frozen
+    tensors have no gradient and are left out. So are the biases of routers, whose step is the sign of a small difference.
     """
     found, lengths = {}, _lengths(reference.gradients)
     for name, g in reference.gradients.items():
@@ -265,6 +264,6 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
-    """Return for each tensor the larger of its norm and (global norm) * sqrt(its elements / all elements)."""
+    """Return for each tensor its norm, or (global norm) * sqrt(its elements / all elements) if that is larger."""
     whole, size = _norm(gradients), sum(a.size for a in gradients.values())
     return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}

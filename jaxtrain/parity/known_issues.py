@@ -1,7 +1,7 @@
 """Three checks for bugs that were reported against trainers, each by real train steps in float32: `parity --known-issues`.
 
-documents    attention crosses packed documents. A packed batch and the same documents, one a sequence, must have the same loss
-             and the same gradients, on one device and with documents that are sharded over devices.
+documents    attention crosses packed documents. A packed batch and the same documents in separate sequences must have the same
+             loss and gradients. The packed batch runs on one device, and with its documents sharded over devices.
 gradients    gradients are wrong in combined layouts. Combined layouts must take the same steps as one device.
 processes    the data depends on the number of processes. One, two and four processes, with the same total number of devices,
              must take the same steps.
@@ -42,7 +42,7 @@ SHORT = (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check: of all differences, the one that is largest relative to its bound."""
+    """The result of one check: the difference that is largest relative to its bound."""
 
     name: str
     figure: float  # relative difference
@@ -69,7 +69,7 @@ def separate_documents(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
-    """Compare a step on a packed batch, in each layout, with a step on its documents in separate sequences on one device."""
+    """Compare a step on a packed batch in each layout with a step on one device that has each document in its own sequence."""
     import jax
 
     from jaxtrain.data import pipeline
@@ -101,7 +101,7 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
 
 
 def check_gradients(rows: Sequence[Any]) -> Check:
-    """Return the check with the worst gradient of combined layouts. rows: a report.Row for each layout of COMBINED."""
+    """Return the worst gradient of the combined layouts. rows: a report.Row for each layout of COMBINED, `one` first."""
     found = [
         Check(
             "gradients",

@@ -1,7 +1,7 @@
 """The layouts of --meshes, and their problems. Imports no jax.
 
-`fsdp4xtensor2/sharding.zero=1/remat.policy=full` is a mesh and further keys of the config. Axes without a size have size 1.
-`one` is a single device.
+An item such as `fsdp4xtensor2/sharding.zero=1/remat.policy=full` has a mesh and further keys of the config. Axes
+without a size have size 1. `one` is a single device.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ FLOAT32 = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One item of --meshes."""
+    """One item of --meshes: a mesh and overrides of the config."""
 
     name: str
     mesh: tuple[tuple[str, int], ...]  # (axis, size) of every axis
@@ -58,7 +58,7 @@ class Layout:
 
 
 def default(run: RunConfig) -> str:
-    """Return the layouts for a command line without --meshes."""
+    """Return the default of --meshes. It has further layouts if the run has several microbatches, or experts."""
     staged, experts = run.train.grad_accum > 1 and run.model.num_layers > 1, run.model.num_experts > 0
     return ",".join([DEFAULT, *[STAGES] * staged, *[EXPERTS] * experts, *[BOTH] * (staged and experts)])
 
@@ -123,7 +123,7 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
 def devices(count: int, source: str = "") -> Devices:
     """Return `count` devices: GPUs if this machine has enough, else CPU devices, of which JAX makes any number.
 
-    GPUs that cannot be used are returned with their problem.
+    If the GPUs cannot be used, return them with the reason in `problem`.
     """
     found = hardware.probe()
     if found.problem:
@@ -162,7 +162,7 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 
 
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
-    """Return why these runs, each of them valid, cannot be compared: data, optimizer, experts, memory."""
+    """Return the reasons why these valid runs cannot be compared: data, optimizer, experts, memory."""
     run = runs[0]
     problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
     if run.optimizer.name not in METHODS:
@@ -183,7 +183,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
 
 
 def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
-    """Return a problem if the model's state exceeds this machine's memory on the layout that needs the most, else []."""
+    """Return a problem if the comparison of these layouts needs more host memory than is available, else []."""
     values = dict(flatten(to_dict(run)))
     if run.model.family not in FAMILIES:
         return []

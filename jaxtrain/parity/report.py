@@ -39,7 +39,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The results of a comparison."""
+    """The rows of all layouts, with the config and the devices of the comparison."""
 
     config: str
     overrides: tuple[str, ...]
@@ -55,7 +55,7 @@ class Result:
 
 
 def show(result: Result, console: Console) -> None:
-    """Print the table, all differences beyond their bounds, the bounds and the verdict."""
+    """Print the table of layouts, all differences beyond their bounds, the bounds, and the verdict."""
     steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
     _say(console, f"{result.config}, {steps} in {result.types} on {result.devices}", "bold")
     if result.overrides:
@@ -90,7 +90,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def _cells(row: Row) -> list[str]:
-    """Return the cells of COLUMNS: differences, or for the reference the loss and gradient norm of the last step."""
+    """Return the cells of COLUMNS: the differences; for the reference, the loss and gradient norm of the last step."""
     if row.comparison:
         return _differences(row.comparison)
     if not row.trained:
@@ -119,7 +119,7 @@ def _say(console: Console, line: str, style: str = "") -> None:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Return the results for programs, with losses and gradient norms of all steps."""
+    """Return the results for --json, with losses and gradient norms of all steps."""
 
     def measured(comparison: Comparison | None) -> dict[str, Any] | None:
         if comparison is None:

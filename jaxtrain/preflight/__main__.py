@@ -39,7 +39,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def rule_of_json(text: str) -> str:
-    """Return the reason why the file of --json cannot be written, or ""."""
+    """Return the reason why `text`, the path of --json, cannot be written; "" if it can, or if it is "-"."""
     try:
         return "" if text == "-" else call_with_timeout(ANSWER_S, text, lambda: check_output_file(text))
     except Unanswered as error:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     """Run the command and return its exit code.
 
     Args:
-        own_process: whether this process does nothing else, so that any thread may end it.
+        own_process: whether this process only runs preflight, so that any thread may end the process.
     """
     began = time.monotonic()
     return run_command(COMMAND, argv, lambda parsed: run(parsed, began, own_process), check=check_options)
@@ -197,7 +197,7 @@ def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
 
 
 def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
-    """Write to the path of an option, and return whether it succeeded. A failure does not change the verdict."""
+    """Call `write` with the path `value` of an option, print an error if it fails, and return whether it succeeded."""
     try:
         call_with_timeout(SAVE_S, value, lambda: write(Path(value).expanduser()))
     except (OSError, Unanswered) as error:
@@ -254,7 +254,7 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
 
 
 def refused_folder(folder: Path) -> list[Problem]:
-    """Return the problems of a folder for a recording: other files in it, not writable, or a file system that hangs."""
+    """Return the problems of a folder for a recording: other files in it, no write permission, or a hanging file system."""
 
     def look() -> list[Problem]:
         if others := not_of_a_recording(folder):

@@ -9,7 +9,7 @@ SWITCH, BRIDGE = "switch", "bridge"
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """Expected properties of a node with GPUs of one model. None: the property differs among nodes, or has no known source."""
+    """Expected properties of a node with GPUs of one model. A property is None if it differs among nodes, or is not known."""
 
     name: str
     gpus: int | None  # GPUs of a board

@@ -102,7 +102,7 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     "away.",
 )
 def gpu_count(c: Context) -> Verdict:
-    """Compare the number of GPUs with the number that scheduler or container assigned, else with the board's number."""
+    """Compare the number of GPUs with the number that the scheduler or the container assigned, else with the board's number."""
     gpus, board = c.gpus, c.board
     if gpus.reset:
         return fault(
@@ -213,7 +213,7 @@ CHECKS.add(
 
 
 def pci(address: str) -> tuple[int, ...]:
-    """Parse a PCI address to (domain, bus, device). nvidia-smi has 00000000:9A:00.0, the kernel has 0000:9a:00."""
+    """Return (domain, bus, device) of a PCI address as nvidia-smi (00000000:9A:00.0) or the kernel (0000:9a:00) prints it."""
     return tuple(int(part, 16) for part in re.findall(r"[0-9A-Fa-f]+", address.partition(".")[0]))
 
 

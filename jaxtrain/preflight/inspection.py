@@ -64,7 +64,7 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
 def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Return a fault for each node and property that differs from the most frequent value, and for clocks that differ.
 
-    If all nodes agree, return one finding.
+    If there is no fault, return one finding, that the nodes are alike.
     """
     found = []
     for what, check in COMPARISONS.items():
@@ -88,7 +88,7 @@ def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) ->
 
 
 def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
-    """Return a fault for each host whose processes have different CUDA_VISIBLE_DEVICES. processes: (host, value) of each."""
+    """Return a fault for each host whose processes differ in CUDA_VISIBLE_DEVICES. processes: (host, value) of each process."""
     values = {host: sorted({value for other, value in processes if other == host}) for host, _ in processes}
     return [
         CHECKS[software.VISIBLE].finding(fault(f"{len(seen)} values on {host}: {listed([repr(v) for v in seen])}"), host)

@@ -30,8 +30,8 @@ def has_switches(c: Context) -> bool:
 def without_switches(c: Context) -> bool:
     """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
 
-    On such a board each GPU has a third of its links to each other GPU (NVIDIA/nccl, issue 1617: NV6 on HGX H100 4-GPU, NV4 on
-    HGX A100 4-GPU).
+    On such a board, a third of a GPU's links connect it to each other GPU: NV6 on HGX H100 4-GPU, NV4 on HGX A100 4-GPU.
+    The source is issue 1617 of NVIDIA/nccl.
     """
     pairs = set(c.topology.pairs.values())
     return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
@@ -68,7 +68,7 @@ def topology(c: Context) -> Verdict | None:
 
 
 def bridges(c: Context, board: Board, counts: str) -> Verdict:
-    """Return the verdict on a board whose GPUs are connected by bridges of equal size.
+    """Return the verdict on the NVLink bridges of a board, which must all connect the same number of GPUs.
 
     Args:
         counts: text with the number of GPU pairs of each connection.
@@ -169,7 +169,7 @@ def fabric(c: Context) -> Verdict | None:
 
 @each_gpu("fabric.state")
 def registered(c: Context, row: Row) -> Verdict | None:
-    """Return the verdict on a GPU's registration with the NVSwitches."""
+    """Return the verdict on a GPU's registration with the NVSwitches; None if nvidia-smi does not report it."""
     state, status = row.get("fabric.state"), row.get("fabric.status")
     if not state or (state, status) == FABRIC_OK:
         return ok(", ".join(FABRIC_OK)) if state else None
@@ -218,9 +218,10 @@ def active_nics(c: Context) -> list[str]:
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
 def infiniband(c: Context) -> Verdict | None:
-    """Return the verdict on the ports near the GPUs.
+    """Return the verdict on the ports near the GPUs; None if there are none.
 
-    A port that is down is a fault if the run uses several nodes and a GPU near the port has no other port; else a note.
+    The verdict is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port
+    that is down is a note.
     """
     near = c.topology.near_nics
     states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}

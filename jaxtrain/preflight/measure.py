@@ -1,8 +1,8 @@
 """Measures the rates of this node's GPUs and disks within a time budget; rates.py checks them.
 
 The GPUs are measured in a child process (bench/child.py), which saves each result at once. If the child hangs or crashes, only
-its time budget is lost, and the GPUs' memory is free afterwards. This process never initialises JAX's
-backend. It measures the disks while the child runs.
+its time budget is lost, and the GPUs' memory is free afterwards. This process never initialises JAX's backend. It measures the
+disks while the child runs.
 """
 
 import contextlib
@@ -55,10 +55,10 @@ def measure(
     on_cpu: bool = False,
     disk_bytes: int = 2**30,
 ) -> dict[str, Any]:
-    """Return the rates of this node's GPUs and disks, measured within `budget_s` seconds.
+    """Return the rates of this process's GPUs and of the disks of `paths`, measured within `budget_s` seconds.
 
     Args:
-        paths: name -> folder to write to and read from, which need not exist. Each disk is measured once.
+        paths: name -> folder on the disk to measure. The folder need not exist. Each disk is measured once.
         cluster: cluster that the measuring children of all processes form, with an unused port; None for one process. All
             processes call this function at the same time.
         on_cpu: for tests, run the programs of GPUs on CPU devices in tiny sizes. The figures have no meaning.
@@ -66,8 +66,8 @@ def measure(
 
     Returns:
         the rates of `rates.RATES`; gpus: the GPUs' indices; under_load: the driver's samples during the matmuls; disk: name ->
-        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> reason why it is unknown; failed: measurement -> error. A rate
-        that was not measured is an empty list, None, or absent from `disk`.
+        {write_gb_s, read_gb_s}; left_out: rate (or disk.NAME) -> reason why it is unknown; failed: measurement -> error. For a
+        rate that was not measured, the list is empty, the number is None, or `disk` lacks the name.
     """
     deadline = time.monotonic() + budget_s
     found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys((*BUS_RATES, *INTER_NODE_RATES))
@@ -92,7 +92,10 @@ def measure(
 
 
 def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the child's answer to `found`. If the child failed or was killed, add the reason for each missing rate."""
+    """Add the child's answer to `found`. If the child failed or was killed, add the reason why each other rate is unknown.
+
+    alone: whether this process is the only one of the run, so that no lost process can have ended the child.
+    """
     measured = answer.get("measured", {})
     found |= measured
     for name in ("left_out", "failed"):
@@ -123,10 +126,10 @@ def hangs(answer: Mapping[str, Any]) -> bool:
 def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: dict[str, Any]) -> None:
     """Add the rates of each path's disk to `found`, or the reason why they are unknown.
 
-    Each disk is measured once.
+    Each disk is measured once, for all of its paths.
 
     Args:
-        seconds: time limit of a disk.
+        seconds: time limit for each disk.
         size: bytes to write and read.
     """
     by_device: dict[int, dict[str, float | None] | Exception] = {}
@@ -164,10 +167,11 @@ def child_environment(devices: hardware.Devices, environ: Mapping[str, str]) -> 
 
 
 def measure_in_child(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Start JAX and measure all GPUs. This is the case of the child (bench/child.py).
+    """Start JAX and measure all rates of GPUs. `child.run_case` calls this function in the child (bench/child.py).
 
     Args:
-        request: limit_s: seconds after which no measurement begins; cluster: the fields of a Cluster, or None.
+        request: limit_s: seconds after which no measurement begins, except those that need all processes; cluster: the fields
+            of a Cluster, or None.
     """
     results = Results(request, request["limit_s"])
     cluster = Cluster(**request["cluster"]) if request["cluster"] else None
@@ -183,7 +187,7 @@ def measure_in_child(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Results:
-    """The child's answer so far. It is saved before each measurement, so the parent has it even if the child does not end."""
+    """The child's results so far. They are saved before each measurement, so the parent has them even if the child hangs."""
 
     def __init__(self, request: Mapping[str, Any], limit_s: float):
         self._request, self._deadline = request, time.monotonic() + limit_s
@@ -197,7 +201,7 @@ class Results:
         """Measure the rate `key`. If the measurement raises, the error is the reason why the rate is unknown.
 
         Args:
-            together: whether other processes take part. Such a measurement is never left out, since the others would wait.
+            together: whether other processes take part. Such a measurement runs even after the limit, since others wait for it.
         """
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"

@@ -37,13 +37,13 @@ class Preflight:
     """One process's part in the preflight of a run.
 
     Args:
-        context: the process's node. The cluster of `context` may be that of another run, if the node is a recording.
+        context: the process's node. If the node is a recording, `context.cluster` is the cluster of the recorded run.
         cluster: the processes of this run.
         limit_s: seconds for everything after the processes have connected.
         connect_s: seconds for the other processes to connect.
         skip_reason: the reason to skip measurements; "" to measure.
-        on_lost: called in another thread with the report of this node if a process is lost. It should end this process, since
-            JAX does so 6 s after process 0 is lost.
+        on_lost: called in another thread with the report of this node if a process is lost. The function should end this
+            process, because JAX ends it 6 s after process 0 is lost.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Preflight:
         return self._deadline - time.monotonic()
 
     def run(self) -> list[NodeReport]:
-        """Return the findings on every node, equal in all processes. If a process is lost, return those on this node alone.
+        """Return the findings on every node, equal in all processes. If a process is lost, return the findings on this node.
 
         Call `close` afterwards.
         """
@@ -90,7 +90,7 @@ class Preflight:
         return reports
 
     def close(self, failed: str = "") -> None:
-        """Leave JAX's service together with the other processes. failed: a reason, which is sent to the other processes."""
+        """Leave JAX's service together with the other processes. failed: the reason to send to them; "" after a success."""
         with contextlib.suppress(Unanswered):
             limit_s = FAILED_CLOSE_S if failed else max(self.left_s, CLOSE_S)
             call_with_timeout(limit_s, "the service", lambda: self._peers.close(failed))
@@ -100,7 +100,7 @@ class Preflight:
             self._on_lost(self._report_alone(message, connected=True))
 
     def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
-        """Return the report of this node alone. message: error about the lost process. connected: whether all had connected."""
+        """Return the report of this node. message: error about the lost process. connected: whether all had connected."""
         found = self._findings
         if not found and self._inspects:
             with contextlib.suppress(Unanswered):
@@ -114,7 +114,7 @@ class Preflight:
         return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
 
     def _gather(self, name: str, value: Any) -> list[Any]:
-        """Return the value of every process, by process index."""
+        """Send `value` to all processes. Return the value of every process, ordered by process index."""
         texts = self._peers.gather(f"preflight/{name}", json.dumps(value), max(self.left_s, GATHER_S))
         return [json.loads(text) for text in texts]
 
@@ -179,7 +179,7 @@ class Preflight:
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return (name -> path whose disk this process measures, "disk.NAME" -> reason why it does not). process: its index."""
+    """Return (name -> path whose disk process `process` measures, "disk.NAME" -> reason why it does not measure that disk)."""
     disks = context.node.disks
     wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
     left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
@@ -191,7 +191,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the rates of a node. Rates of GPUs are those of all its processes; all other rates are those of the first."""
+    """Return the rates of a node: the rates of GPUs from all of its processes, all other rates from its first process."""
     out: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for name in rates.GPU_LISTS:

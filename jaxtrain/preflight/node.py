@@ -1,8 +1,9 @@
 """A node as the checks read it: output of commands, files, variables, disks, packages, limits.
 
 `LocalNode` reads the node of this process and can save a recording of it. `RecordedNode` reads a recording, so that the checks
-run anywhere. A recording is a folder with commands/ (a file per command: the command, its exit code, its output), files/
-(copies, by path) and the JSON files of PARTS. Its base.txt may name another recording, which is read for all missing parts.
+run anywhere. A recording is a folder. commands/ has a file per command, with the command, its exit code and its output.
+files/ has copies of files, by path. PARTS names the JSON files. base.txt may name another recording, which is read for
+missing files.
 """
 
 import contextlib
@@ -56,10 +57,10 @@ class RecordingError(ValueError):
 
 
 def call_with_timeout[T](seconds: float, subject: str, function: Callable[[], T]) -> T:
-    """Return or raise the result of `function`. It runs in a thread, which is abandoned if it hangs, as on a lost NFS server.
+    """Return the result of `function`, or raise its exception. If it hangs, as on a lost NFS server, its thread is abandoned.
 
     Raises:
-        Unanswered: no result after `seconds`. The message names `subject`.
+        Unanswered: `function` has not returned after `seconds`. The message names `subject`.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -105,7 +106,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """The file system of a path. silent: it did not answer in time, and all fields but `path` are empty."""
+    """The file system of a path. silent: whether it did not answer in time; then all other fields but `path` are empty."""
 
     path: str
     total_gib: float
@@ -186,7 +187,7 @@ class RecordedNode:
 
 
 class LocalNode:
-    """The node of this process. Its methods never raise. A check reports an answer that is None, empty or an error.
+    """The node of this process. Methods that read it never raise. A check reports an answer that is None, empty or an error.
 
     Args:
         paths: name -> folder or bucket that the run reads or writes; the folder need not exist yet.
@@ -233,9 +234,9 @@ class LocalNode:
 
     @functools.cached_property
     def environ(self) -> Mapping[str, str]:
-        """Return the variables that change a run or locate its processes.
+        """Return the environment variables that change a run or locate its processes.
 
-        They have no secrets, since a recording may be sent to other people.
+        Secrets are left out, since a recording may be sent to other people.
         """
         chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
         chosen |= environment.select_variables(os.environ)
@@ -270,7 +271,7 @@ class LocalNode:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """Return host name, time, CPUs, memory and limits. None: no limit, or not reported by the kernel."""
+        """Return host name, time, CPUs, memory and limits. None means no limit, or that the kernel does not report it."""
 
         def limit(which: int) -> int | None:
             soft = resource.getrlimit(which)[0]
@@ -315,7 +316,7 @@ Node = LocalNode | RecordedNode
 
 
 class _Command:
-    """A running command. Its output goes to files, because a pipe stays open as long as a process of the command runs."""
+    """A running command. Its output goes to files, because a pipe would stay open until all child processes have ended."""
 
     def __init__(self, command: str, limit_s: float):
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115, open as long as this object

@@ -55,7 +55,7 @@ def fields_of(query: str) -> list[str]:
 
 
 def rows(node: Node, query: str) -> list[Row]:
-    """Return the rows of a query; [] if it failed. Keys are the query's fields, since nvidia-smi's headings may differ."""
+    """Return the rows of a query; [] if it failed. Keys are the query's fields, since nvidia-smi may print other headings."""
     answer, fields = node.run(query), fields_of(query)
     if not answer.succeeded:
         return []
@@ -66,7 +66,7 @@ def rows(node: Node, query: str) -> list[Row]:
 
 
 def _value(cell: str) -> str | None:
-    """Return the value of a cell; None for texts such as [N/A] or [Requested functionality has been deprecated]."""
+    """Return the text of a cell; None if it is no value, such as [N/A] or [Requested functionality has been deprecated]."""
     return None if cell.startswith("[") or cell.lower() in NO_VALUE else cell
 
 
@@ -159,7 +159,7 @@ def add_optional_fields(node: Node, gpus: Sequence[Row]) -> dict[str, str]:
 
 
 def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
-    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, the first unknown entry ends the list."""
+    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, the list ends before an unknown entry."""
     if wanted is None:
         return list(found)
     chosen = []
@@ -205,7 +205,7 @@ def parse_topology(text: str, indices: Sequence[int]) -> Topology:
 
 
 def parse_links(text: str) -> dict[int, list[tuple[int, str]]]:
-    """Parse the output of `nvidia-smi nvlink -s` or `-e`. Return GPU -> (link, text) of each line."""
+    """Parse the output of `nvidia-smi nvlink -s` or `-e`. Return GPU -> (link, text after it) of each line."""
     found: dict[int, list[tuple[int, str]]] = {}
     for line in text.splitlines():
         if head := re.match(r"\s*GPU (\d+):", line):

@@ -1,6 +1,6 @@
 """Checks of the measured rates: the GPUs of a node against each other, and collectives against the board's bandwidth.
 
-A rate without a published figure for the board is reported without a verdict.
+If the board has no published bus bandwidth, every measured bandwidth passes the check.
 """
 
 import math
@@ -34,7 +34,7 @@ NOT_MEASURED = "it was not measured"
 
 
 def reason(c: Context, *keys: str) -> Verdict:
-    """Return the verdict "not measured", with the reason of the first of `keys` that has one."""
+    """Return the verdict `unknown`. Its reason is that of the first rate in `keys` with a known reason."""
     left_out = c.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
 
@@ -52,9 +52,10 @@ def gpu_work(c: Context) -> Verdict | None:
 
 
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
-    """Return the probe of a rate of GPUs.
+    """Return the probe of the rate `key` of all GPUs.
 
-    A GPU is a fault below `share` of the median of the other GPUs, or below PEAK_SHARE of `peak`, the data sheet's rate.
+    The verdict is a fault if one GPU is below `share` of the median of the other GPUs, or below PEAK_SHARE of the data sheet's
+    rate, which `peak` returns.
     """
 
     def probe(c: Context) -> Verdict | None:
@@ -96,7 +97,7 @@ CHECKS.add(
     "PERFORMANCE,TEMPERATURE.",
 )
 def under_load(c: Context) -> Verdict | None:
-    """Return the verdict on the driver's samples during the matmuls."""
+    """Return the verdict on clocks, power and throttling of all GPUs, sampled during the matmuls."""
     if not c.gpus.count:
         return None
     if not (samples := c.measured.get("under_load")):
@@ -106,7 +107,7 @@ def under_load(c: Context) -> Verdict | None:
 
 
 def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
-    """Return the verdict on the samples of one GPU. highest: highest SM clock in MHz."""
+    """Return the verdict on the samples of one GPU (`measure.load_samples`). highest: its highest SM clock in MHz."""
     mhz, watt, limit = gpu["sm_mhz"], gpu["power_w"], gpu["power_limit_w"]
     slowed = {why: share for why, share in gpu["reasons"].items() if why in SLOWDOWNS.values()}
     texts = {why: f"{why} in {share:.0%} of the samples" for why, share in slowed.items()}
@@ -138,7 +139,7 @@ CHECKS.add(
 
 
 def bus_bandwidth(key: str, nvls: bool) -> Probe:
-    """Return the probe of a collective's bus bandwidth against the board's. nvls: whether NVLS makes the collective faster."""
+    """Return the probe that compares a collective's bus bandwidth with the board's. nvls: whether NVLS speeds it up."""
 
     def probe(c: Context) -> Verdict | None:
         if c.gpus.count < 2:

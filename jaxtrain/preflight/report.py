@@ -46,7 +46,7 @@ def exit_code(nodes: Sequence[NodeReport]) -> int:
 
 
 def is_incomplete(nodes: Sequence[NodeReport]) -> bool:
-    """Return whether a process did not connect or was lost. Then the report has only this node."""
+    """Return whether a process did not connect or was lost. If so, `nodes` has only this node."""
     return any(finding.state == MISSING for node in nodes for finding in node.findings)
 
 

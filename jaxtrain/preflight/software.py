@@ -82,7 +82,7 @@ def cuda_plugin(c: Context) -> Verdict:
     fix="Install the locked set: ./run.sh setup.",
 )
 def cuda_wheels(c: Context) -> Verdict | None:
-    """Compare the installed wheels with the requirements of the plugin's extra `with-cuda`."""
+    """Compare the installed wheels with the requirements of the extra `with-cuda` of JAX's plugin; None without a plugin."""
     packages, plugins = c.node.packages, cuda_plugins(c)
     if not plugins:
         return None
@@ -138,7 +138,7 @@ def mnnvl_enabled(c: Context) -> bool:
 
 
 def refused_by_the_run(memory: bool) -> Probe:
-    """Return the probe of variables that a run refuses at its start, by the run's own rules.
+    """Return the probe of environment variables that a run refuses at its start. The probe applies the rules of the run.
 
     Args:
         memory: True: check only variables of JAX's memory, which have no key in the config; False: check all other variables.

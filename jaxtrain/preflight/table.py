@@ -1,6 +1,6 @@
 """The structure of checks: a table whose entries have a name, a probe, the expected state, a reason and a fix.
 
-A probe is a function of a `Context` that returns a verdict: `ok`, `note`, `fault` or `unknown`, or None if the check does not
+A probe is a function of a `Context`. It returns the verdict `ok`, `note`, `fault` or `unknown`, or None if the check does not
 apply to the node. A verdict may replace the texts of its check.
 """
 
@@ -23,7 +23,7 @@ MISSING = "missing"  # a process of the run is absent or lost; no fault is known
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: the verdict of a check, with its texts."""
 
     name: str
     state: str
@@ -61,12 +61,12 @@ def unknown(reason: str, **texts: str) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """A node and the run that it is checked for.
+    """A node, and the run for which it is checked.
 
     Args:
         paths: name -> folder or bucket of the run; "" if there is none.
         cluster: the run's processes; None for one process.
-        has_config: whether the command line has a config.
+        has_config: whether the command line has --config.
         measured: rates of the node (measure.py); empty before they are measured.
     """
 
@@ -103,7 +103,7 @@ class Context:
 
     @property
     def gpu_gib(self) -> float:
-        """Return the memory of all GPUs in GiB."""
+        """Return the sum of the GPUs' memory in GiB."""
         return sum(nvidia_smi.number(row, "memory.total") or 0.0 for row in self.gpus.rows) / 1024
 
 
@@ -113,7 +113,7 @@ GpuProbe = Callable[[Context, Row], Verdict | None]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """An entry of the table."""
+    """A check: its name, its probe, and its texts for the report."""
 
     name: str
     expected: str
@@ -131,7 +131,7 @@ class Table(list[Check]):
     """Checks in the order of the report."""
 
     def add(self, name: str, *, expected: str, why: str, fix: str) -> Callable[[Probe], Probe]:
-        """Return a decorator that adds a check with the decorated probe."""
+        """Return a decorator that adds a check whose probe is the decorated function."""
 
         def decorate(probe: Probe) -> Probe:
             self.append(Check(name, expected, why, fix, probe))
@@ -140,7 +140,7 @@ class Table(list[Check]):
         return decorate
 
     def run(self, context: Context) -> list[Finding]:
-        """Return the findings of all checks. An exception of a probe is a finding too, since nodes can have unknown output."""
+        """Return the findings of all checks. If a probe raises, its check is `unknown`. RecordingError passes through."""
         found = []
         for check in self:
             try:
@@ -161,7 +161,7 @@ class Table(list[Check]):
 def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
     """Return a decorator that makes a probe of all GPUs from a function of one GPU's row. The worst verdict counts.
 
-    The function returns None if nvidia-smi does not report `field` of the GPU.
+    The decorated function returns None if nvidia-smi does not report `field` of the GPU.
     """
 
     def decorate(judge: GpuProbe) -> Probe:
@@ -175,7 +175,7 @@ def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
 
 
 def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
-    """Return the probe of a field. states: value -> state. other: state of all other values."""
+    """Return the probe of nvidia-smi's `field`. states: value of the field -> state. other: state of all other values."""
 
     @each_gpu(field)
     def probe(_: Context, row: Row) -> Verdict | None:
@@ -190,7 +190,7 @@ def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
 
     Args:
         verdicts: GPU -> verdict.
-        absent: the reason if there are no verdicts.
+        absent: the reason for the verdict `unknown` if `verdicts` is empty.
     """
     for state in (FAULT, NOTE):
         if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:

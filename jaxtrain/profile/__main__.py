@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def act(parsed: Parsed) -> int:
-    """Run the mode of the command line: list the traces (--list), open one in xprof (--xprof), or report one."""
+    """Run the mode of the command line: list the traces (--list), open a trace in xprof (--xprof), or report a trace."""
     with quiet():  # jax's libraries print a warning about a missing driver when they are loaded
         import jax.profiler  # noqa: F401 - loads them
 

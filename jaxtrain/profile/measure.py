@@ -1,9 +1,9 @@
 """The time of a step from the events of a trace, by kind, part, operation and device, and the comparison of two traces.
 
-Each nanosecond of a step counts once on each device. Operations that compute or copy inside the device at that time share it
-equally. If no such operation runs, the time is exposed communication if a collective runs, else an exposed host copy if one
-runs, else idle. At all other times, collectives and host copies are overlapped. Operations inside loops and calls count, but
-loops and calls themselves do not.
+Each nanosecond of a step counts once on each device. All operations that compute or copy inside the device in this nanosecond
+have equal shares of it. If none runs, the time is exposed communication if a collective runs, else an exposed host copy if a
+host copy runs, else idle. At all other times, collectives and host copies are overlapped. Operations inside loops and calls
+count, but loops and calls themselves do not.
 
 A step lasts from the end of the previous step to its own end, so gaps between steps count. The first step of a trace begins
 with its first operation if the trace has no event of the previous step.
@@ -139,7 +139,7 @@ class Run:
 
 
 def run_around(target: Path) -> Run:
-    """Return the run whose folder is the nearest, from `target` upwards, that has a config and a receipt.
+    """Return the run in the nearest folder, from `target` upwards, that has a config and a receipt.
 
     Without such a folder, return a run that has only a name.
     """
@@ -162,7 +162,7 @@ def run_around(target: Path) -> Run:
 
 
 def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
-    """Return (program of a trace from the HLO text in its folder, or None; the reason for None)."""
+    """Return (program of a trace from the HLO text in the trace's folder, or None; the reason for None)."""
     text = trace.path.with_name(HLO_TEXT)
     reason = f"there is no file {HLO_TEXT} in the folder of the trace"
     if text.is_file():
@@ -174,7 +174,7 @@ def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
 
 
 def rates_of(run: Run, device_kind: str) -> tuple[Rates | None, str]:
-    """Return (rates of the traced GPU, or None; the reason for None)."""
+    """Return (rates with which plans time the traced GPU, or None; the reason for None)."""
     if device_kind == "cpu":
         return None, "no plan for a CPU"
     if not run.device_kind:
@@ -216,7 +216,8 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
 def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
     """Return the steps of a CPU device: one for each execution of the program.
 
-    The last len(marked) executions have the step numbers `marked`. An earlier execution is incomplete, so only its end is used.
+    The last len(marked) executions have the step numbers `marked`. An earlier execution is incomplete. Only its end is used, as
+    the start of the first step.
     """
     starts, ends = {}, {}
     for e in events:
@@ -232,7 +233,7 @@ def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: M
 
 
 def _cut_at_last_operation(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Return the steps of a GPU, whose events have no execution id. The last operation that runs once per step ends a step."""
+    """Return the steps of a GPU, whose events have no execution id. The last operation that runs once in a step ends it."""
     counts = Counter(e.op for e in events if e.op)
     if module:  # in scheduled order, without operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
@@ -255,7 +256,7 @@ type Sums = dict[Operation, np.ndarray]
 
 
 def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
-    """Return the operation of an event; None for a loop or a call. main: id of the main program. known: its operations."""
+    """Return the operation of an event; None for a loop or a call. main: id of the main program. known: operations in it."""
     if event.program == main and event.op in known:
         return known[event.op]
     if event.op.split(".")[0] in CONTROL:
@@ -285,7 +286,7 @@ def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple
 def divide_time(
     events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
 ) -> Sums:
-    """Return operation -> its sums over one device's steps.
+    """Return operation -> its sums (`Sums`) over one device's steps.
 
     Args:
         events: (event, operation) pairs, ordered by start.
@@ -401,7 +402,7 @@ def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
 
 
 def _lanes(device: int, events: Iterable[tuple[Event, Operation]], steps: Sequence[Window]) -> dict[str, tuple[Stretch, ...]]:
-    """Return the median step of a device: a lane of events for each stream."""
+    """Return the timeline of the median step of a device: a lane of events for each stream."""
     window = sorted(steps, key=lambda w: w.end - w.start)[(len(steps) - 1) // 2]
     lanes: dict[str, list[Stretch]] = defaultdict(list)
     for e, o in events:
@@ -449,7 +450,7 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
 
 
 def diff(before: Profile, after: Profile) -> dict[str, Any]:
-    """Compare two profiles. Operations are matched by label, kind and source file, since the compiler's names change.
+    """Compare two profiles. Operations are matched by label, kind and source file, since the names in the HLO change.
 
     Returns:
         "before" and "after": the paths of the traces. "changes": "step", "kind", "part" or "operation" -> changes, largest

@@ -1,8 +1,8 @@
 """The compiled program of a trace: kind, part and work of its operations, and its planned step.
 
 The part of an operation is its `jax.named_scope`, set in the step, in jaxtrain's models, or in your own model. Operations that
-the compiler adds have no scope. A fusion without a scope gets that of its matmul or of its last operation. Any other operation
-without a scope gets that of its nearest user, else that of its nearest operand.
+the compiler adds have no scope. A fusion without a scope gets the scope of its matmul, else of its last operation. Any other
+operation without a scope gets the scope of its nearest user, else of its nearest operand.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _KERNELS = (
 
 
 class Operation(NamedTuple):
-    """Kind, part and source of an operation."""
+    """Kind, part, pass, label and source of an operation."""
 
     kind: str  # one of KINDS without "exposed", or of LINKS
     part: str
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The planned times of the traced program, at the rates of the traced GPU."""
+    """The planned times of a step of the traced program, at the rates of the traced GPU."""
 
     step_ms: float
     by_kind: dict[str, float]  # ms; sums to step_ms
@@ -119,7 +119,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
 
 
 def part_of(op_name: str) -> str:
-    """Return the part of an operation from its scopes: `mlp`, `loss`, or `layers` for the loop over layers; else ""."""
+    """Return the part of an operation from its scopes, such as `mlp`, or `layers` for the loop over layers; else ""."""
     last = op_name.rsplit("/", 1)[-1]
     found = [p for p in roofline.path(op_name) if "->" not in p]  # the equation of an einsum is a scope too
     if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:
@@ -129,7 +129,7 @@ def part_of(op_name: str) -> str:
 
 
 def phase_of(op_name: str) -> str:
-    """Return "forward", "backward" or "recompute"; "" for operations outside of these passes."""
+    """Return "forward", "backward" or "recompute"; "" for the parts of ONCE, such as `optimizer`."""
     if part_of(op_name) in ONCE:
         return ""
     op_name = roofline.first(op_name)
@@ -153,7 +153,10 @@ def _kind(module: Module, i: Instruction, work: Work | None) -> str:
 
 
 def _scope(module: Module, where: Computation, users: Mapping[str, list[Instruction]], i: Instruction) -> tuple[str, str]:
-    """Return (op_name with a scope, source) of an instruction; else of its nearest user; else of its nearest operand."""
+    """Return (op_name with a scope, source) of an instruction, else of its nearest user, else of its nearest operand.
+
+    If none has a scope, op_name is "".
+    """
     for neighbours in (lambda j: users.get(j.name, ()), lambda j: [where.by_name[o] for o in j.operands]):
         for j in _nearest_first(i, neighbours):
             if part_of(j.op_name):

@@ -48,7 +48,7 @@ NOTES = (
 
 
 def verdict(found: Profile) -> str:
-    """Return a line with the step time and the kind with the most time."""
+    """Return a line with the step time, and the kind of work with the most time."""
     kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
     return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 
@@ -155,7 +155,7 @@ def _operations(found: Profile) -> Table:
 
 
 def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
-    """Return the work per second of each operation, from its `ran_ms`."""
+    """Return the work per second of each operation: its `work` over its `ran_ms`; 0 if `ran_ms` is 0."""
     return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
 
 

@@ -3,8 +3,8 @@
 `jax.profiler.ProfileData` reads a trace (`*.xplane.pb`). This module supports the planes and lines of two platforms:
 
     CPU  Plane /host:CPU, a line for each thread. An event with the stat `hlo_op` is an operation. The stat `device_ordinal`
-         is its device, `run_id` the execution of its program. If an operation continues on other threads, it ends when the
-         event `end: NAME` begins whose stat `_c` is the operation's `_p`.
+         is its device, `run_id` the execution of its program. If an operation continues on other threads, the stat `_c` of an
+         event `end: NAME` equals the operation's stat `_p`. The operation ends when this event begins.
     GPU  Plane /device:GPU:N, a line `Stream #...` for each CUDA stream. Every event is a kernel or a copy, and `hlo_op` is
          the operation that launched it. All other lines repeat these events, and are skipped.
 """

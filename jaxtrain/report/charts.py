@@ -81,7 +81,7 @@ class Charts:
         self.axes = ("step", "tokens", f"time, {unit}")
 
     def show(self, *charts: LineChart) -> Drawing:
-        """Return charts next to each other. Charts without values are left out."""
+        """Return HTML with charts next to each other. Charts without values are left out."""
         drawn = "".join(draw(chart, self.axes, max(LEAST_COLUMNS, COLUMNS // len(self.runs))) for chart in charts)
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
@@ -91,7 +91,10 @@ class Charts:
         return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
 
     def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
-        """Return the curves of all series of a single run; of several runs, a curve of each run's first series."""
+        """Return a curve for each series of a single run; for several runs, a curve for the first series of each run.
+
+        found: for each run, name of a curve -> its series.
+        """
         if len(self.runs) == 1:
             return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
         return [
@@ -101,7 +104,7 @@ class Charts:
         ]
 
     def of_keys(self, title: str, keys: Mapping[str, str], factor: float = 1.0, **options: Any) -> LineChart:
-        """Return a chart of train lines: all keys of one run with its planned values; of several runs, only the first key.
+        """Return a chart of train lines. For one run it has all keys, and planned values of the first; else only the first key.
 
         Args:
             keys: key of a train line -> name of its curve.
@@ -154,12 +157,12 @@ class Charts:
         return Section("Training", [charts])
 
     def log_at_first(self) -> bool:
-        """Return whether the highest loss of any run is at least LOG_FROM times its lowest."""
+        """Return whether the page begins with log scales: if a run's highest loss is at least LOG_FROM times its lowest."""
         every = [[v for v in run.train["loss"] if is_number(v)] for run in self.runs]
         return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
 
     def gpus(self) -> Drawing:
-        """Return charts of NVML's measurements: for one run, mean and range over its GPUs; for several runs, their means."""
+        """Return charts of NVML's measurements: for one run, mean and range over its GPUs; else the mean of each run."""
         charts = []
         for quantity, title, factor in GPU:
             found = []
@@ -173,12 +176,12 @@ class Charts:
 
 
 def colour(i: int) -> str:
-    """Return the CSS colour of run `i`; on the page of one run, that of curve `i`."""
+    """Return the CSS colour of run `i`, or of curve `i` on the page of a single run."""
     return f"var(--c{i % MANY + 1})"
 
 
 def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
-    """Return key of a train line -> planned values of a run, as (name, value)."""
+    """Return key of a train line -> (name, value) of each planned value of a run."""
     plan = run.receipt.get("planned") or {}
     limits: dict[str, list[tuple[str, float]]] = {"step_time_s": []}
     if plan.get("range_s"):
@@ -194,7 +197,7 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """Return the moving average of values. None, NaN and infinities are left out of the means, and are None in the result."""
+    """Return the centered moving average. None, NaN and infinities do not count in the means, and are None in the result."""
     reach = min(MOST, len(values) // SMOOTH)
     kept = [v if is_number(v) else None for v in values]
     # Sums of integers are exact. In floats, one loss of 1e30 would erase the digits of all later sums.
@@ -211,7 +214,7 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
     """Return (step, Unix seconds, lowest, mean, highest) of a quantity over all GPUs, in order of steps.
 
     Each process writes at times of its own clock, so the lines of two nodes have different steps. Lines are therefore grouped
-    in ranges of twice the steps between two lines of a GPU. The step of a group is that of its last line.
+    in ranges of twice the steps between two lines of a GPU. The step and the time of a group are those of its last line.
     """
     lines = [line for line in run.gpu if line.get(quantity) is not None]
     first = sorted({line["step"] for line in lines if all(line[key] == lines[0][key] for key in ("process", "gpu"))})
@@ -228,7 +231,7 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 
 
 def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the section of the wall time by cause: for each run a strip in order of time, and one table."""
+    """Return the section of the wall time by cause: a strip in order of time for each run, and one table of all runs."""
     found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
     columns = [Column("cause", causes, None, "wall time", kind="whole", colours=[COLOURS[cause] for cause in causes])]
@@ -245,7 +248,7 @@ def wall_time(runs: Sequence[Run]) -> Section:
 
 
 def wall_time_strip(g: Goodput) -> str:
-    """Return the strip of the wall time as SVG: equal intervals, each with the shares of causes. Lines mark new attempts."""
+    """Return the strip of the wall time as SVG: equal intervals with the share of each cause. Lines mark new attempts."""
     unit, size = next((unit, size) for unit, size, least in TIMES if g.wall_s >= least)
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]

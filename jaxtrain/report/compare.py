@@ -53,7 +53,7 @@ def results(runs: Sequence[Run]) -> Section:
 def window(runs: Sequence[Run], last: int) -> int:
     """Return the first step of the window that ends at step `last`, over which losses are compared.
 
-    The window is a twentieth of the first `last` steps, but at least ten lines of the run with the most steps between lines.
+    The window is a twentieth of the first `last` steps, but has at least ten train lines of each run.
     """
     apart = 1
     for run in runs:
@@ -70,7 +70,7 @@ def loss_over(run: Run, first: int, last: int) -> float | None:
 
 
 def held_out_at(runs: Sequence[Run], name: str) -> tuple[int | None, list[float | None]]:
-    """Return (last step at which all runs with this held-out set were evaluated, losses at that step).
+    """Return (last step at which all runs with this held-out set were evaluated, loss of each run at that step).
 
     Without such a step, return None and the newest loss of each run, which cannot be compared.
     """
@@ -110,6 +110,6 @@ def differences(one: Run, other: Run) -> list[str | Table]:
 
 
 def _named(name: str, lines: Sequence[str]) -> str:
-    """Return the name of a difference, with the changed lines of a source file."""
+    """Return the name of a difference. For a source file, add its first changed lines."""
     more = [f"... {len(lines) - LINES} more"] if len(lines) > LINES else []
     return "\n".join([name, *lines[:LINES], *more])

@@ -44,7 +44,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
     """Return the page as HTML. Raises RunError for more than MANY runs.
 
     Args:
-        target: the page's file, to which links to other pages are relative.
+        target: path of the page. Links to other pages are relative to its folder.
     """
     if len(runs) > MANY:
         raise RunError(f"RUN = {len(runs)} runs: a page compares at most {MANY}. Fix: name fewer.")
@@ -112,7 +112,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _evaluations(run: Run) -> Section:
-    """Return the section of the newest evaluation of each held-out set, with the set's lowest loss."""
+    """Return the section with the newest evaluation and the lowest loss of each held-out set."""
     sets = list(run.evals.values())
     lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
     columns = [
@@ -150,7 +150,7 @@ def _sample(run: Run, s: Any, one: bool) -> str:
 
 
 def _gpus(run: Run) -> list[Table]:
-    """Return a table of each GPU's newest line, and of its throttling over the run."""
+    """Return a table with the newest values of each GPU, and the GPU's throttling over the run; [] without values."""
     every: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in sorted(run.gpu, key=lambda line: (line["process"], line["gpu"])):
         every.setdefault((line["process"], line["gpu"]), []).append(line)
@@ -175,7 +175,7 @@ def _gpus(run: Run) -> list[Table]:
 
 
 def _receipt(run: Run) -> list[str | Table | Drawing]:
-    """Return the parts of the receipt: overrides of the config, main facts, attempts, and all other fields, folded."""
+    """Return the parts of the receipt: overrides of the config, main facts, attempts if several; other fields, folded."""
     if not run.receipt:
         return []
     every = [(name, value) for name, value in rows(run) if not name.startswith(("overrides", *ELSEWHERE))]

@@ -1,4 +1,4 @@
-"""Read the contents of a run's folder. Writes nothing, and does not import jax."""
+"""Read the contents of a run's folder, without importing jax."""
 
 import dataclasses
 import itertools
@@ -42,7 +42,7 @@ class RunError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Lines of metrics of one kind as columns. A value that is missing in a line is None."""
+    """Lines of metrics.jsonl of one kind as columns. A value that is missing in a line is None."""
 
     steps: list[int]
     values: dict[str, list[Any]]
@@ -60,7 +60,7 @@ def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Run(receipts.Run):
-    """Everything that a page shows of one run: its receipt ({} if there is none), and the other files of its folder.
+    """The files of a run's folder, as a page shows them. The receipt is {} if there is none.
 
     Attributes:
         config: the resolved config; {} without config.json.
@@ -98,7 +98,7 @@ class Run(receipts.Run):
 
     @cached_property
     def evals(self) -> dict[str, Columns]:
-        """Return name of a held-out set -> its eval lines. The name may be ""."""
+        """Return name of a held-out set -> its eval lines. The name is "" for a set without a name."""
         found: dict[str, list[dict[str, Any]]] = {}
         for line in (line for line in self.lines if line["kind"] == "eval"):
             found.setdefault(line.get("set", ""), []).append(line)
@@ -128,7 +128,7 @@ class Run(receipts.Run):
 
     @cached_property
     def silent_s(self) -> float | None:
-        """Return the seconds since the run's last write to its folder; None if it wrote nothing."""
+        """Return the seconds since the last write to a file of WRITTEN; None without such a file."""
         times = [path.stat().st_mtime for file in WRITTEN if (path := self.folder / file).exists()]
         return max(0.0, time.time() - max(times)) if times else None
 
@@ -139,7 +139,7 @@ class Run(receipts.Run):
 
     @property
     def last_step(self) -> int:
-        """Return the newest step of the train lines, or 0."""
+        """Return the newest step of the train lines; 0 without lines."""
         return self.train.steps[-1] if self.train.steps else 0
 
     @property
@@ -154,12 +154,12 @@ class Run(receipts.Run):
 
     @property
     def alive(self) -> bool:
-        """Return whether the run still trains: its receipt has no end, and a file was written recently."""
+        """Return whether the run probably still trains: its receipt has no end, and a file of WRITTEN is recent (QUIET_S)."""
         return not self.ended and self.silent_s is not None and self.silent_s < QUIET_S[bool(self.ledger)]
 
     @cached_property
     def wall_time(self) -> Goodput | None:
-        """Return the causes of the wall time; None without a ledger."""
+        """Return the wall time by cause; None without a ledger."""
         return goodput.summarise(self.ledger) if self.ledger else None
 
     def figure(self, path: str) -> Any:
@@ -230,7 +230,7 @@ def read_all(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def verdict(run: Run) -> tuple[str, str]:
-    """Return (CSS class, text) of the state of a run."""
+    """Return (CSS class, text) for the state of a run: done, ended with an error, running, killed, or unknown."""
     at = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps else "")
     if run.ended:
         code, reason = run.receipt.get("exit_code"), run.receipt.get("reason")

@@ -5,7 +5,7 @@ import os
 
 
 class End(Exception):
-    """Ends the supervisor with exit code `code`, after it prints the reason."""
+    """Raised to end the supervisor: it prints the reason and exits with `code`."""
 
     def __init__(self, code: int, reason: str = ""):
         super().__init__(reason)
@@ -13,7 +13,7 @@ class End(Exception):
 
 
 class Refusal(End):
-    """A mistake in the command or in a variable: nothing is started."""
+    """Raised before anything is started, for a mistake in the command or in an environment variable."""
 
     def __init__(self, key: str, value: str | None, rule: str, fix: str):
         shown = "" if value is None else f" = {value}"

@@ -1,4 +1,4 @@
-"""Several nodes: their list, and the processes that the first node starts on the others by ssh."""
+"""The nodes of a run, and the processes that the first node starts on the other nodes by ssh."""
 
 import os
 import re
@@ -59,9 +59,9 @@ class Nodes:
         return [f"--coordinator={self.coordinator}", f"--num-processes={len(self.hosts)}", f"--process-id={index}"]
 
     def announce(self) -> None:
-        """Print the address at which other nodes connect to process 0, unless the address is known to be this node's.
+        """Print the address at which other nodes connect to process 0, unless this node is known to have it.
 
-        For a loopback address, print a warning: on every node it is that node itself.
+        For a loopback address, print a warning, because each other node would connect to itself.
         """
         here = socket.gethostname()
         if self.host == "localhost" or self.host.startswith("127."):
@@ -71,7 +71,7 @@ class Nodes:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name or an address belongs to this node: a socket can be bound to it."""
+    """Return whether `host` is this node: its host name, or an address to which a socket can be bound."""
     if host in (socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     try:
@@ -84,7 +84,7 @@ def is_here(host: str) -> bool:
 
 
 def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
-    """Return the shell line that runs run.sh with these arguments on another node: without restarts, at the same commit."""
+    """Return the shell line that runs run.sh on another node, without restarts, and only if that node has the same commit."""
     variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
     variables |= {name: environ[name] for name in SENT if environ.get(name)}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
@@ -92,7 +92,7 @@ def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str
 
 
 def ssh_command(environ: Mapping[str, str]) -> list[str]:
-    """Return the command that reaches a node: ssh with options, or JAXTRAIN_SSH. Raises Refusal if there is no such program."""
+    """Return the command that reaches a node: JAXTRAIN_SSH, or by default ssh. Raises Refusal if the program is missing."""
     text = environ.get("JAXTRAIN_SSH") or SSH
     try:
         words = shlex.split(text)
@@ -121,9 +121,9 @@ class RemoteProcess:
     def failed(self) -> bool:
         """Return whether this node's trainer should be ended, because the other node's process has failed.
 
-        A trainer detects the loss of another process by itself, and saves if it can, so the result is True only `patience_s`
-        after the failure. If the other node refused the command or is unreachable, the result is True immediately: the trainer
-        would wait in vain.
+        A trainer detects the loss of another process by itself, and saves a checkpoint if it can. So the result is True only
+        `patience_s` after the failure. If the other node refused the command or is unreachable, the result is True at once,
+        because it is useless to wait.
         """
         code = self._ssh.poll()
         if not code:
@@ -143,16 +143,16 @@ class RemoteProcess:
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code that a shell reports for a returncode of subprocess: 128 + the number of a signal."""
+    """Return the exit code that a shell reports for a returncode of subprocess: after a signal, 128 + its number."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def verdict(code: int, ends: Mapping[str, int | None], stopped: bool) -> int:
     """Return the exit code of a run on several nodes, and report nodes that ended differently from this node.
 
-    A refusal, a preflight fault (3) or a hang (124) on another node overrides the code of this node. Any other failure there
-    overrides only success, or a SIGTERM (143) that no signal to the supervisor explains. An unreachable node turns 0 and 143
-    into 75.
+    A refusal, a preflight fault (3) or a hang (124) on another node overrides the code of this node. Any other failure of
+    another node overrides only 0, and 143 (SIGTERM) if no signal asked the supervisor to end. An unreachable node turns 0 and
+    143 into 75.
 
     Args:
         code: the exit code on this node.

@@ -12,10 +12,10 @@ ANSWERS = ("--help", "--explain", "--replay")
 
 
 class Options:
-    """The options of the supervisor, taken out of the arguments for the trainer."""
+    """The supervisor's options among the arguments of run.sh. `arguments` has the rest, for the trainer."""
 
     def __init__(self, words: list[str]):
-        """Read the arguments of run.sh. Raises: Refusal, if an option of the supervisor is wrong."""
+        """Read the arguments of run.sh. Raises Refusal if an option of the supervisor is wrong."""
         self.arguments: list[str] = []
         self.preflight = True
         self.nodes: Nodes | None = None

@@ -1,6 +1,6 @@
 """The provenance of a run: commit, changes since the commit, class of the host.
 
-It is read before the run starts, because files may change during the run.
+The provenance is read before the run starts, because files may change during the run.
 """
 
 import collections
@@ -62,7 +62,7 @@ def gpus_present(names: list[str]) -> bool:
 
 
 def host_class(names: list[str]) -> str:
-    """Return the kind of this node, as "8 NVIDIA H200" or "2 CPUs, AMD EPYC"."""
+    """Return the class of this node, such as "8 NVIDIA H200" or "2 CPUs, AMD EPYC". names: the models of its GPUs."""
     if names:
         return "+".join(f"{count} {name}" for name, count in collections.Counter(names).items())
     cpuinfo = Path("/proc/cpuinfo")
@@ -71,10 +71,10 @@ def host_class(names: list[str]) -> str:
 
 
 def checkout(root: Path) -> tuple[str, str, str]:
-    """Return (commit, "yes" or "no": whether files changed since the commit, a phrase for the log) of a checkout.
+    """Return (commit, "yes" if files changed since the commit, else "no", a phrase for the log) of a checkout.
 
-    Changes are changed files that git tracks, and new files in folders from which a run may import. Without a checkout, commit
-    and changes are "".
+    Changes are changed files that git tracks, and new files in folders from which a run may import. If `root` is no git
+    checkout, commit and changes are "".
     """
     # An optional lock would write the index, which other nodes share.
     environ = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
@@ -97,7 +97,7 @@ def checkout(root: Path) -> tuple[str, str, str]:
 
 
 def prints_common_messages(environ: Mapping[str, str]) -> bool:
-    """Return whether this node prints the messages that are equal on all nodes: only the first node prints them."""
+    """Return whether this node is the first of the run, which alone prints the messages that are equal on all nodes."""
     ranks = [environ[name] for name in NODE_RANKS if environ.get(name)]
     return EXPECTED not in environ and (not ranks or ranks[0] == "0")
 
@@ -107,10 +107,10 @@ def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict
 
     Args:
         root: the repository.
-        names: the models of the GPUs here.
+        names: the models of this node's GPUs.
         environ: the environment of the supervisor.
 
-    Raises: End, if the node that started the run has another commit.
+    Raises: End, if the node that started the run has another commit, or if only one of both nodes has changes.
     """
     commit, dirty, state = checkout(root)
     expected = environ.get(EXPECTED)

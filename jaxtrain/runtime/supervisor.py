@@ -41,11 +41,11 @@ RESTARTED = (signal.SIGABRT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Signals:
-    """Signals to the supervisor: each is passed on to the running process, once.
+    """Signals to the supervisor, which passes each one on to the running process, once.
 
-    The sender may have signalled that process too: a terminal signals the process group, and a scheduler signals all processes
-    of a job or only the supervisor. The supervisor cannot distinguish these cases. So the trainer counts two signals within
-    0.2 s as one request.
+    The sender may also have signalled the running process. A terminal signals the process group. A scheduler signals all
+    processes of a job, or only the supervisor. The supervisor cannot distinguish these cases. So the trainer counts two signals
+    within 0.2 s as one request.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class Signals:
             self._child.send_signal(number)
 
     def check(self, again: bool) -> None:
-        """Raise End if a signal has asked for an end: no further process starts. again: whether a restart was due."""
+        """Raise End if a signal has asked for an end. again: whether the process that was due is a restart."""
         if self.asked is not None:
             name = self.asked.name.removeprefix("SIG")
             code = INTERRUPTED if self.asked == signal.SIGINT else AGAIN
             raise End(code, f"not started{' again' if again else ''}, because run.sh was sent {name}")
 
     def rest(self, seconds: float, again: bool) -> None:
-        """Wait before an attempt. Raises End if a signal asks for an end."""
+        """Wait `seconds` before an attempt. Raises End if a signal asks for an end. again: see `check`."""
         until = time.monotonic() + seconds
         self.check(again)
         while (left := until - time.monotonic()) > 0:
@@ -90,7 +90,7 @@ class Signals:
             self.check(again)
 
     def start(self, command: list[str], environ: Mapping[str, str], again: bool, quiet: bool) -> subprocess.Popen[bytes]:
-        """Start the process that signals are passed on to, with the process group and the stdin of the supervisor.
+        """Start the process to which signals are passed on, in the supervisor's process group and with its stdin.
 
         Raises: End, if a signal asked for an end before the start.
         """
@@ -108,12 +108,12 @@ class Signals:
         return child
 
     def ended(self) -> None:
-        """Stop passing signals on: the process has ended."""
+        """Pass no more signals on, since the process has ended."""
         self._child = None
 
 
 class Attempt:
-    """One process on this node, and one on each other node of the run."""
+    """One attempt to run a command: a process on this node, and one on each other node of the run."""
 
     def __init__(self, command: list[str], environ: Mapping[str, str], remote_lines: Mapping[str, str], patience_s: float):
         self.command = command
@@ -152,7 +152,7 @@ class Restarts:
     def count(self, code: int, lasted_s: float) -> None:
         """Refill the budget after an attempt that made progress: it lasted at least `reset_s` seconds and did not hang.
 
-        The duration of a hang includes the watchdog's budget, so it proves no progress.
+        An attempt that hangs lasts at least as long as the watchdog waits, so its duration proves no progress.
         """
         if code != HANG and lasted_s >= self.reset_s:
             self.row, self._pause_s = 0, self.first_s
@@ -168,7 +168,7 @@ class Restarts:
 
 
 def explain(code: int) -> tuple[int, str]:
-    """Return (the exit code of the supervisor, its meaning) for the exit code of an attempt."""
+    """Return (exit code of the supervisor, text with the meaning of `code`). code: exit code of an attempt."""
     try:
         death = signal.Signals(code - 128) if code > 128 and code != INTERRUPTED else None
     except ValueError:
@@ -180,7 +180,7 @@ def explain(code: int) -> tuple[int, str]:
 
 
 def trains_on_cpu(environ: Mapping[str, str]) -> bool:
-    """Return whether the user hides the GPUs from the run."""
+    """Return whether JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the GPUs from the run."""
     return environ.get("JAX_PLATFORMS", "").startswith("cpu") or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
@@ -218,7 +218,7 @@ class Supervisor:
     # ---- Commands
 
     def train(self) -> int:
-        """Train, and restart after an attempt that ends with AGAIN or HANG (`explain`).
+        """Train, and restart after an attempt whose exit code `explain` maps to AGAIN or HANG.
 
         Returns: the exit code, unless a trainer replaces this process.
         """
@@ -256,7 +256,7 @@ class Supervisor:
             return self._become("main", self.options.arguments)
 
     def preflight(self) -> int:
-        """Run only the preflight, on all nodes. Returns: the preflight's exit code, unless it replaces this process."""
+        """Run only the preflight, on all nodes. Returns: the exit code, unless the preflight replaces this process."""
         nodes = self.options.nodes
         if not nodes:
             return self._become("preflight", self.options.arguments)
@@ -271,7 +271,7 @@ class Supervisor:
     # ---- Processes
 
     def _attempts(self, scratch: Path) -> int:
-        """Run attempts until an attempt must not be restarted. Returns: the exit code of that last attempt."""
+        """Run attempts until one succeeds or must not be restarted. Returns: the supervisor's exit code (`explain`)."""
         note = scratch / "note"
         note.touch()
         self.environ |= {LAUNCHED: str(int(time.time())), NOTE: str(note)}
@@ -301,7 +301,7 @@ class Supervisor:
             self.environ[RESTART] = str(self.restarts.total)
 
     def _obstacle(self, note: str, now: float) -> str | None:
-        """Return the reason against a restart, in words; None if the run may restart. note: from JAXTRAIN_NOTE's file."""
+        """Return the reason against a restart; None if the run may restart. note: text in the trainer's file JAXTRAIN_NOTE."""
         if self.signals.asked is not None:
             return f"because run.sh was sent {self.signals.asked.name.removeprefix('SIG')}"
         if note:
@@ -318,7 +318,7 @@ class Supervisor:
     def _preflight(self, scratch: Path, measure: bool) -> int:
         """Check whether the GPUs of all nodes are fit to train.
 
-        Without `measure`, as before a restart, no rates are measured: the run keeps the measurements of its start.
+        Before a restart, `measure` is False: no rates are measured, and the run keeps the findings of its start.
 
         Returns: 0 if the GPUs are fit, or an exit code after which the preflight may be repeated. Raises: End, if training must
         not start.
@@ -356,7 +356,7 @@ class Supervisor:
         return [*self.program, f"jaxtrain.{command}", *arguments]
 
     def _become(self, command: str, arguments: list[str]) -> int:
-        """Replace this process by a command. Only a dry run returns, with exit code 0. Raises End if a signal came before."""
+        """Replace this process by a command. Only a dry run returns (0). Raises End if a signal has asked for an end."""
         words = self._command(command, arguments)
         if self.environ.get("JAXTRAIN_DRY_RUN"):
             say(f"would run: {shlex.join(words)}")
