@@ -90,7 +90,7 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
 def kept(remat: Remat) -> frozenset[str]:
     """Return the activations that the policy saves for the backward pass, on the device or on the host.
 
-    For policy "auto", these are the most that it may save.
+    For policy "auto", return all activations that it may save.
     """
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)

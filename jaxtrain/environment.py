@@ -193,8 +193,7 @@ def _derive_variables(
 def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, known: set[str]) -> list[Problem]:
     """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
 
-    If an earlier run of this process set some of them, these have a separate problem. known: variables that the run sets or
-    refuses.
+    Variables that an earlier run of this process set have a separate problem. known: variables that the run sets or refuses.
     """
     earlier = environ.get(EXPORTED, "").split(",")
     found = {

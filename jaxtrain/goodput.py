@@ -40,7 +40,7 @@ LINE_S = 30.0  # longest time between two lines of the ledger
 class Span:
     """A span of time of an attempt, or between two attempts (attempt 0).
 
-    `first` and `last` are the steps done at its start and at its end. last None: unknown.
+    `first` and `last` are the numbers of steps done at its start and at its end. last None: unknown.
     """
 
     attempt: int
@@ -76,7 +76,7 @@ class Goodput:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger. The last line also has `seen_last`: the time when its writer was last alive.
+    """Return the lines of a ledger. The last line also has `seen_last`: the file's modification time, set while the run lasts.
 
     Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
     """

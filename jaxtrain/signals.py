@@ -100,7 +100,7 @@ class Stop:
     def asked_elsewhere(self, why: str) -> None:
         """End this process by `at_once` if another process was asked to stop while there is no state to save.
 
-        Without `at_once`, do nothing: the loop learns of the request from the other processes. why: the other process's reason.
+        Without `at_once`, do nothing: the loop gets the request from the other processes. why: the other process's reason.
         """
         if self.at_once is not None and self.reason is None:
             code = self.exit_code_of(why)

@@ -102,8 +102,8 @@ class Snapshots:
     def take(self, current: TrainState) -> Snapshot:
         """Begin to copy a state, and return the copies.
 
-        They stay valid after the state is donated to the next step, until the next call of `take`. Before that call, their
-        readers must be done, or `forget` must be called.
+        The copies stay valid after the state is donated to the next step, until the next call of `take`. Before that call,
+        readers of the copies must be done, or `forget` must be called.
         """
         # After success or failure: a full disk or too little memory may be temporary, and missing parts are made now.
         concurrent.futures.wait([self.prepare()])

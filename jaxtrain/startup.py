@@ -1,8 +1,8 @@
 """Start JAX: with GPUs in the environment of a run, without GPUs with the messages of the CUDA plugin removed.
 
-With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries it at start and prints a traceback, and the
-plugin's libraries report the missing driver, at start or when the first program is compiled for a GPU that is not there. These
-messages are irrelevant, so the platform is set to CPU and those lines are removed from stderr. All other lines are kept.
+With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries the plugin at start and prints a traceback.
+The plugin's libraries print that the driver is missing, at start or at the first compile for a GPU that is not present. These
+messages are irrelevant, so the platform is set to CPU and the messages are removed from stderr. All other lines are kept.
 """
 
 import contextlib

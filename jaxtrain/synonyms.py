@@ -350,9 +350,10 @@ INDEX = index()
 def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three settings that a wrong key may mean, the likeliest first; [] if no key is near.
 
-    Keys of the typed section that differ by one letter are the only results. Otherwise settings of the typed section come
-    first, those for a name of another trainer before related names (`_related`). Settings of other sections follow: those for
-    a name of another trainer, then keys of the same name. If there are none of these, spelling decides.
+    If keys of the typed section differ by one letter, they are the only results. Otherwise settings of the typed section come
+    first: those for a name of another trainer, then related names (`_related`). If none is for a name of another trainer,
+    such settings of other sections follow. If the typed section has no setting, keys of the same name follow. If there is no
+    result, spelling decides.
 
     Args:
         key: the dotted key, as it was typed.
@@ -389,7 +390,7 @@ def did_you_mean(settings: Iterable[str]) -> str:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """Return the remedy for a wrong key: the nearest keys, else those of its section, else the command that lists all."""
+    """Return the remedy for a wrong key: the nearest keys; if none, all keys of its section, or else the option --explain."""
     found = nearest_keys(key, known)
     if found:
         return did_you_mean(found)

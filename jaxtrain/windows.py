@@ -19,7 +19,7 @@ def kinds(model: Model) -> str:
 
 
 def window(model: Model, kind: str) -> int:
-    """Return the positions that a token attends to in a layer of this kind, itself included; 0: all before it."""
+    """Return the number of positions that a token attends to in a layer of this kind, its own included; 0: no limit."""
     return model.sliding_window if kind == LOCAL else 0
 
 
