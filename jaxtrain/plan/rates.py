@@ -1,4 +1,4 @@
-"""Rates of a GPU: published rates of its kernels, or a calibration on that GPU.
+"""Rates of a GPU: from a calibration on that GPU if there is one, else published rates of its kernels.
 
 A calibration is one JSON file per GPU name. `Rates.source` names the origin of a plan's rates.
 """

@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def total(self) -> int:
-        """Return the number of GPUs."""
+        """Return the number of GPUs of all nodes."""
         return self.gpus * self.nodes
 
     @property
@@ -116,7 +116,7 @@ def _read(chip: str) -> dict[str, Any]:
 
 
 def here() -> Topology:
-    """Return the machine that consists of all devices of JAX.
+    """Return the machine that consists of all GPUs that JAX finds.
 
     Raises TopologyError if these are not GPUs, if they differ in kind, or if nodes differ in the number of GPUs.
     """

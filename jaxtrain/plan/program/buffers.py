@@ -1,4 +1,4 @@
-"""Memory of a compiled train step on one device: peak memory by class, memory over the schedule, and saved activations.
+"""Memory of a compiled train step on one device: its peak by class, its timeline, and saved activations.
 
 XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. `classify` assigns a class to
 each value, from the names of the program's arguments and operations and the shapes of weights and saved activations.

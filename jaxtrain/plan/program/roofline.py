@@ -154,7 +154,10 @@ class _Schedule:
         return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
     def walk(self, where: Computation, clock: Clock, times: float) -> None:
-        """Simulate one run of a computation. times: runs per step, times the fraction of layers that take this branch."""
+        """Simulate one run of a computation.
+
+        times: runs per step. In a branch for one kind of layer, they are multiplied by the fraction of layers of that kind.
+        """
         pending: dict[str, tuple[str, str, float]] = {}  # start -> (stream, name that its wait is counted under, end)
         for i in where.instructions:
             if i.opcode == "while":

@@ -53,7 +53,7 @@ OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The gigabytes that each GPU reads and writes in one part of a step."""
+    """The counted and the least gigabytes that each GPU reads and writes in one part of a step."""
 
     name: str
     counted_gb: float

@@ -54,7 +54,7 @@ def program_warnings(
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program.
 
-    Float32 collectives, repeated gathers and resharding have a warning for each line of Python, costliest first. Replicated
+    Float32 collectives, repeated gathers and resharding have a warning for each line of Python, most bytes first. Replicated
     state and exposed communication have one warning each.
 
     Args:

@@ -1,9 +1,9 @@
-"""The search: order settings by the formula of bound.py, then compile the config's own setting and the others in that order.
+"""The search: order settings by the formula of bound.py, then compile them in that order.
 
-A setting is a set of overrides of the config. Objective "speed" searches for the fastest layout that fits. Objective "fit"
-searches for the cheapest change that makes a config fit. Changes that cost only time rank before narrower dtypes of the state,
-and few changes before many. A setting is not compiled if its lower bound of memory exceeds the usable memory. `rank` takes
-seconds and compiles nothing.
+The config's own setting is compiled first, as the baseline. Objective "speed" searches for the fastest layout that fits.
+Objective "fit" searches for the cheapest change that makes a config fit. Changes that cost only time rank before narrower
+dtypes of the state, and few changes before many. A setting is not compiled if its lower bound of memory exceeds the usable
+memory. `rank` takes seconds and compiles nothing.
 """
 
 import dataclasses
@@ -175,7 +175,7 @@ def search(
         name: label of the config in plans.
         topology: a machine whose name `topology.parse` accepts, since other processes compile for it by name.
         budget_s: seconds after which running compiles are ended; 0: no limit.
-        most: largest number of plans; 0: MOST, or MOST_FOR_FIT.
+        most: largest number of plans; 0: MOST_FOR_FIT if the objective is "fit", else MOST.
         check: returns the problems of training a config; None: `training_check`.
         rates: rates of the GPU; None: those of rates.py.
         own: the plan of the config itself, if it is made already.
