@@ -1,7 +1,7 @@
 """Names of a layer's activations, and the activations that each remat policy saves.
 
 The model marks these tensors with `checkpoint_name`. A tensor that is saved (on the device or the host) for the backward pass
-is not recomputed. Imports no jax: FLOP counts and config checks read it.
+is not recomputed. This module imports no jax, because FLOP counts and config checks import this module.
 """
 
 from jaxtrain.config import Problem, Remat, choices, nearest

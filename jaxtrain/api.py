@@ -128,7 +128,7 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
     Raises:
         ConfigError: the config has mistakes; nothing was written.
         TypeError: overrides of a RunConfig, ConfigDict or dict.
-        Exception: the error that ended the run, such as jaxtrain.divergence.Diverged. Its receipt records the error.
+        Exception: the error that ended the run, such as jaxtrain.divergence.Diverged. The run's receipt records the error.
     """
     from jaxtrain.train.run import run
 

@@ -1,4 +1,4 @@
-"""The commands: their table, and how a user types them. run.sh runs this file, so it needs only Python 3.8 or newer."""
+"""The commands: their table, and how a user types them. For run.sh, this file also runs on Python 3.8 without packages."""
 
 import difflib
 import os

@@ -113,7 +113,7 @@ class Key:
     Attributes:
         doc: its meaning, in one line.
         choices: the values that a string takes; () for any.
-        importable: `package.module:name` is a value too.
+        importable: whether `package.module:name` is a value too.
         at_least, above, at_most, below: the range of a number; None if it is open.
     """
 
@@ -870,7 +870,7 @@ class RecordingDict(ml_collections.ConfigDict):
 
 
 def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned at once.
+    """Yield the dotted keys that were assigned since `default_config`. A section that was assigned at once yields all its keys.
 
     A copy by `copy.deepcopy`, or of another class, has no record.
     """

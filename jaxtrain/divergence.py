@@ -17,7 +17,7 @@ class Diverged(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """A skipped step."""
+    """A step that the guard skipped, with its figures and data."""
 
     step: int  # number of the step, from 1
     verdict: int  # guard.NOT_FINITE or guard.SPIKE

@@ -97,7 +97,7 @@ class Overlay:
 
 
 def table(sm: int) -> Table:
-    """Return the table of a GPU. sm: its compute capability times ten; without a table for it, the next older GPU's table."""
+    """Return a GPU's table of variables; if it has none, that of the next older GPU. sm: its compute capability times ten."""
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 

@@ -136,7 +136,7 @@ def layers(model: Model, rows: float = 0.0) -> float:
 
 
 def by_weight(model: Model) -> dict[str, float]:
-    """Return weight -> forward FLOPs per token of its matmuls, without the head. The layers of a stack are one weight."""
+    """Return weight -> forward FLOPs per token of its matmuls, without the head. A stack of layers counts as one weight."""
     found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
     for i in range(model.dense_layers):
         found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}

@@ -2,8 +2,8 @@
 
     python -m jaxtrain.lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
 
-All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported on
-first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
+All options except those of `parser` are the harness's own (`lm_eval run --help`). The package `lm-eval`, an extra of jaxtrain,
+is imported on first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 `metrics.jsonl` is the record: one JSON object a line, each flushed at once, so a killed run loses no finished line. Processes
 other than 0 write the metrics of their own GPUs to `metrics.<process>.jsonl`. `samples.txt` is the record of the texts.
-Trackers (jaxtrain/trackers) copy both to other tools. Neither jax nor a tracker's package is imported here.
+Trackers (jaxtrain/trackers) copy metrics and texts to other tools. This module imports neither jax nor a tracker's package.
 
 Lines hold every digit: a float32 value is written as the decimal that reads back as the same number. JSON has no NaN and no
 infinity: such a value is written as null, and its kind is in an extra field, `"nonfinite": {"loss": "nan"}`.
@@ -105,7 +105,7 @@ def encode(line: Mapping[str, Any]) -> str:
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """Return a line of metrics.jsonl with NaN and infinities restored. Raises ValueError for another text."""
+    """Return a line of metrics.jsonl with NaN and infinities restored. Raises ValueError for any other text."""
     line = json.loads(text)
     if not isinstance(line, dict) or "kind" not in line or not isinstance(line.get("step"), int):
         raise ValueError("not an object with `kind` and `step`")

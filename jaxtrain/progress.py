@@ -88,7 +88,7 @@ class Console:
         LOGGER.warning("%s", text)
 
     def tick(self, step: int) -> None:
-        """Move the progress bar to `step` steps done. Cheap enough for every step; it draws only on a terminal."""
+        """Move the progress bar to `step` steps done. The call is cheap enough for every step: it draws only on a terminal."""
         if self._has_live_line():
             self._draw(step)
 
@@ -193,7 +193,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
-    """Return the columns of a progress line, without the step. `seconds_left`: until the last step. `of_fp8`: see Console."""
+    """Return the columns of a progress line, without the step. seconds_left: until the last step. of_fp8: `Console.of_fp8`."""
     parts = []
     for name, form in COLUMNS.items():
         value = line.get(name)

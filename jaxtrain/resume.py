@@ -23,7 +23,7 @@ FUNCTION = "function"  # another step
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A rule, and the keys to which it applies."""
+    """A rule for changes on resume, and the keys to which it applies."""
 
     keys: tuple[str, ...]  # dotted, with * for any part
     change: str  # free | ask | never

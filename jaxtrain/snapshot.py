@@ -1,4 +1,4 @@
-"""Copies of the state for its saves; the loop waits only for the copies.
+"""Copies of the state for its saves. A save delays the loop at most by the time of the copies.
 
 The programs for copies and digests are compiled in another thread during the first steps. So the first save is as fast as later
 saves, except for the digests of arrays in host memory. On GPUs, copies go to pinned host memory a layer at a time, since copies

@@ -1,7 +1,7 @@
 """Addresses of object stores, and checks of the paths of a config. The checks import no client of a store.
 
-A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
-its interface).
+A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon S3 and
+compatible stores).
 """
 
 import importlib.util

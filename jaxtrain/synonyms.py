@@ -420,7 +420,10 @@ def _nearest_section(section: str, known: Sequence[str]) -> str:
 
 
 def _related(typed: str, tail: str) -> bool:
-    """Return whether one name has all words of the other, begins with it, or differs in at most two of six or more letters."""
+    """Return whether one name has all words of the other, or begins with it, or differs in two letters at most.
+
+    Letters are compared only if `typed` has six or more.
+    """
     a, b = typed.split("_"), tail.split("_")
     begins = min(len(typed), len(tail)) >= 3 and (typed.startswith(tail) or tail.startswith(typed))
     return set(a) <= set(b) or set(b) <= set(a) or begins or (len(typed) >= 6 and _distance(typed, tail) <= 2)

@@ -64,7 +64,7 @@ class TimeLimit:
     """Asks a run to stop in time. A context manager.
 
     seconds: until the run should have ended; inf: never. save_s: returns the seconds of the longest save so far. ask: called
-    once, with a reason in words, when the remaining time is LEAST_S + 2 save_s(), or MOST of `seconds` if that is less.
+    once, with a reason in words, when the remaining time is LEAST_S + 2 save_s(), but at most MOST x `seconds`.
     """
 
     def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):

@@ -1,4 +1,4 @@
-"""The layers with a sliding window, and the layers with full attention. Imports no jax: FLOP counts use it."""
+"""The layers with a sliding window, and the layers with full attention. Imports no jax, because FLOP counts use this module."""
 
 import dataclasses
 

@@ -46,7 +46,7 @@ from jaxtrain.sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class ComputeCopy:
-    """The gathered or the FP8 value of a weight, and the master weight, which gets the gradient."""
+    """A weight's value for its matmul (in FP8, or gathered in the compute dtype), and its master, which gets the gradient."""
 
     value: Any  # an array, gathered; or Float8
     master: Any
@@ -61,7 +61,7 @@ class StackCheck:
 
     Args:
       into: the arrays of `StackWeight.into`.
-      adds: `into` has the sums of earlier microbatches' gradients, and the backward pass adds to them.
+      adds: whether `into` has the sums of earlier microbatches' gradients, to which the backward pass adds.
     """
 
     def __init__(self, into: Params, adds: bool):
