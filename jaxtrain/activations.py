@@ -1,7 +1,7 @@
 """Names of a layer's activations, and the activations that each remat policy saves.
 
 The model marks these tensors with `checkpoint_name`. A tensor that is saved (on the device or the host) for the backward pass
-is not recomputed. Imports no jax: FLOP counts and config checks read it.
+is not recomputed. This module imports no jax, because FLOP counts and config checks import this module.
 """
 
 from jaxtrain.config import Problem, Remat, choices, nearest
@@ -90,7 +90,7 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
 def kept(remat: Remat) -> frozenset[str]:
     """Return the activations that the policy saves for the backward pass, on the device or on the host.
 
-    For policy "auto", these are the most that it may save.
+    For policy "auto", return all activations that it may save.
     """
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)

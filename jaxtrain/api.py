@@ -33,7 +33,7 @@ def load(name: Config, **overrides: Any) -> RunConfig:
         overrides: dotted keys or sections: `load("llama3_8b", mesh={"fsdp": 4, "tensor": 2}, precision="f32")`.
 
     Raises:
-        ConfigError: the config has mistakes. It lists all of them.
+        ConfigError: the config has mistakes. The error lists all of them.
         TypeError: overrides of a RunConfig, whose derived values are final.
     """
     if isinstance(name, RunConfig):
@@ -100,7 +100,7 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     A formula estimates the step time of every layout. Layouts are compiled in the order of that estimate.
 
     Args:
-        budget: seconds after which the search ends, running compiles included; 0: no limit.
+        budget: seconds after which the search and its running compiles are ended; 0: no limit.
 
     Raises:
         ConfigError, TopologyError: as `shardings`.
@@ -128,7 +128,7 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
     Raises:
         ConfigError: the config has mistakes; nothing was written.
         TypeError: overrides of a RunConfig, ConfigDict or dict.
-        Exception: the error that ended the run, such as jaxtrain.divergence.Diverged. Its receipt records the error.
+        Exception: the error that ended the run, such as jaxtrain.divergence.Diverged. The run's receipt records the error.
     """
     from jaxtrain.train.run import run
 

@@ -1,8 +1,8 @@
 """The command line of every command: its declared options, its --help, its checks, and its exit codes.
 
-A command is a `Command`, a table of `Option`s. `run_command` prints the help, reads the arguments, reports everything that is
-wrong with them at once, calls the command's own function, and turns its exceptions into exit codes. Commands that take
-`--config` read it through `jaxtrain.launch`. No jax.
+A command is a `Command`, a table of `Option`s. `run_command` prints the help, reads the arguments, and reports all problems of
+the arguments at once. Then it calls the command's own function, and turns its exceptions into exit codes. Commands that take
+`--config` read it through `jaxtrain.launch`. Imports no jax.
 """
 
 import argparse
@@ -54,9 +54,9 @@ class Option:
         least: its value must be a whole number, at least this one.
         choices: all its values, if they can be listed.
         writes: its value names a file to write.
-        check: return the rule that a value breaks, or "".
+        check: function that returns the rule that a value breaks, or "".
         example: a value that works, for the error.
-        may_be_empty: an empty value is valid.
+        may_be_empty: whether an empty value is valid.
         modes: the modes that use it (see Command.modes); "" is the command's usual action. (): all modes.
     """
 
@@ -130,7 +130,7 @@ class Command:
         name: its module's name, as in jaxtrain/commands.txt.
         purpose: the first paragraph of --help.
         options: all its options but --config and --help.
-        config: it takes --config=FILE and --config.KEY=VALUE.
+        config: whether the command takes --config=FILE and --config.KEY=VALUE.
         arguments: placeholder and description of its arguments without dashes, such as ("RUN...", "a run's folder"); (): none.
             Each word is one argument. "..." at the end allows more, "[" at the beginning allows none.
         modes: names of options that each replace the usual action. At most one is given.
@@ -149,7 +149,7 @@ class Command:
 
     @property
     def module(self) -> str:
-        """Return the beginning of its command line, such as `python -m jaxtrain.plan`."""
+        """Return the beginning of the command's command line, such as `python -m jaxtrain.plan`."""
         return f"python -m {self.name if self.name.startswith('benchmarks.') else f'jaxtrain.{self.name}'}"
 
     @property
@@ -233,7 +233,7 @@ class Command:
         return out
 
     def _wrong_arguments(self, given: Sequence[str]) -> list[Problem]:
-        """Return the problem of too few or too many arguments without dashes."""
+        """Return the problem of a missing, an empty, or a superfluous argument without dashes; [] if there is none."""
         if not self.arguments:
             return []
         usage, doc = self.arguments
@@ -272,7 +272,7 @@ class Parsed:
     def has_strays(self) -> bool:
         """Return whether there is an unknown option or argument.
 
-        It may be a misspelt required option. That option is then not reported as missing.
+        An unknown option may be a misspelt required option, so no required option is then reported as missing.
         """
         return any(p.rule in launch.STRAYS for p in self.problems)
 
@@ -297,7 +297,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **options, allow_abbrev=False)
 
     def parse_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
-        """Parse as argparse does, after a check of the options' names: a misspelt option is not reported as missing."""
+        """Parse as argparse does, after a check for unknown options, so that a misspelt option is not reported as missing."""
         words = sys.argv[1:] if args is None else list(args)
         if problems := self._unknown_options(words):
             sys.exit(launch.report(problems))
@@ -443,7 +443,7 @@ def make_console(width: int = WIDTH) -> "Console":
 
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Yield a function to call with (name, bytes) for each finished part of `total` bytes. It draws a bar on a terminal."""
+    """Yield a function to call with (name, bytes) of each finished part of `total` bytes. On a terminal, show a bar."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -456,7 +456,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def check_output_file(text: str) -> str:
-    """Return why a file cannot be written, or "". Commands check it before their work."""
+    """Return why a file cannot be written, or "". Commands call this function before their work."""
     try:
         path = Path(text).expanduser().absolute()
         if path.is_dir():

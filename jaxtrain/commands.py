@@ -1,4 +1,4 @@
-"""The commands: their table, and how a user types them. Runs on Python 3.8 too, without other modules, for run.sh."""
+"""The commands: their table, and how a user types them. For run.sh, this file also runs on Python 3.8 without packages."""
 
 import difflib
 import os
@@ -24,7 +24,7 @@ def spelled(text: str) -> str:
 
 
 def main(argv: "list[str]") -> int:
-    """Print the table, or name the command nearest to the first argument. Returns: the exit code."""
+    """Print the table; with an argument, print the command nearest to the argument instead. Return the exit code."""
     known = table()
     wrong = [word for word in argv if word not in ("-h", "--help")]
     if not wrong:

@@ -113,7 +113,7 @@ class Key:
     Attributes:
         doc: its meaning, in one line.
         choices: the values that a string takes; () for any.
-        importable: `package.module:name` is a value too.
+        importable: whether `package.module:name` is a value too.
         at_least, above, at_most, below: the range of a number; None if it is open.
     """
 
@@ -529,7 +529,7 @@ class Loss:
 
     @property
     def of_pairs(self) -> bool:
-        """Return whether the loss compares the members of pairs."""
+        """Return whether the loss compares the chosen and the rejected member of pairs."""
         return self.name == "dpo"
 
 
@@ -569,9 +569,9 @@ class Optimizer:
     )
 
     def decay(self, steps: int) -> int:
-        """Return the number of decay steps in a run of `steps` steps: decay_steps, or for 0 the default of the schedule.
+        """Return the number of decay steps in a run of `steps` steps: decay_steps; if it is 0, the default of the schedule.
 
-        It is at most the number of steps after the warm-up.
+        The result is at most the number of steps after the warm-up.
         """
         after = max(1, steps - max(1, self.warmup_steps))
         derived = max(1, steps // 5) if self.schedule == "wsd" else after
@@ -796,9 +796,9 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
     """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    If data and fsdp are both -1, fsdp is the greatest common divisor of the devices that are left and of the devices of a node
-    divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data has the size that uses
-    all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the devices.
+    If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices that are left, and the devices
+    of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data has the size
+    that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
@@ -870,7 +870,7 @@ class RecordingDict(ml_collections.ConfigDict):
 
 
 def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that were assigned since `default_config`; all keys of a section that was assigned at once.
+    """Yield the dotted keys that were assigned since `default_config`. A section that was assigned at once yields all its keys.
 
     A copy by `copy.deepcopy`, or of another class, has no record.
     """
@@ -1000,8 +1000,8 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
 def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Return the RunConfig of a ConfigDict with every derived value filled in, and the problems found.
 
-    Derived: `model.head_dim` is d_model / num_heads, or qk_nope_head_dim + qk_rope_head_dim with latent attention. `dtypes.*`
-    that are auto are f32, and `dtypes.reduce` is the compute dtype.
+    Derived: `model.head_dim` is d_model / num_heads, or qk_nope_head_dim + qk_rope_head_dim with latent attention. In `dtypes`,
+    auto becomes f32, except that `dtypes.reduce` becomes the compute dtype.
     """
     tree = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
     run, problems = from_dict(tree)

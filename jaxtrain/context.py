@@ -3,10 +3,10 @@
 A rank is the index of a device along an axis or in a group. A rank of the seq axis is ring rank x ulysses + Ulysses rank. So
 the devices of a Ulysses group are neighbours, because its all-to-alls send more bytes than the ring.
 
-A ring of r ranks cuts each sequence into 2 r chunks of C tokens and gives ring rank g the chunks g and 2 r - 1 - g (zigzag
-order). An early chunk has few visible keys, the late chunk of the same rank many. So under the causal mask every ring rank
-computes 2 r C^2 query-key pairs. The Ulysses ranks of a ring rank shard its two chunks. In attention, each of them has both
-chunks, for some of the heads.
+A ring of r ranks cuts each sequence into 2 r chunks of C tokens. Ring rank g has the chunks g and 2 r - 1 - g (zigzag order).
+An early chunk has few visible keys, the late chunk of the same rank many. So under the causal mask every ring rank computes
+2 r C^2 query-key pairs. The Ulysses ranks of a ring rank shard its two chunks. In attention, each Ulysses rank has both chunks,
+for some of the heads.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
 def pairs(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
     """Return the number of query-key pairs of each rank under the causal mask, per query head, for one document per sequence.
 
-    `window`: tokens that a query attends to, itself included; 0: all before it.
+    `window`: tokens that a query attends to, itself included; 0: itself and all earlier tokens.
     """
     reach = min(window or seq_len, seq_len)
 

@@ -2,8 +2,8 @@
 
 A digest is three sums modulo 2^32 over an array's elements, read as unsigned words w_i of their own width: the sum of w_i, the
 sum of w_i x (2654435761 i | 1), and the number of elements that are not finite. Integer sums do not depend on their order, so
-the digest does not depend on the sharding. One flipped bit changes the first sum by a power of two below 2^32, never by 0;
-swapped elements change the second. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
+the digest does not depend on the sharding. One flipped bit changes the first sum by a power of two below 2^32, never by 0.
+Swapped elements change the second sum. (The factor is Knuth's, from The Art of Computer Programming 6.4.)
 
 Each device sums its shards, and one all-reduce adds all sums of a call. Hundreds of small all-reduces would need the same order
 on every process, relative to the all-reduces of training.
@@ -113,8 +113,8 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
 def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return the digests of arrays by name, uint32 (3,).
 
-    At most AT_ONCE arrays are in one call, and the next call waits for it. Calls with the same number of arrays of one shape,
-    dtype and sharding share a compiled program.
+    Each call of `digest_layers` has at most AT_ONCE arrays, and begins after the previous call is done. Calls with the same
+    number of arrays of one shape, dtype and sharding share a compiled program.
     """
     kinds: dict[Any, list[str]] = {}
     for name, x in arrays.items():

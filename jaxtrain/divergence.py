@@ -1,6 +1,6 @@
 """Skipped steps (jaxtrain/train/guard.py): their reports, their counts, and the decision that a run has diverged.
 
-All processes have the same numbers, so all decide equally.
+All processes have the same losses, gradient norms and counts, so all make the same decision.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ class Diverged(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """A skipped step."""
+    """A step that the guard skipped, with its figures and data."""
 
     step: int  # number of the step, from 1
     verdict: int  # guard.NOT_FINITE or guard.SPIKE
@@ -29,7 +29,7 @@ class Bad:
 
     @property
     def words(self) -> str:
-        """Return the reason in one line."""
+        """Return one line: the step, its loss and gradient norm, the reason why it is skipped, and its data."""
         return (
             f"step {self.step}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}, {guard.NAMES[self.verdict]}: the "
             f"step is skipped. Data: {self.data}"
@@ -45,12 +45,12 @@ class Bads:
         self.row: list[Bad] = []  # of the current row, as far as this attempt has seen it
 
     def took(self) -> None:
-        """Note a step that was applied. It ends a series of skipped steps."""
+        """Note a step that was applied, which ends a series of skipped steps."""
         self.in_a_row = 0
         self.row.clear()
 
     def add(self, bad: Bad) -> bool:
-        """Add a skipped step. Return whether the run has diverged: whether `most` steps in a row were skipped."""
+        """Add a skipped step. Return whether the run has diverged, that is, `most` steps in a row or more were skipped."""
         self.in_a_row += 1
         self.skipped += 1
         self.row.append(bad)

@@ -97,7 +97,7 @@ class Overlay:
 
 
 def table(sm: int) -> Table:
-    """Return the table of a GPU. sm: its compute capability times ten; without a table for it, the next older GPU's table."""
+    """Return a GPU's table of variables; if it has none, that of the next older GPU. sm: its compute capability times ten."""
     return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
 
 
@@ -193,8 +193,7 @@ def _derive_variables(
 def _find_unnamed_variables(environ: Mapping[str, str], inherit: str, known: set[str]) -> list[Problem]:
     """Return one problem for all variables of the shell that no key names, with the setting that inherits them.
 
-    If an earlier run of this process set some of them, these have a separate problem. known: variables that the run sets or
-    refuses.
+    Variables that an earlier run of this process set have a separate problem. known: variables that the run sets or refuses.
     """
     earlier = environ.get(EXPORTED, "").split(",")
     found = {

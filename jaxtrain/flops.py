@@ -9,18 +9,19 @@ length T, and 2 FLOPs per multiply-add:
                    2 N H T                               the half that a causal mask leaves                   ("causal")
 
 and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three times
-the forward pass: the backward pass has two matmuls for each one. The "full" sum is the 6 N + 12 L H Q T of the PaLM paper,
-appendix B, where N counts parameters; Megatron-LM and MaxText count the "causal" half. The two differ by 12% for Llama 3 8B at
-T = 8192, so every figure names its convention. Neither counts norms, rotary embedding, softmax or the optimizer, and neither
-considers document borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients (`training`).
+the forward pass: the backward pass has two matmuls for each forward matmul. The "full" sum is the 6 N + 12 L H Q T of the PaLM
+paper, appendix B, where N counts parameters; Megatron-LM and MaxText count the "causal" half. The two conventions differ by 12%
+for Llama 3 8B at T = 8192, so every figure names its convention. Neither convention counts norms, rotary embedding, softmax or
+the optimizer, or considers document borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients
+(`training`).
 
 A token of a model with E experts goes through k of them, and through the shared expert of width S. So the feed-forward block is
 
     feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
 
 The first layers without experts (model.dense_layers) have 2 * 3 D times their own width. MFU counts these active FLOPs only,
-for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes the padding of the
-buffers, which is in HFU only (`beyond`).
+for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes padding of buffers.
+These FLOPs are in HFU only (`beyond`).
 
 A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas apply to it too.
 
@@ -30,8 +31,8 @@ queries and keys have width H = P + r, of which r are rotated. Heads of values h
     projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
     attention      2 N (H + W) T                         ("full"), half of it ("causal")
 
-as training computes it, with the keys and values of every head. If a kernel needs values as wide as keys, the padding is in
-neither MFU nor HFU.
+since training computes the keys and values of every head. If a kernel needs values as wide as keys, the padding is in neither
+MFU nor HFU.
 
 A module of multi-token prediction (model.mtp_layers) is one more layer, one more matmul with the head, and
 
@@ -135,7 +136,7 @@ def layers(model: Model, rows: float = 0.0) -> float:
 
 
 def by_weight(model: Model) -> dict[str, float]:
-    """Return forward FLOPs per token of the matmuls of every weight below the head, all layers of a stack together."""
+    """Return weight -> forward FLOPs per token of its matmuls, without the head. A stack of layers counts as one weight."""
     found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
     for i in range(model.dense_layers):
         found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
@@ -146,7 +147,7 @@ def by_weight(model: Model) -> dict[str, float]:
 
 
 def attention(model: Model, seq_len: int) -> Flops:
-    """Return forward FLOPs per token of one layer's attention without its projections, the mean of all layers.
+    """Return forward FLOPs per token of attention without its projections, for one layer: the mean of all layers.
 
     A sliding window of W limits the causal count to W - W^2 / 2T positions, which is T / 2 at W = T. The full convention
     ignores masks: it counts T.
@@ -166,7 +167,7 @@ def stated(model: Model) -> Callable[[Model, int], Flops] | None:
 
 
 def forward(model: Model, seq_len: int) -> Flops:
-    """Return forward FLOPs per token of a train step, with the modules of multi-token prediction.
+    """Return FLOPs per token of the forward pass of a train step, with the modules of multi-token prediction.
 
     A family from outside the package may state its FLOPs; otherwise they follow from the formulas of the module's docstring.
     """
@@ -187,7 +188,7 @@ def per_token(model: Model, seq_len: int) -> Flops:
 
 
 def newton_schulz(model: Model) -> float:
-    """Return the FLOPs per step of Muon's matmuls, for the whole model. No MFU counts them.
+    """Return the FLOPs per step of Muon's matmuls, for the whole model. Neither MFU nor HFU counts them.
 
     For a matrix X of a rows and b >= a columns, each of five iterations computes A = X X^T, A A, and a polynomial of A times X:
     2 a^2 b + 2 a^3 + 2 a^2 b.
@@ -216,7 +217,7 @@ def learns(run: RunConfig, name: str) -> bool:
 
 
 def differentiates_layers(run: RunConfig) -> bool:
-    """Return whether the backward pass goes through the layers: not if everything in and below them is frozen."""
+    """Return whether the backward pass goes through the layers; False if all weights in and below the layers are frozen."""
     return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
 
 
@@ -264,7 +265,7 @@ def training(run: RunConfig) -> Flops:
 def head(run: RunConfig) -> float:
     """Return the FLOPs per token of `training` in matmuls with the output head, multi-token prediction included.
 
-    They are the forward matmul, and the needed gradients of the hidden states and of the head's weight.
+    These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
     """
     m = run.model
     one = heads(dataclasses.replace(m, mtp_layers=0))
@@ -277,8 +278,8 @@ def beyond(run: RunConfig) -> Flops | None:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
     These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
-    beyond an even load. A capacity below 1 drops tokens, so the result may be negative. It is None for a family that states its
-    FLOPs.
+    beyond an even load. A capacity below 1 drops tokens, so the result may be negative. Return None for a family that states
+    its FLOPs.
     """
     if stated(run.model):
         return None
@@ -298,9 +299,9 @@ def expert_rows(run: RunConfig) -> float:
     """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
     The result is the number of experts per token times a factor, and at most the number of experts. With a capacity, the factor
-    is the capacity factor, since buffers have the size of the capacity. Without a capacity, it is moe.buffer if each device has
-    one expert and moe.impl is auto, since the dense matmul of a device covers its whole buffer
-    (kernels/experts/feed_forward.py). Otherwise it is 1.
+    is the capacity factor, since buffers have the size of the capacity. Without a capacity, the factor is moe.buffer if each
+    device has one expert and moe.impl is auto. Then the dense matmul of a device covers its whole buffer
+    (kernels/experts/feed_forward.py). Otherwise the factor is 1.
     """
     e, m = run.moe, run.model
     alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"

@@ -129,7 +129,10 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
 
 
 def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
-    """Return the prompt and its continuation, up to the end-of-text token or max_tokens. `room`: see Sampler.tokens."""
+    """Return the prompt and its continuation, which ends before the end-of-text token, or else after max_tokens.
+
+    room: as in `Sampler.tokens`.
+    """
     prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
     made: list[int] = []
     how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
@@ -141,7 +144,7 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.
 
 
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """Return the ids of a prompt as the beginning of a document; for an empty prompt without ids, the ids of a newline.
+    """Return the ids of a prompt as the beginning of a document; if the prompt has no ids, the ids of a newline.
 
     Raises TokenizerError for an id that the model does not have (another tokenizer than in training), and if there is no id.
     """
@@ -168,7 +171,7 @@ def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, 
     """Return config, sampler, weights and step of a run's newest checkpoint, one checkpoint, or a Hugging Face folder.
 
     For a run with adapters, the weights are those of the base model and the adapters. base: the base model's folder, if it was
-    moved. Raises CheckpointError, HuggingFaceError, also for a stored config of another version.
+    moved. Raises CheckpointError or HuggingFaceError if weights or config cannot be read, or the config is of another version.
     """
     source = open_origin(path)
     run = source.run()

@@ -1,7 +1,7 @@
 """The wall time of a run by cause, over all attempts, summed from its ledger. Imports no jax.
 
-Goodput is the fraction of the wall time spent on steps that count. The time between a planned end (exit code 0, or 130 for
-Ctrl-C) and the next attempt is "stopped" and excluded. ledger.py writes the ledger.
+Goodput is the fraction of the wall time spent on steps that are not repeated later. The time between a planned end (exit code
+0, or 130 for Ctrl-C) and the next attempt is "stopped", and excluded from the wall time. ledger.py writes the ledger.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ LINE_S = 30.0  # longest time between two lines of the ledger
 class Span:
     """A span of time of an attempt, or between two attempts (attempt 0).
 
-    `first` and `last` are the steps done at its start and at its end. last None: unknown.
+    `first` and `last` are the numbers of steps done at its start and at its end. last None: unknown.
     """
 
     attempt: int
@@ -76,7 +76,7 @@ class Goodput:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger. The last line also has `seen_last`: the time when its writer was last alive.
+    """Return the lines of a ledger. The last line also has `seen_last`: the file's modification time, as the run set it last.
 
     Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
     """
@@ -162,7 +162,7 @@ def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
 
 
 def _hung(spans: list[Span], attempt: int) -> None:
-    """Count the time since an attempt's last step as "hang": the watchdog ended the attempt."""
+    """Count the time since the last step as "hang", for an attempt that the watchdog ended."""
     for span in _spans_without_progress(spans, attempt):
         span.seconds = {"hang": sum(span.seconds.values())}
 

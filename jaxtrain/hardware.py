@@ -85,12 +85,12 @@ def lookup(device_kind: str) -> Gpu | None:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a run: `kind` is cpu or gpu, `memory_gib` of one device, `source` of this information.
+    """The devices of a run. kind: cpu or gpu. memory_gib: memory of one device. source: origin of this information.
 
     CPU devices of one process share the memory that is available to the process: `memory_gib` is an equal part of it.
 
-    `sm` is the compute capability times ten (90: Hopper), 0 if unknown. `node`: devices of one node; 0: all. `problem`: why
-    `count` is 0, if that is known.
+    `sm` is the compute capability times ten (90: Hopper), 0 if unknown. `node`: number of devices in one node; 0: all.
+    `problem`: why `count` is 0, if the reason is known.
     """
 
     kind: str
@@ -117,8 +117,8 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
 
     JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those that the
     driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
-    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute. If there is no driver
-    or CUDA plugin, or CUDA_VISIBLE_DEVICES hides all GPUs ("" or -1), the devices are CPUs unless JAX_PLATFORMS asks for a GPU.
+    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute. Unless JAX_PLATFORMS
+    asks for a GPU, the devices are CPUs if there is no driver or CUDA plugin, or if CUDA_VISIBLE_DEVICES is "" or -1.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
@@ -190,8 +190,8 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
     """Return NVML handles in the order of CUDA_VISIBLE_DEVICES. Like CUDA, the list ends at the first number that is no GPU.
 
     An entry may be the beginning of a UUID (GPU-1a2b) that only one GPU has, as the driver allows. NVML must be
-    initialised, by `nvml.nvmlInit()`. Raises nvml.NVMLError, and InvisibleGpu for a MIG slice, for a UUID that none or several
-    GPUs have, and for a list whose first entry is no GPU.
+    initialised, by `nvml.nvmlInit()`. Raises nvml.NVMLError if the driver fails. Raises InvisibleGpu for a MIG slice, for a
+    UUID that none or several GPUs have, or for a list whose first entry is no GPU.
     """
     count = nvml.nvmlDeviceGetCount()
     if visible is None:
@@ -215,7 +215,7 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
 
 
 def _uuid(index: int, nvml: Any) -> str:
-    """Return a GPU's UUID; "" if the driver has lost the GPU. Other GPUs can be used nevertheless."""
+    """Return a GPU's UUID; "" if the driver has lost this GPU, so that the other GPUs can still be used."""
     try:
         found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:
@@ -250,7 +250,7 @@ def host_gib() -> float:
 
 
 def available_gib(root: str | os.PathLike[str] = "/") -> float:
-    """Return the GiB that a process can still get here: the least of MemAvailable and the limits of its memory cgroups.
+    """Return the GiB that this process can still allocate: the least of MemAvailable and the limits of its memory cgroups.
 
     root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine is in place of MemAvailable.
     """
@@ -282,7 +282,7 @@ def _text(path: Path) -> str:
 def pinned_limit_gib(environ: Mapping[str, str]) -> float:
     """Return the GiB of host memory that a process may pin for copies of the state.
 
-    It is the variable HOST_LIMIT, or by default the fraction HOST_SHARE of the host's memory.
+    The limit is the value of the variable HOST_LIMIT; if it is unset, the fraction HOST_SHARE of the host's memory.
     """
     return float(environ.get(HOST_LIMIT) or int(HOST_SHARE * host_gib()))
 
@@ -291,7 +291,7 @@ def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dic
     """Return the variables that make JAX take `fraction` of each GPU's memory, and the problems of contradicting variables.
 
     The variables must be exported before JAX is imported. JAX reads the fraction when it initialises its GPU backend,
-    and takes 75% by default. It must preallocate the memory: otherwise the fraction is no budget.
+    and takes 75% by default. JAX must preallocate the memory: otherwise the fraction is no budget.
     """
     name = "XLA_CLIENT_MEM_FRACTION"
     problems = []

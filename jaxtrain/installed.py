@@ -1,4 +1,4 @@
-"""Versions of the installed packages, from their metadata. No jax."""
+"""Versions of the installed packages, from their metadata. Imports no jax."""
 
 import functools
 import hashlib

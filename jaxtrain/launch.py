@@ -230,7 +230,7 @@ def split(
         options: names of options that need a value.
         switches: names of options that may be given without a value -> their value then.
         arguments: collects the arguments without dashes; None: each is a problem.
-        config: --config and --config.KEY are options too.
+        config: whether --config and --config.KEY are options too.
     """
     given: dict[str, str] = {}
     overrides: list[tuple[str, str]] = []
@@ -290,7 +290,7 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
 
 
 def _as_option(setting: str, given: str) -> str:
-    """Return a setting of the table of synonyms as an option, with the value in the table or else the value that was typed.
+    """Return a setting of the table of synonyms as an option, with the table's value; if it has none, the typed value.
 
     given: "=VALUE" as it was typed, or "".
     """

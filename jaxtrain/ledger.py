@@ -28,8 +28,8 @@ PATIENCE_S = 2.0  # longest wait for another thread that may hang in a write
 class Ledger:
     """Records the time of one attempt by cause. A context manager. Only the main thread calls `during` and `base`.
 
-    path: of goodput.jsonl. began: start of the process, in seconds since 1970. active: False on processes other than 0, which
-    write nothing.
+    path: path of goodput.jsonl. began: start of the process, in seconds since 1970. active: False on processes other than 0,
+    which write nothing.
     """
 
     def __init__(self, path: Path, began: float, active: bool = True):
@@ -108,9 +108,9 @@ class Ledger:
             self._lock.release()
 
     def close(self, exit_code: int, reason: str) -> Goodput | None:
-        """Record the end of the attempt. Return the goodput of all attempts; None on processes other than 0.
+        """Record the end of the attempt, and return the goodput of all attempts.
 
-        None also if the ledger cannot be read.
+        Return None on processes other than 0, or if the ledger cannot be read.
         """
         self.end(exit_code, reason)
         try:

@@ -2,8 +2,8 @@
 
     python -m jaxtrain.lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
 
-All other options are the harness's own (`lm_eval run --help`). The package `lm-eval` (the extra of that name) is imported on
-first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
+All options except those of `parser` are the harness's own (`lm_eval run --help`). The package `lm-eval`, an extra of jaxtrain,
+is imported on first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class TaskError(ValueError):
 def harness_model() -> type:
     """Return the model class, registered in the harness as `jaxtrain`.
 
-    Its arguments: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved), max_length
-    (longest input in tokens), batch_size."""
+    Arguments of the class: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved),
+    max_length (longest input in tokens), batch_size."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
@@ -74,7 +74,7 @@ def harness_model() -> type:
 
         @property
         def prefix_token_id(self) -> int:
-            """Return the token that comes before a text without a context. The harness allows only one."""
+            """Return the token that comes before a text without a context. The harness allows only one such token."""
             return self.ids.bos[-1] if self.ids.bos else self.ids.eot
 
         @property
@@ -145,7 +145,7 @@ def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first of these strings."""
+    """Return the text before the earliest occurrence of any of these strings."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
@@ -167,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; 2 if it is wrong."""
+    """Run the command line and return its exit code; 2 if the command line is wrong."""
     args, rest = parser().parse_known_args(argv)
     problems = []
     if importlib.util.find_spec("lm_eval") is None:

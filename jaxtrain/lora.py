@@ -1,7 +1,7 @@
 """Checkpoints of adapters: identify their base, check it, and merge both into one set of weights.
 
-A run with `lora.rank` saves only its adapters. `base` in meta.json has the origin and a digest of the base weights: adapters on
-another base are another model, and no error would show it.
+A run with `lora.rank` saves only its adapters. `base` in meta.json has the origin and a digest of the base weights. Without the
+digest, a wrong base would give a wrong model without an error.
 """
 
 import functools
@@ -51,7 +51,7 @@ def digest(params: Params, layers: Arrangement | None = None) -> str:
 
     It is the same on every mesh. It detects a mix-up of models.
 
-    layers: their order on pipeline stages (TrainState.layers).
+    layers: order of the layers on pipeline stages (TrainState.layers).
     """
     found = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -79,7 +79,7 @@ def base_path(meta: Mapping[str, Any], asked: str = "") -> str:
 def restore_base(path: str, wanted: Tensors) -> Tensors:
     """Return the wanted weights, named as in checkpoints, of the base in `path`, rounded to the wanted dtypes.
 
-    Raises CheckpointError, which names the base, if it is missing or has other tensors.
+    Raises CheckpointError, which names the base, if the base is missing or has other tensors.
     """
     try:
         source = open_origin(path)
@@ -109,8 +109,8 @@ def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
 def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]]:
     """Yield (name, array) of a model without adapters: W + scale a b for adapted weights, all others unchanged.
 
-    tensors: by their canonical names, with or without a prefix: weights, and adapters (`...attention.lora.wq_a`). Each is
-    looked up once, in order. scale: alpha / rank.
+    tensors: canonical name, with or without a prefix -> weight or adapter (`...attention.lora.wq_a`). Each tensor is looked up
+    once, in order. scale: alpha / rank.
 
     The sum is computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its
     second matrix or without its weight.

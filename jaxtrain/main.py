@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Problem]:
     """Return a problem if a command without --config would resume a run with another config than the run has.
 
-    Such a command reads the default config. It is refused if a key that it does not set differs from the run's config.
+    Such a command reads the default config. The command is refused if a key that it does not set differs from the run's config.
     """
     if any(word.partition("=")[0] == "--config" for word in loaded.launch.argv):
         return []
@@ -152,7 +152,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
 
 
 def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
-    """Return `loaded` with the config of a replay bundle, and the command line's overrides, in place of the config file."""
+    """Return `loaded` with the config of a replay bundle in place of the config file. The command line's overrides apply."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text())["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,7 +2,7 @@
 
 `metrics.jsonl` is the record: one JSON object a line, each flushed at once, so a killed run loses no finished line. Processes
 other than 0 write the metrics of their own GPUs to `metrics.<process>.jsonl`. `samples.txt` is the record of the texts.
-Trackers (jaxtrain/trackers) copy both to other tools. Neither jax nor a tracker's package is imported here.
+Trackers (jaxtrain/trackers) copy metrics and texts to other tools. This module imports neither jax nor a tracker's package.
 
 Lines hold every digit: a float32 value is written as the decimal that reads back as the same number. JSON has no NaN and no
 infinity: such a value is written as null, and its kind is in an extra field, `"nonfinite": {"loss": "nan"}`.
@@ -63,7 +63,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write. It becomes `path` when the block ends, and is removed if the block raises."""
+    """Open a temporary file to write, which becomes `path` when the block ends, and is removed if the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The watchdog and the signal thread write too, at a run's end, from their own threads.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
@@ -105,7 +105,7 @@ def encode(line: Mapping[str, Any]) -> str:
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """Return a line of metrics.jsonl with NaN and infinities restored. Raises ValueError for another text."""
+    """Return a line of metrics.jsonl with NaN and infinities restored. Raises ValueError for any other text."""
     line = json.loads(text)
     if not isinstance(line, dict) or "kind" not in line or not isinstance(line.get("step"), int):
         raise ValueError("not an object with `kind` and `step`")
@@ -157,7 +157,7 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """A copy of a run's metrics in another tool, kept by process 0. `rewind` is called first. A failure never ends the run."""
+    """A copy of a run's metrics in another tool, made by process 0. `rewind` is called first. A failure never ends the run."""
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
         """Continue from `step`, with these lines and samples up to it.
@@ -202,8 +202,8 @@ class Writers:
     def train(self, **line: Any) -> None:
         """Write one train line.
 
-        It takes all of TRAIN_KEYS except `kind` and `time_unix`; EXPERT_METRICS of a model with experts; MTP_METRICS of
-        multi-token prediction; and REWARD_METRICS of a loss of pairs. Raises TypeError, which names missing and unknown keys.
+        Takes all of TRAIN_KEYS except `kind` and `time_unix`; for a model with experts, EXPERT_METRICS; with multi-token
+        prediction, MTP_METRICS; for a loss of pairs, REWARD_METRICS. Raises TypeError, which names missing and unknown keys.
         """
         more = [name for names in (REWARD_METRICS, MTP_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
@@ -223,7 +223,7 @@ class Writers:
         Raises TypeError as `train` does. The loss is in nats per token. bits_per_byte is None if the tokenizer has no byte
         counts.
 
-        name: of the held-out set; "" for a set without a name.
+        name: name of the held-out set; "" for a set without a name.
         """
         line = {"kind": "eval", "step": step, **line} | ({"set": name} if name else {})
         keys = NAMED_EVAL_KEYS if name else EVAL_KEYS
@@ -254,7 +254,7 @@ class Writers:
             tracker.samples(samples)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Send the config or the receipt to all trackers; other modules write their files."""
+        """Send the config or the receipt to all trackers. Other modules write config.json and receipt.json."""
         for tracker in self._trackers:
             tracker.note(name, facts)
 
@@ -303,7 +303,7 @@ class Writers:
         return {line["step"] for line in read(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
 
     def close(self, exit_code: int | None = None) -> None:
-        """Flush to disk and close. A later write reopens the file; trackers reopen too, unless an exit code was given."""
+        """Flush and close metrics.jsonl and the trackers. A later write reopens both, but no tracker after an exit code."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()

@@ -1,4 +1,4 @@
-"""The data of a step: the next batch in order, without batches that a divergence skipped.
+"""The data of a step: the next batch in order, without batches that were skipped after a divergence.
 
 Stored positions are counted in tokens, so they survive a change of batch size or sequence length. `skipped_data.json` next to
 the checkpoints lists the skipped data. It belongs to the run and not to a checkpoint, because a run that rolls back must skip
@@ -59,7 +59,7 @@ def position(
     """Return the position of a run in its data.
 
     step: optimizer steps done. tokens: tokens of all batches so far, skipped batches included. per_step: tokens of a batch.
-    skipped: the result of `read`; None: it is read here.
+    skipped: the result of `read`; None: this function calls `read`.
 
     Raises CheckpointError if the list of skipped data cannot be read.
     """
@@ -95,7 +95,7 @@ def skip(
 
 
 def _batches(skipped: list[dict[str, Any]], per_step: int) -> tuple[tuple[int, int], ...]:
-    """Return ranges of tokens as ranges of whole batches, with adjacent ones joined."""
+    """Return the skipped ranges of tokens as ranges of whole batches. Adjacent and overlapping ranges are joined."""
     out: list[tuple[int, int]] = []
     for first, last in sorted((item["tokens"][0] // per_step, math.ceil(item["tokens"][1] / per_step)) for item in skipped):
         if out and first <= out[-1][1]:

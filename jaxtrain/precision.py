@@ -66,7 +66,7 @@ def _parts(names: Iterable[str]) -> list[str]:
 def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
     """Return a problem if precision is fp8 and the devices are GPUs that cannot multiply in 8 bits.
 
-    CPUs emulate it: they round to 8 bits as a GPU does, and multiply in bfloat16.
+    CPUs emulate FP8 matmuls: they round to 8 bits as a GPU does, and multiply in bfloat16.
     """
     if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []

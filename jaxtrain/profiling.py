@@ -17,7 +17,7 @@ class Tracer:
     """Traces steps profile.start .. profile.start + profile.steps - 1, and profile.steps steps whenever asked, on process 0.
 
     Call `before_step(step)` and `after_step(step, result)` around every step, and `close(result)` when the loop ends, also by
-    an exception. A run that resumes within these steps traces the remaining ones. A run that resumes after them logs that there
+    an exception. A run that resumes within these steps traces the rest of them. A run that resumes after them logs that there
     is no trace. `asked` returns the number of requests so far (`signals.Stop.traces`). A request starts a trace of the next
     steps. All requests during a trace start one further trace after it. Python's own calls are left out of the trace, because
     recording them slows the measured loop. The text of `program` is written next to a trace, because a trace does not record a

@@ -1,9 +1,9 @@
 """The log of a run: `log.txt`, and the terminal with one line that updates in place.
 
 Every message goes through the logger named "jaxtrain": any module may use `logging.getLogger("jaxtrain")`. While a `Console` is
-open, messages go to the terminal and, with their time, to `log.txt` (`log.<process>.txt` for processes other than 0), which is
-flushed at once. On a terminal the last line is live and messages appear above it. Elsewhere each line of metrics is a plain
-line. Warnings of other libraries, and the traceback of an error that ends the run, go to the log too.
+open, messages go to the terminal and, with their time, to `log.txt`. Processes other than 0 have `log.<process>.txt`. Each
+message is flushed at once. On a terminal the last line is live and messages appear above it. Elsewhere each line of metrics is
+a plain line. Warnings of other libraries, and the traceback of an error that ends the run, go to the log too.
 """
 
 import collections
@@ -38,7 +38,7 @@ REDRAW_S = 0.1  # drawing more often shows nothing new and slows the loop
 
 
 class Console:
-    """The log and terminal of one process. A context manager. To the terminal, other processes than 0 write only warnings."""
+    """The log and terminal of one process. A context manager. Processes other than 0 write only warnings to the terminal."""
 
     def __init__(self, workdir: str | Path, process_index: int, total_steps: int, *, stream: TextIO | None = None):
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
@@ -88,12 +88,12 @@ class Console:
         LOGGER.warning("%s", text)
 
     def tick(self, step: int) -> None:
-        """Move the progress bar to `step` steps done. Cheap enough for every step; it draws only on a terminal."""
+        """Move the progress bar to `step` steps done. The call is cheap enough for every step: it draws only on a terminal."""
         if self._has_live_line():
             self._draw(step)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Show a train line of metrics.jsonl (see `metrics.TRAIN_KEYS`); it goes to log.txt as well."""
+        """Show a train line of metrics.jsonl (see `metrics.TRAIN_KEYS`), and write it to log.txt."""
         done, now = line["step"], time.monotonic()
         self._numbers = numbers(line, self._seconds_left(done, now, line["step_time_s"]), self.of_fp8)
         text = f"step {done}/{self._total}  {self._numbers}"
@@ -106,7 +106,7 @@ class Console:
     def _seconds_left(self, done: int, now: float, step_time_s: float | None) -> float | None:
         """Return an estimate of the seconds until the last step, from the last quarter of the lines, at least 20 lines.
 
-        The estimate includes evaluations and saves. At the first line, it is from the step time only.
+        The estimate includes evaluations and saves. At the first line, the estimate uses only the step time.
         """
         while self._lines and self._lines[-1][0] >= done:  # a rollback
             self._lines.pop()
@@ -158,7 +158,7 @@ class Console:
             self._stream.flush()
 
     def _to_terminal(self, action: Any) -> None:
-        """Write to the terminal; if it is gone (closed pipe, lost connection), the run continues with its log only."""
+        """Write to the terminal. If the terminal is closed (pipe, lost connection), the run continues with its log only."""
         try:
             action()
         except (OSError, SystemExit) as error:  # rich turns a broken pipe into SystemExit
@@ -193,7 +193,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
-    """Return the columns of a progress line, without the step. `seconds_left`: until the last step. `of_fp8`: see Console."""
+    """Return the columns of a progress line, without the step. seconds_left: until the last step. of_fp8: `Console.of_fp8`."""
     parts = []
     for name, form in COLUMNS.items():
         value = line.get(name)

@@ -164,7 +164,7 @@ def _options(
 
 
 def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:
-    """Return the state before the bad step, with fresh moments."""
+    """Return the state before the bad step, with newly initialised moments."""
     abstract = weights_alone(program.state)
     store = Checkpoints(folder / "checkpoints", finite=False)
     tensors = store.restore(record["step"], state.abstract_tensors(abstract))
@@ -182,8 +182,8 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
 def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
     """Return one line about the first array, in the order of computation, with a value that is infinite or NaN.
 
-    sums: the parameters' digests. A bisection finds the first bad layer. Each of its steps runs some of the model's first
-    layers with the model's own final norm and head, and plain cross entropy: a bad value of these layers shows in the loss.
+    sums: the parameters' digests. A bisection finds the first bad layer. Each of its iterations runs the first n layers with
+    the model's own final norm and head, and plain cross entropy: a bad value of these layers makes the loss bad.
     """
     wrong = _order(name for name, x in sums.items() if digests.not_finite(x))
     if wrong:
@@ -276,7 +276,7 @@ def _named(wrong: list[str]) -> str:
 def _order(names: Any, backward: bool = False) -> list[str]:
     """Return names of parameters in the order of the forward pass: embedding, layers by number, other parameters.
 
-    backward: in the reverse order.
+    backward: whether to reverse the order.
     """
 
     def place(name: str) -> tuple[int, int, str]:

@@ -1,6 +1,6 @@
 """The table of keys that a resumed run may change, with the effect of each change, and a comparison of two configs.
 
-No jax, no files. `receipt`, `parity` and the cache of `plan` read the table too.
+Imports no jax, and reads no file. `receipt`, `parity` and the cache of `plan` read the table too.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ FUNCTION = "function"  # another step
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A rule, and the keys to which it applies."""
+    """A rule for changes on resume, and the keys to which it applies."""
 
     keys: tuple[str, ...]  # dotted, with * for any part
     change: str  # free | ask | never
@@ -204,7 +204,7 @@ def rows_for(key: str) -> list[Row]:
 
 
 def effect(key: str) -> str:
-    """Return the effect of a change of a dotted key, such as TIME; FUNCTION if the table has no such key."""
+    """Return the effect of a change of a dotted key, such as TIME; FUNCTION for a key that the table does not have."""
     return next((row.effect for row in rows_for(key)), FUNCTION)
 
 
@@ -287,9 +287,9 @@ def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any
 def check_allow_change(allow_change: str) -> list[Problem]:
     """Return the problems of checkpoint.allow_change itself: unknown names, and patterns that match only fixed keys.
 
-    Fixed keys are those that can never change on resume.
+    Fixed keys are the keys that can never change on resume.
 
-    A pattern that also matches a key that may change passes here; `compare` still refuses changes of the fixed keys."""
+    A pattern that also matches other keys is valid, although `compare` refuses all changes of the fixed keys."""
     known = list(config.declared())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):

@@ -5,8 +5,8 @@
     --- step 400
     ...
 
-With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. A line of a text that has the form of
-such a heading is written with a space before it, so that the file can be read back. This module opens no file.
+With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. If a line of a text has the form of such a
+heading, a space is written before the line, so that the file can be read back. This module opens no file.
 """
 
 import re
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 
 
 def prompts(text: str) -> list[str]:
-    """Return the prompts of `sample.prompt`."""
+    """Return the prompts of `sample.prompt`, which SEPARATOR separates."""
     return text.split(SEPARATOR)
 
 

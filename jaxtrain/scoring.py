@@ -140,7 +140,7 @@ class Scorer:
         """Return the greedy continuation of each prompt. A prompt has at least one token.
 
         A continuation ends when `done(index of the prompt, tokens of the continuation)` is true, or after `max_tokens` tokens.
-        Of a prompt longer than max_length - `max_tokens`, the first tokens are dropped. Raises ValueError if that is below 1.
+        Of a prompt longer than max_length - `max_tokens`, the first tokens are dropped. Raises ValueError if this is below 1.
         """
         for most in max_tokens:
             if most >= self.max_length:

@@ -58,7 +58,7 @@ def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int
 
 
 def node_of(device: Any) -> int:
-    """Return the number of the node that holds a device. XLA numbers the hosts of a run."""
+    """Return the number of a device's node, as XLA numbers the nodes of a run; in one process, `process_index`."""
     if jax.process_count() > 1:
         for number in ("partition_index", "slice_index"):  # the present name, and the name in older versions of JAX
             if (found := getattr(device, number, None)) is not None:
@@ -135,7 +135,7 @@ class Placement:
     def sequence_parallel_axes(self) -> tuple[str, ...]:
         """Return the mesh axes that shard tokens of the residual stream but not inside blocks.
 
-        Sequence parallelism as in Megatron (Korthikanti et al. 2022, arXiv:2205.05198).
+        This is sequence parallelism as in Megatron (Korthikanti et al. 2022, arXiv:2205.05198).
         """
         return tuple(a for a in self.mesh_axes("residual") if a not in self.mesh_axes("sequence"))
 
@@ -271,8 +271,8 @@ class GatherSpec:
 def gather_weight(w: jax.Array, spec: GatherSpec) -> jax.Array:
     """Return a weight in the compute dtype, unsharded along the gathered dimensions.
 
-    The cast comes first, so that the all-gather carries the small dtype. Backward, in the reduce dtype: a reduce-scatter for
-    each gathered dimension, an all-reduce over the replicas, then a cast to the dtype of `w`.
+    The cast comes first, so that the all-gather sends the small dtype. The backward pass has, in the reduce dtype, a
+    reduce-scatter for each gathered dimension and an all-reduce over the replicas; then it casts to the dtype of `w`.
     """
     return all_gather_weight(w, spec)
 

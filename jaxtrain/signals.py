@@ -1,7 +1,7 @@
 """Signals to a run: to save and stop (Ctrl-C, or a scheduler before it ends the job), or to trace.
 
-The first signal to stop asks the loop to finish its step, save and exit; a second one exits at once. Each SIGUSR2 asks for a
-trace of the next steps. Signals work while the main thread waits inside XLA (a compile of minutes, a collective that hangs),
+The first signal to stop asks the loop to finish its step, save and exit. A second one ends the process at once. Each SIGUSR2
+requests a trace of the next steps. Signals work while the main thread waits inside XLA (a long compile, a hanging collective),
 where Python runs no signal handler: the interpreter's own handler writes the signal's number into a pipe, and a thread reads
 it.
 """
@@ -59,7 +59,7 @@ class Stop:
 
     @staticmethod
     def exit_code_of(why: str) -> int:
-        """Return the exit code of a run that was asked to stop: by a signal's name, or for another reason in words."""
+        """Return the exit code of a run that was asked to stop. why: a signal's name, or another reason in words."""
         return next((code for number, code in EXIT_CODES.items() if why.startswith(number.name)), 75)
 
     def __bool__(self) -> bool:
@@ -100,7 +100,7 @@ class Stop:
     def asked_elsewhere(self, why: str) -> None:
         """End this process by `at_once` if another process was asked to stop while there is no state to save.
 
-        Without `at_once`, do nothing: the loop learns of the request from the other processes. why: the other process's reason.
+        Without `at_once`, do nothing: the loop gets the request from the other processes. why: the other process's reason.
         """
         if self.at_once is not None and self.reason is None:
             code = self.exit_code_of(why)

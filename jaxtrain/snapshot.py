@@ -1,4 +1,4 @@
-"""Copies of the state for its saves; the loop waits only for the copies.
+"""Copies of the state for its saves. A save delays the loop at most by the time of the copies.
 
 The programs for copies and digests are compiled in another thread during the first steps. So the first save is as fast as later
 saves, except for the digests of arrays in host memory. On GPUs, copies go to pinned host memory a layer at a time, since copies
@@ -102,8 +102,8 @@ class Snapshots:
     def take(self, current: TrainState) -> Snapshot:
         """Begin to copy a state, and return the copies.
 
-        They stay valid after the state is donated to the next step, until the next call of `take`. Before that call, their
-        readers must be done, or `forget` must be called.
+        The copies stay valid after the state is donated to the next step, until the next call of `take`. Before that call,
+        readers of the copies must be done, or `forget` must be called.
         """
         # After success or failure: a full disk or too little memory may be temporary, and missing parts are made now.
         concurrent.futures.wait([self.prepare()])

@@ -82,7 +82,7 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 def copy_sharding(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
     """Return the sharding of the copy of an array, or of the copy of each layer if the array is a stack.
 
-    It names no memory: the caller puts copies on GPUs into host memory.
+    The sharding names no memory. On GPUs, the caller puts the copies into host memory.
     """
     return _spread(layer_sharding(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
 

@@ -1,8 +1,8 @@
 """Start JAX: with GPUs in the environment of a run, without GPUs with the messages of the CUDA plugin removed.
 
-With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries it at start and prints a traceback, and the
-plugin's libraries report the missing driver, at start or when the first program is compiled for a GPU that is not there. These
-messages are irrelevant, so the platform is set to CPU and those lines are removed from stderr. All other lines are kept.
+With the `plan` extra, the CUDA plugin is installed without a driver. JAX then tries the plugin at start and prints a traceback.
+The plugin's libraries print that the driver is missing, at start or at the first compile for a GPU that is not present. These
+messages are irrelevant, so the platform is set to CPU and the messages are removed from stderr. All other lines are kept.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _started_on_gpus() -> bool:
 
 
 def set_compile_cache(run: RunConfig) -> None:
-    """Store all compiled programs in `paths.cache`, so that a restart takes seconds. "": store none.
+    """Store all compiled programs in `paths.cache`, so that a restart takes seconds. If it is "", store none.
 
     Programs for several CPU devices are compiled again in each process. XLA:CPU (jaxlib 0.11.2) loaded some of them wrongly:
     all-gathers of independent loops joined the same rendezvous, which corrupted memory and ended the process. The present step
@@ -72,7 +72,7 @@ def threads_for_cpus(count: int) -> None:
 
     The default follows from the numbers of devices and cores. A collective blocks a thread for each device until all devices
     have joined. If all threads are blocked, the computation that the other devices wait for never runs: after 40 s XLA ends the
-    process ("Termination timeout for ... Expected 4 threads to join the rendezvous"). Seen with 8 devices on 2 cores.
+    process ("Termination timeout for ... Expected 4 threads to join the rendezvous"). This happened with 8 devices on 2 cores.
     """
     if count > 1:
         here = os.environ.get(THREADS, "")

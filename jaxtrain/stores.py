@@ -1,7 +1,7 @@
 """Addresses of object stores, and checks of the paths of a config. The checks import no client of a store.
 
-A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon and others with
-its interface).
+A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at gs:// (Google) or s3:// (Amazon S3 and
+compatible stores).
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ def is_bucket(path: object) -> bool:
 def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
     """Return the broken rule and the remedy for a path that cannot be used; None if the path can be used.
 
-    checkpoints: whether it is for checkpoints. All other files must be on a mounted file system.
+    checkpoints: whether the path is for checkpoints. All other files must be on a mounted file system.
     """
     scheme, separator, rest = path.partition("://")
     one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves a single one, too
@@ -53,7 +53,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
 
 
 def missing(path: str) -> str:
-    """Return the rule and the remedy for a folder that does not exist; "" if it exists, or is in a store or at hf:."""
+    """Return the rule and the remedy for a folder that does not exist; "" if it exists, or the path is a URL or hf:NAME."""
     if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
         return ""
     return "no such folder. Name a run's folder, its checkpoints folder, or one checkpoints/STEP."

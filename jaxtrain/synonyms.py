@@ -350,9 +350,10 @@ INDEX = index()
 def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three settings that a wrong key may mean, the likeliest first; [] if no key is near.
 
-    Keys of the typed section that differ by one letter are the only results. Otherwise settings of the typed section come
-    first, those for a name of another trainer before related names (`_related`). Settings of other sections follow: those for
-    a name of another trainer, then keys of the same name. If there are none of these, spelling decides.
+    If keys of the typed section differ by one letter, they are the only results. Otherwise settings of the typed section come
+    first: those for a name of another trainer, then related names (`_related`). If none is for a name of another trainer,
+    such settings of other sections follow. If the typed section has no setting, keys of the same name follow. If there is no
+    result, spelling decides.
 
     Args:
         key: the dotted key, as it was typed.
@@ -389,7 +390,7 @@ def did_you_mean(settings: Iterable[str]) -> str:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """Return the remedy for a wrong key: the nearest keys, else those of its section, else the command that lists all."""
+    """Return the remedy for a wrong key: the nearest keys; if none, all keys of its section, or else the option --explain."""
     found = nearest_keys(key, known)
     if found:
         return did_you_mean(found)
@@ -419,7 +420,10 @@ def _nearest_section(section: str, known: Sequence[str]) -> str:
 
 
 def _related(typed: str, tail: str) -> bool:
-    """Return whether one name has all words of the other, begins with it, or differs in at most two of six or more letters."""
+    """Return whether one name has all words of the other, or begins with it, or differs in two letters at most.
+
+    Letters are compared only if `typed` has six or more.
+    """
     a, b = typed.split("_"), tail.split("_")
     begins = min(len(typed), len(tail)) >= 3 and (typed.startswith(tail) or tail.startswith(typed))
     return set(a) <= set(b) or set(b) <= set(a) or begins or (len(typed) >= 6 and _distance(typed, tail) <= 2)

@@ -19,7 +19,7 @@ class Throughput:
 
     Args:
         tokens_per_step: tokens of a global batch, padding included.
-        num_devices: over all processes.
+        num_devices: number of devices of all processes.
         flops_causal, flops_full: model FLOPs per token, forward and backward, with the causal half of the attention square and
             all of it.
         flops_hardware: FLOPs per token that the devices execute, recomputation included; None: `hfu` is None.
@@ -70,7 +70,7 @@ class Throughput:
         self._wait += self._clock() - before
 
     def exclude(self, more: int = 0) -> None:
-        """Exclude the present step, which includes other work, the next one, and `more` further steps."""
+        """Exclude the present step (which includes other work), the next step, and `more` further steps."""
         self._skip = max(self._skip, self.SETTLE + more)
 
     def line(self) -> dict[str, float | None]:
@@ -101,7 +101,7 @@ class HasMemoryStats(Protocol):
 
 
 def memory(devices: Iterable[HasMemoryStats]) -> tuple[float | None, float | None]:
-    """Return the largest (memory in use, peak memory) of these local devices in GiB; None if none reports it, as CPUs."""
+    """Return the largest (memory in use, peak memory) of these local devices in GiB; None if no device reports it (CPUs)."""
     stats = [found for device in devices if (found := device.memory_stats())]
 
     def most(name: str) -> float | None:

@@ -25,7 +25,7 @@ def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Ask run.sh, if it started this run, not to restart it, if `why` (the reason of the stop) is the time limit."""
+    """If `why`, the reason of the stop, is the time limit, ask the run.sh that started this run not to restart it."""
     if why.startswith(WHY) and NOTE in environ:
         with contextlib.suppress(OSError):  # without the note, the next attempt ends at once for its time limit
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
@@ -64,7 +64,7 @@ class TimeLimit:
     """Asks a run to stop in time. A context manager.
 
     seconds: until the run should have ended; inf: never. save_s: returns the seconds of the longest save so far. ask: called
-    once, with a reason in words, when the remaining time is LEAST_S + 2 save_s(), or MOST of `seconds` if that is less.
+    once, with a reason in words, when the remaining time is LEAST_S + 2 save_s(), but at most MOST x `seconds`.
     """
 
     def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):

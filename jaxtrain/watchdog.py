@@ -8,8 +8,8 @@ the process with 124:
     stacks.txt    the stack of every Python thread, and the state of every thread of the process
     report.json   the cause, the running activities with their ages, and the last facts of the run
 
-(`cause.1.txt` and so on for processes other than 0.) That thread runs only while Python runs: a call into C that never returns
-and holds the interpreter's lock (the GIL) blocks it too. Calls of XLA, tensorstore and the operating system release it.
+(`cause.1.txt` and so on for processes other than 0.) The thread runs only while Python runs: a call into C that never returns
+and holds the interpreter's lock (the GIL) blocks the thread too. XLA, tensorstore and the operating system release the lock.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ POLL_S = 2.0  # the longest interval between two checks
 def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
     """Return `train.timeouts` ("step=600,data=120") as name -> seconds, and its problems.
 
-    Other budgets, and wrong entries, keep their default; 0 disables a budget.
+    Budgets that are not named, or whose entry is wrong, keep their default; 0 disables a budget.
     """
     budgets, named, problems = dict(BUDGETS), set(), []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -134,7 +134,7 @@ class Watchdog:
         workdir: the run's folder. Created at a hang if it is missing.
         facts: returns facts about the run (last steps, a pending save, device memory) for report.json. Called at a hang, in its
             own thread, for at most FACTS_S seconds. An exception is written into the report.
-        ended: called with the cause when the folder is written, to finish the receipt. It has ENDED_S seconds.
+        ended: called with the cause after the folder is written, to finish the receipt. The call may take ENDED_S seconds.
         process_index: part of the files' names. May be set later, once it is known.
     """
 

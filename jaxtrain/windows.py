@@ -1,4 +1,4 @@
-"""The layers with a sliding window, and the layers with full attention. Imports no jax: FLOP counts use it."""
+"""The layers with a sliding window, and the layers with full attention. Imports no jax, because FLOP counts use this module."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def kinds(model: Model) -> str:
 
 
 def window(model: Model, kind: str) -> int:
-    """Return the positions that a token attends to in a layer of this kind, itself included; 0: all before it."""
+    """Return the number of positions that a token attends to in a layer of this kind, its own included; 0: no limit."""
     return model.sliding_window if kind == LOCAL else 0
 
 

@@ -7,14 +7,14 @@ After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float3
             its unreduced gradient of the gathered weight. Reduce-scatters at the end of the step sum these gradients.
     ZeRO-2  as ZeRO-1, but each layer's gradient is reduce-scattered in its backward pass, and the embedding table stays
             sharded: each device looks up its columns (kernels/embedding.py).
-    ZeRO-3  weights are gathered where they are used, and freed after it. With sharding.gather = step they are gathered once a
+    ZeRO-3  weights are gathered before each use, and freed after it. With sharding.gather = step they are gathered once a
             step, and the step runs as ZeRO-1.
 
 The sum over replicas of a weight (over `data` with `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch it is
 part of the layer's backward pass. With several it runs once, at the end of the step. It also runs there if weights are gathered
-across nodes, because XLA's scheduler cannot overlap it in the backward pass. In the plan of Llama 3 70B on data=16 fsdp=64 with
-one microbatch, 0.96 of 1.51 s of communication are exposed with the sum in the backward pass, and 0.26 s with the sum at the
-end of the step.
+across nodes, because XLA's scheduler cannot overlap it in the backward pass. An example is the plan of Llama 3 70B on data=16
+fsdp=64 with one microbatch. With the sum in the backward pass, 0.96 of 1.51 s of communication are exposed. With the sum at the
+end of the step, 0.26 s are exposed.
 
 Everything here computes with local shards, inside the step's shard_map.
 """
@@ -46,7 +46,7 @@ from jaxtrain.sharding import (
 
 @dataclasses.dataclass(frozen=True)
 class ComputeCopy:
-    """The gathered or the FP8 value of a weight, and the master weight, which gets the gradient."""
+    """A weight's value for its matmul (in FP8, or gathered in the compute dtype), and its master, which gets the gradient."""
 
     value: Any  # an array, gathered; or Float8
     master: Any
@@ -61,7 +61,7 @@ class StackCheck:
 
     Args:
       into: the arrays of `StackWeight.into`.
-      adds: `into` has the sums of earlier microbatches' gradients, and the backward pass adds to them.
+      adds: whether `into` has the sums of earlier microbatches' gradients, to which the backward pass adds.
     """
 
     def __init__(self, into: Params, adds: bool):
@@ -71,7 +71,7 @@ class StackCheck:
         self._trace, self._run = get_opaque_trace_state(convention="nnx"), False
 
     def note_run(self, layers: int, into: Sequence[jax.Array]) -> None:
-        """Note a run of the stack. Raise TypeError for a second run, some of the layers, changed weights, or a run in a loop.
+        """Note a run of the stack. Raise TypeError for a second run, a run of some layers, changed weights, or a run in a loop.
 
         layers: number of layers that are run. into: the `StackWeight.into` of their weights.
         """
@@ -171,8 +171,9 @@ class Zero:
     def step_weights(self, params: Params, definition: Definition, in_fp8: Params) -> tuple[Params, Params]:
         """Return (base, copies) of the master weights, for all microbatches of a step.
 
-        base: the weights that are differentiated: at ZeRO-1 the gathered weights, otherwise the master weights.
-        copies: for each weight its `ComputeCopy.value`; None if it is used as in `base`.
+        base: the weights that are differentiated: the gathered weights if gradients are reduced once per step (ZeRO-1 or
+        sharding.gather = step), otherwise the master weights. copies: for each weight its `ComputeCopy.value`; None if the
+        weight is used as in `base`.
 
         Args:
           in_fp8: the weights that are multiplied in FP8.
@@ -207,7 +208,7 @@ class Zero:
           base, copies: of `step_weights`.
           rest: the weights of `base` that autodiff differentiates.
           stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if remat.Plan.run runs the stack.
-          adds: the backward pass adds the gradients to `stack`. False: it replaces `stack`.
+          adds: whether the backward pass adds the gradients to `stack`. If not, the gradients replace `stack`.
         """
         weights = jax.tree.map(
             lambda copy, w: w if copy is None else ComputeCopy(copy, w), copies, filled(base, rest), is_leaf=_is_copy_or_none

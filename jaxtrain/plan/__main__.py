@@ -249,7 +249,7 @@ def _act(parsed: Parsed) -> int:
 
 
 def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
-    """Run the mode that the command line selects (all but --calibrate), and return the exit code."""
+    """Run the selected mode (any mode except --calibrate), and return the exit code."""
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search.cache import Cache
     from jaxtrain.plan.search.space import training_check
@@ -298,7 +298,7 @@ def _fail(why: str) -> int:
 
 
 def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
-    """Plan the layout of the config, print the plan, write its files, and return the exit code.
+    """Plan the layout of the config, print the plan, write the files of --json, --html and --hlo, and return the exit code.
 
     If the plan does not fit, search for settings that fit, unless --no-fit is given or the chip has no file in specs/.
     """
@@ -365,7 +365,7 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
 
 
 def _refused(job: Job) -> bool:
-    """Return whether the config cannot fit by formula. If so, print this, and settings that probably fit.
+    """Return whether the config cannot fit by formula. If so, print the refusal, and settings that probably fit.
 
     With --hlo, --html, --traffic or --no-fit, which need the compiled program, return False.
     """

@@ -43,7 +43,7 @@ class CalibrationError(ValueError):
 
 
 def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[Reading]:
-    """Measure the first of these devices, and collectives over all of them if there are several. Return the readings.
+    """Measure kernels on the first device, and collectives over all devices if there are several. Return the readings.
 
     If a measurement fails, its reading has the error, and the next measurement runs.
 
@@ -128,8 +128,8 @@ def rate(readings: Sequence[Reading]) -> float:
 def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
     """Return the rates for plans, from readings on one node.
 
-    If a measurement of a rate fails, the published rate is used and `source` names it. A missing FP8 rate is 0, which
-    `rates.rates_for` replaces by the published rate.
+    If a measurement fails, the published rate is used and `source` names the rate. If the FP8 rate has no measurement, it is 0,
+    and `rates.rates_for` uses the published rate.
 
     Raises:
         CalibrationError: a rate is not positive or above PLAUSIBLE x the data sheet's, a collective took no time, or no
@@ -179,7 +179,7 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
 
 
 def ceilings(gpu: hardware.Gpu) -> dict[str, float]:
-    """Return key of MEASURED -> the data sheet's rate, in the unit of MEASURED."""
+    """Return key of MEASURED -> the data sheet's rate, in the unit of MEASURED. NVLink's rate is that of one direction."""
     sheet = rates.datasheet(gpu, "bf16")
     return {
         "gemm_tflops": gpu.bf16,

@@ -86,8 +86,8 @@ class Library:
 def load() -> Library:
     """Load cuDNN. Call this function before JAX is imported, in a process that uses no GPU.
 
-    Raises LibraryError if JAX is imported already, if a package, its version or a C compiler is missing, or if a library cannot
-    be loaded.
+    Raises LibraryError if JAX is imported already, a package or a C compiler is missing, cuDNN is not VERSION, or a library
+    cannot be loaded.
     """
     if "jax" in sys.modules:
         raise LibraryError("JAX is imported in this process already, and looks for cuDNN's libraries once")
@@ -121,7 +121,7 @@ def _path(package: str, file: str) -> Path:
 
 
 def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
-    """Compile C source to a stub library at `path`, and load it. Libraries that link to a library of this name then use it."""
+    """Compile C source to a stub library at `path`, and load it. Libraries that link to this file name then use the stub."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
     subprocess.run(build, input=source, text=True, capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -32,13 +32,13 @@ class Expected:
 
     @property
     def longest_s(self) -> float | None:
-        """Return the longest of `range_s`. Without a range: `step_s` at calibrated rates, None at published kernel rates."""
+        """Return the longest expected step time: the end of `range_s`; without a range, `step_s` if calibrated, else None."""
         if self.range_s:
             return self.range_s[1]
         return None if self.rates == PUBLISHED else self.step_s
 
     def is_unexpected(self, step_s: float) -> bool:
-        """Return whether a step time is outside `range_s`. Without a range: whether it is more than APART off the plan.
+        """Return whether a step time is outside `range_s`; without a range, whether it differs from the plan by over APART.
 
         At published kernel rates without a range, only a shorter step is unexpected.
         """
@@ -75,9 +75,9 @@ class Watch:
         self.told = False
 
     def note(self, step_s: float | None, peak_gib: float | None) -> list[str]:
-        """Add the step time and peak memory of a line of metrics. Return warnings if they differ from the plan; else [].
+        """Add the step time and peak memory of a line of metrics. Return warnings if the run differs from the plan; else [].
 
-        The comparison is made once, when ENOUGH step times follow the first FIRST lines.
+        The comparison is made once, when ENOUGH step times follow the first FIRST lines of metrics.
         """
         self.seen += 1
         self.peak_gib = peak_gib
@@ -103,7 +103,7 @@ class Watch:
         )
 
     def measured(self) -> dict[str, float | None]:
-        """Return the median step time (s) after FIRST lines, and the latest peak memory (GiB); None if not measured."""
+        """Return the median step time (s) after FIRST lines of metrics, and the latest peak memory (GiB); None without any."""
         return {"step_s": statistics.median(self.steps) if self.steps else None, "peak_gib": self.peak_gib}
 
     def record(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
         layers: passes of one device through a layer in a step: layers on the device x microbatches.
 
     Returns:
-        name of the lane ("forward: computation", "backward: links") -> its events. {} for a program without attention kernels,
-        or if `layers` is 1.
+        name of the lane, such as "forward: computation" or "backward: links" -> its events. {} for a program without attention
+        kernels, or if `layers` is 1.
     """
     events: list[Stretch] = []
 
@@ -53,7 +53,7 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
 
 
 def _window(starts: Sequence[float], layers: float) -> tuple[float, float] | None:
-    """Return (start, end) of the layer of median duration; None below two layers. starts: of a pass's attention kernels."""
+    """Return (start, end) of the layer of median duration; None below two layers. starts: start of each attention kernel."""
     kernels = max(1, round(len(starts) / layers))  # attention kernels of one layer: a ring has several
     marks = starts[::kernels]
     pairs = list(zip(marks, marks[1:], strict=False))

@@ -1,4 +1,4 @@
-"""Rates of a GPU: published rates of its kernels, or a calibration on that GPU.
+"""Rates of a GPU: from a calibration on that GPU if there is one, else published rates of its kernels.
 
 A calibration is one JSON file per GPU name. `Rates.source` names the origin of a plan's rates.
 """
@@ -102,8 +102,8 @@ SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     """Return the kind of published runs that are comparable with a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
-    A comparable run trains all weights of a dense model with AdamW over data and fsdp axes, with cuDNN's attention in 16 bits,
-    without sliding windows and without offload to host memory. Its GPUs, their number and its sequence length are within
+    A comparable run trains all weights of a dense model with AdamW over data and fsdp axes. Its attention is cuDNN's in 16
+    bits, without sliding windows. It offloads nothing to host memory. Its GPUs, their number and its sequence length are within
     COMPARED_GPUS, SIZES and LONGEST.
 
     Args:

@@ -476,7 +476,7 @@ def of_tree(tree: Any) -> Shardings:
 
 
 def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
-    """Yield texts about the layers of each stage, and the experts of each device."""
+    """Yield texts about the layers of each stage, and the experts of each index along mesh.expert."""
     if (stages := mesh.get(pipeline_moe.STAGE, 1)) > 1:
         found = pipeline_moe.layers(run.model.num_layers, pipeline_moe.schedule_of(run, stages))
         yield f"layers by stage: {' | '.join(found)}."
@@ -595,8 +595,8 @@ def _saved_activations(program: Program, named: Named) -> Saved:
 def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
     """Return the rows of activations in the order of the model. Activations without a name are last.
 
-    The global layout is unknown for the tokens of a device's experts, for arrays without a name, and for arrays inside Ulysses
-    attention, where the devices of a group exchange tokens for heads.
+    The global layout is unknown for the tokens of a device's experts, for arrays without a name, and inside Ulysses attention.
+    There the devices of a group exchange tokens for heads.
     """
 
     def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:

@@ -1,4 +1,4 @@
-"""The machines of plans: a chip, the GPUs of a node, connected by NVLink, and nodes, connected by a network.
+"""The machines of plans: nodes of GPUs of one chip. NVLink connects the GPUs of a node, and a network connects the nodes.
 
 XLA's GPU compiler needs a description of the GPU and the numbers of GPUs and nodes, but no driver and no GPU. specs/ has a
 description of each chip, with the memory that CUDA reports.
@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def total(self) -> int:
-        """Return the number of GPUs."""
+        """Return the number of GPUs of all nodes."""
         return self.gpus * self.nodes
 
     @property
@@ -116,7 +116,7 @@ def _read(chip: str) -> dict[str, Any]:
 
 
 def here() -> Topology:
-    """Return the machine that consists of all devices of JAX.
+    """Return the machine that consists of all GPUs that JAX finds.
 
     Raises TopologyError if these are not GPUs, if they differ in kind, or if nodes differ in the number of GPUs.
     """
@@ -152,8 +152,8 @@ def _toolkits() -> list[Path]:
 def devices(topology: Topology) -> list[Any]:
     """Return the devices to compile for, ordered by id, node by node. `process_index` is the number of the node.
 
-    Without a description, the devices are those of JAX. Else they exist only for the compiler, and cannot run programs. Raises
-    RuntimeError without XLA's GPU compiler.
+    Without `topology.description`, these are JAX's devices. With it, they exist only for the compiler, and cannot run programs.
+    Raises RuntimeError without XLA's GPU compiler.
     """
     if not topology.description:
         return jax.devices()

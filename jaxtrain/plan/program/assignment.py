@@ -131,8 +131,8 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     Args:
       workspace: instruction -> additional bytes while its call runs (`Workspace.missing`).
 
-    Raises AssignmentError if the bytes are not a complete HloProto, if the assignment is missing or contradictory, if the
-    device has several heaps, or if a call with a workspace has no result in the heap.
+    Raises AssignmentError if the bytes are not a complete HloProto, or the assignment is missing or contradictory. Also raises
+    it if the device has several heaps, or a call with a workspace has no result in the heap.
     """
     try:
         whole = _hlo_proto().FromString(proto)
@@ -187,7 +187,7 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return instruction id -> (name in the HLO text, index of the instruction's value in the result of that name).
+    """Return instruction id -> (name of its instruction in the HLO text, index of its value in that instruction's result).
 
     An asynchronous call (async-start) is one instruction in the text, with its results at index 1. In the assignment such a
     call is an instruction within a separate computation.
@@ -207,7 +207,7 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 
 def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, None]]]]:
-    """Yield (live bytes, live values) after each event. Live values: value that a buffer is made for -> values in the buffer.
+    """Yield (live bytes, live values) after each event. Live values: first value of a buffer -> all live values in the buffer.
 
     A buffer is freed when the last value in it is freed. If a later value shares a freed buffer, the buffer is allocated again.
     The yielded dict is updated in place.
@@ -252,12 +252,12 @@ class Workspace:
 
     @property
     def missing(self) -> Mapping[str, int]:
-        """Return the workspaces that `read` must add to the heap: `bytes` if they are by formula, else {}."""
+        """Return the workspaces that `read` must add to the heap: `bytes` if a formula computed them, else {}."""
         return self.bytes if self.by == "formula" else {}
 
 
 def read_workspace(module: hlo.Module, options: Mapping[str, str | bool]) -> Workspace:
-    """Return the workspace of a compiled program. Raises HloError for a call whose operands have unknown shapes.
+    """Return the workspace of a compiled program. Raises HloError for a call whose operands are not those of `_formula`.
 
     Args:
       options: compiler options. The workspace of a deterministic kernel has another size.

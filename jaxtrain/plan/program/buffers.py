@@ -1,4 +1,4 @@
-"""Memory of a compiled train step on one device: its peak by class, its timeline, its saved activations.
+"""Memory of a compiled train step on one device: its peak by class, its timeline, and saved activations.
 
 XLA's buffer assignment (assignment.py) has the values in memory at every point of the schedule. `classify` assigns a class to
 each value, from the names of the program's arguments and operations and the shapes of weights and saved activations.
@@ -52,7 +52,7 @@ _SAME_VALUE = ("reduce_precision", "device_put", "optimization_barrier", "conver
 def kept_activations(program: Program) -> tuple[Kept, ...]:
     """Return the activations that the train step saves; in a step with a loop over layers, only those that the loop saves.
 
-    The jaxpr has the names. An activation without a `checkpoint_name` is named after the operation that computes it. The
+    Names come from the jaxpr. An activation without a `checkpoint_name` is named after the operation that computes it. The
     input of a layer is named "layer input". A gathered weight is named "weight".
     """
     found = saved_activations(program)
@@ -104,14 +104,14 @@ def _maker(jaxpr: Any, var: Any) -> Any:
 
 
 def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
-    """Return the activation that a loop writes into a buffer, in a slot per layer or (in a pipeline) per microbatch."""
+    """Return the activation that `update` writes into a buffer with a slot per layer or, in a pipeline, per microbatch."""
     made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
     name, aval = _activation(jaxpr, made.invars[0] if made is not None else update.invars[1]), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
 
 
 def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
-    """Yield the activations that a layer outside of loops saves. remat: the operation of its backward pass."""
+    """Yield the activations that a layer outside of loops saves. remat: the layer's remat2 operation in the backward pass."""
     makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for var in remat.invars:
         made = makers.get(id(var))
@@ -130,7 +130,7 @@ def _dtype(dtype: Any) -> str:
 
 
 def _activation(jaxpr: Any, var: Any) -> str:
-    """Return the name of an activation, traced back through operations that leave its value unchanged."""
+    """Return the name of an activation, traced back through copies, conversions of dtype, and scans."""
     eqn = _maker(jaxpr, var)
     if eqn is None:
         return "layer input" if any(v is var for v in jaxpr.invars) else "constant"
@@ -153,7 +153,7 @@ def _activation(jaxpr: Any, var: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts about a program that `classify` uses."""
+    """The shapes of weights and the names of saved activations, by which `classify` recognises values."""
 
     module: hlo.Module
     weights: frozenset[tuple[int, ...]]  # `_plain` shapes of weights: gathered or sharded, stacked or of one layer
@@ -163,7 +163,7 @@ class Facts:
 
 
 def facts(program: Program, module: hlo.Module) -> Facts:
-    """Return the facts about a program. module: the HLO of its compiled train step."""
+    """Return the shapes of a program's weights, and its saved activations. module: the HLO of its compiled train step."""
     weights: set[tuple[int, ...]] = set()
     for a in jax.tree.leaves(program.state.params):
         sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
@@ -270,7 +270,7 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def _saved(names: tuple[str, ...]) -> tuple[str, str]:
-    """Return (class, name) of a saved array. names: those of all saved arrays of its shape, which cannot be told apart."""
+    """Return (class, name) of a saved array. names: names of all saved arrays of its shape, since only the shape is known."""
     return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
 
 
@@ -345,7 +345,7 @@ _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/o
 
 
 def phase(op_name: str) -> str:
-    """Return the phase of the step that an instruction belongs to; "" if its name shows none."""
+    """Return the phase of the step that an instruction with this op_name belongs to; "" if the op_name has no phase."""
     return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
 
 
@@ -359,7 +359,7 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    The peak is that of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to the peak.
+    `peak_gib` is the peak of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to it.
     Arguments plus temporaries are the allocated memory: the peak plus fragmentation.
 
     Args:
@@ -421,7 +421,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
 
 
 def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
-    """Return one entry of the list of arrays at the peak. size: bytes. kind: class of memory."""
+    """Return an entry for the list of the largest arrays at the peak. size: bytes. kind: class of memory."""
     module = facts.module
     made_by = module.instruction(value.instruction)
     shape = _part(made_by, value.index)

@@ -6,13 +6,13 @@ Bytes are those of the ring algorithms, which send the fewest bytes possible (n 
     all-reduce          2(n-1)/n of the array            all-to-all           (n-1)/n of the array
     collective-permute  the array                        collective-broadcast the array
 
-A ring visits the devices node by node, so it leaves each node once. A GPU's share of the network traffic is the bytes that it
-sends divided by the GPUs of its group in its node (NCCL runs as many rings as there are network cards). An all-to-all is not a
-ring: its bytes for devices of other nodes cross the network. If any pair of a permutation crosses nodes, all its bytes count as
-network traffic, since the GPU at the border sends all of its bytes over the network.
+A ring visits the devices node by node, so it leaves each node once. NCCL runs as many rings as there are network cards. So a
+GPU's share of the network traffic is the bytes that it sends, divided by the number of its group's GPUs in its node. An
+all-to-all is not a ring: its bytes for devices of other nodes cross the network. If any pair of a permutation crosses nodes,
+all its bytes count as network traffic: the GPU at the border sends all of its bytes over the network.
 
-The first byte of a ring passes through all nodes, one after the other. An all-reduce uses a tree of nodes, up and down, which
-is faster over many nodes (NCCL uses both algorithms). Each of these hops has a latency.
+Each hop from node to node has a latency. The first byte of a ring passes through all nodes, one after the other. For its
+latency, an all-reduce counts as a tree of nodes, up and down, since NCCL uses a tree if that is faster.
 """
 
 import dataclasses
@@ -233,7 +233,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _named(match: re.Match[str]) -> np.ndarray:
-    """Return device groups along axes of the compiler's own mesh. `'a':(2)4` is the size-4 sub-axis of a, minor to one of 2."""
+    """Return device groups along axes of the compiler's own mesh. `'a':(2)4`: axis a is 2 x 4 x rest, and its 4 is grouped."""
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
     if not match[2]:
         devices = np.arange(math.prod(axes.values()))
@@ -275,7 +275,7 @@ class _Mesh:
         self.known: dict[str, tuple[str, int, int]] = {}
 
     def groups(self, i: Instruction) -> tuple[str, int, int]:
-        """Return (axes, devices in a group, fewest devices that a group has in one of its nodes) of a collective.
+        """Return (axes, devices in a group, smallest number of devices of one group in one node) of a collective.
 
         Raises HloError for a group over a part of an axis whose devices are not evenly spaced along the axis.
         """

@@ -3,8 +3,8 @@
 Instructions are in the order in which they start, each with the computations that it calls and its line of Python. `walk`
 multiplies loops out. A line that cannot be parsed is an error, since a skipped collective would be missing in every figure.
 
-The text is parsed instead of the HloProto. XLA documents the text's syntax. The text has the number of partitions, and one
-instruction for each asynchronous start.
+The text is parsed instead of the HloProto, because XLA documents the text's syntax. The text also has the number of partitions,
+and one instruction for each asynchronous start.
 """
 
 import collections
@@ -64,7 +64,7 @@ class HloError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """An array on one device."""
+    """The dtype, local shape and memory space of an array on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -166,7 +166,7 @@ class Module:
 def parse(text: str, further_rounds: int = 0) -> Module:
     """Return the module of an HLO text. further_rounds: assumed rounds of each expert dispatch after the first.
 
-    Raises HloError for any line that it cannot read.
+    Raises HloError for a line that cannot be parsed.
     """
     lines = iter(_INDEX.sub("", text).split("\n"))
     first = next(lines)
@@ -358,7 +358,7 @@ def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, C
     """Yield every instruction that a step runs: (instruction, its computation, executions per step, the enclosing loops).
 
     Instructions are in scheduled order, a caller before its computations. Loops are listed from the outermost. Loop bodies are
-    multiplied out. The condition of a loop is included only if the trip count is unknown, since XLA evaluates it only then.
+    multiplied out. The condition of a loop is included only without a recorded trip count, since XLA evaluates it only then.
     Every branch of a conditional counts as if it ran each time, which is an upper bound. Computations that are applied to
     elements (the addition of a reduction) are left out.
 
@@ -387,8 +387,8 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
 def host_waits(module: Module) -> Iterator[tuple[Instruction, int]]:
     """Yield (loop or conditional for which the host waits for a value on the device, waits per step).
 
-    For a while loop of unknown trip count, XLA:GPU copies the predicate to the host before each iteration and after the last.
-    For a conditional it copies the branch index each time. The host launches no kernel before the copy is done.
+    For a while loop without a recorded trip count, XLA:GPU copies the predicate to the host before each iteration and after the
+    last. For a conditional, it copies the branch index each time. The host launches no kernel before the copy is done.
     """
     for i, _, times, _ in walk(module):
         if i.opcode == "while" and not _count_is_known(i):
@@ -412,8 +412,8 @@ def trip_count(module: Module, loop: Instruction) -> int:
     """Return the trip count of a while loop.
 
     XLA's passes record the count. Without a record, this function evaluates a counter that starts from a constant and depends
-    only on itself, as in the step of Qwen3's experts. A loop over further rounds of an expert dispatch has the module's
-    `further_rounds` iterations; a loop around such a loop has at most one. Raises HloError if any other count depends on data.
+    only on itself, as in Qwen3's experts. A loop over further rounds of an expert dispatch has the module's `further_rounds`
+    iterations. A loop around such a loop has at most one iteration. Raises HloError if any other count depends on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])

@@ -1,8 +1,7 @@
 """Cost of one run of an instruction: FLOPs, bytes of device and host memory, bytes on the wire.
 
-A kernel reads the elements of its arguments that it needs, and writes its output. It reads only the slice of a stacked weight
-that is sliced inside a fusion, and writes only the update of an array that is updated in place. An unknown instruction is an
-error.
+A kernel reads the elements of its arguments that it needs, and writes its output. If a fusion slices a stacked weight, it reads
+only the slice. If it updates an array in place, it writes only the update. An unknown instruction raises HloError.
 """
 
 import dataclasses
@@ -115,7 +114,7 @@ def in_8_bits(where: Computation, i: Instruction) -> bool:
 
 
 def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
-    """Return the cost of one run of an instruction, or of the kernel that it starts; None if it runs no kernel.
+    """Return the cost of one run of an instruction; None if it runs no kernel. An asynchronous start has its kernel's cost.
 
     Raises HloError for an unknown instruction.
 
@@ -292,7 +291,7 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return the cost of `made` FLOPs and (bytes, array) accesses. A kernel that accesses host memory has the kind "host"."""
+    """Return the cost of `made` FLOPs and of `moved`: (bytes, array) of each access. The kind is "host" for host memory."""
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)

@@ -70,7 +70,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
 
 
 def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
-    """Return the figures of a model's experts; None for a dense model. load: of the busiest expert, over an even load."""
+    """Return the figures of a model's experts; None for a dense model. load: the busiest expert's load over an even load."""
     m = run.model
     if not m.num_experts:
         return None

@@ -1,9 +1,9 @@
 """Estimate the time of a step: a roofline over the scheduled program.
 
-The time of an instruction is the larger of its arithmetic and its memory traffic (`op_cost.py`) at the given rates. Streams
-run in the order of the compiler's schedule. Kernels run one after the other on a compute stream. Collectives run one at a time
-on a second stream, asynchronous copies inside the device on a third, and copies to and from the host on a fourth. An
-asynchronous operation begins when its stream is free, and its `-done` instruction waits for its end.
+The time of an instruction is the longer of the times of its arithmetic and of its memory traffic (`op_cost.py`). Streams
+run in the order of the compiler's schedule. There are four: for kernels, collectives, asynchronous copies inside the device,
+and copies to and from the host. Each stream runs one operation at a time. An asynchronous operation begins when its stream is
+free, and its `-done` instruction waits for its end.
 
 The model simplifies: collectives and matmuls do not slow each other down; all matmuls of a dtype run at one rate, for any
 shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch. If one
@@ -76,8 +76,8 @@ def predict(
       record: called with the start and end of each run of an instruction.
       filled: fraction of the rows of the expert buffers that have tokens.
 
-    Raises HloError for an unscheduled module, an unknown instruction, a collective that is not in `wires`, and an asynchronous
-    start without a `-done` in the same computation.
+    Raises HloError for an unscheduled module, an unknown instruction, a collective that is not in `wires`, or an asynchronous
+    start without `-done` in its computation.
     """
     if not module.is_scheduled:
         raise HloError(f"module {module.name}: it is not scheduled, so its overlap is not known. Read compiled.as_text().")
@@ -154,7 +154,10 @@ class _Schedule:
         return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
     def walk(self, where: Computation, clock: Clock, times: float) -> None:
-        """Simulate one run of a computation. times: runs per step; in a branch for one kind of layer, the mean over layers."""
+        """Simulate one run of a computation.
+
+        times: runs per step. In a branch for one kind of layer, they are multiplied by the fraction of layers of that kind.
+        """
         pending: dict[str, tuple[str, str, float]] = {}  # start -> (stream, name that its wait is counted under, end)
         for i in where.instructions:
             if i.opcode == "while":
@@ -222,7 +225,7 @@ class _Schedule:
     def loop(self, i: Instruction, clock: Clock, times: float) -> None:
         """Simulate a loop's iterations one by one while a stream is busy with earlier work, or if events are recorded.
 
-        Otherwise simulate one iteration. All remaining iterations take the same time.
+        Otherwise simulate one iteration for all remaining iterations, since these take the same time.
         """
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
         left = trip_count(self.module, i)
@@ -311,7 +314,7 @@ def label(op_name: str) -> str:
 
 
 def path(op_name: str) -> list[str]:
-    """Return the named scopes, outermost first, and the operation. For combined instructions: those of the first one."""
+    """Return the named scopes, outermost first, and the operation. If XLA combined several op_names, the first one counts."""
     return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
 
 
@@ -401,7 +404,10 @@ def _attention_repeats(run: RunConfig) -> int:
 
 
 def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
-    """Return attention's FLOPs in a ring over those on one device. A ring skips masked blocks; a window adds halo tokens."""
+    """Return the ratio of attention's FLOPs in a ring to its FLOPs on one device.
+
+    A ring skips masked blocks; a window adds halo tokens.
+    """
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0

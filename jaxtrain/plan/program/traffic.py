@@ -1,9 +1,9 @@
 """Memory traffic of a step outside of matmuls and attention, part by part, with the least possible traffic.
 
-The least traffic assumes that each elementwise part of the model is one kernel, which reads its inputs and writes the inputs of
-matmuls, attention and the residual stream, once. No array is copied, filled or stacked. With n tokens on a device, D, F, N, K,
-H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers, P weights
-of a layer on a device, and A microbatches of n tokens:
+The least traffic assumes one kernel for each elementwise part of the model. The kernel reads its inputs once, and writes the
+inputs of matmuls, attention and the residual stream once. No array is copied, filled or stacked. With n tokens on a device, D,
+F, N, K, H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers,
+P weights of a layer on a device, and A microbatches of n tokens:
 
     norms         forward 2 x 4 n D c: reads the residual stream and a block's output, writes their sum and its norm.
                   Backward 2 x 5 n D c: reads the sum, its gradient and the norm's gradient; writes the sum's gradient, and
@@ -53,7 +53,7 @@ OF_LAYERS = ("norms", "rotary", "SwiGLU", "weights and stacks")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The gigabytes that each GPU reads and writes in one part of a step."""
+    """The counted and the least gigabytes that each GPU reads and writes in one part of a step."""
 
     name: str
     counted_gb: float
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
-    """Return the traffic of each part of PARTS, and the other traffic as OTHER. kernels: those of this run's plan."""
+    """Return the traffic of each part of PARTS, and the other traffic as OTHER. kernels: `Plan.kernels` of the run's plan."""
     least = least_bytes(run, program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:
@@ -75,7 +75,7 @@ def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[
 
 
 def ratio(found: Sequence[Part]) -> float:
-    """Return counted over least traffic, summed over all parts."""
+    """Return the ratio of the counted traffic of all parts to their least traffic."""
     return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
 
 

@@ -54,7 +54,7 @@ def program_warnings(
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program.
 
-    Float32 collectives, repeated gathers and resharding have a warning for each line of Python, costliest first. Replicated
+    Float32 collectives, repeated gathers and resharding have a warning for each line of Python, most bytes first. Replicated
     state and exposed communication have one warning each.
 
     Args:
@@ -92,7 +92,7 @@ def _cost(f: Found) -> str:
 
 
 def _by_line(found: Sequence[Found]) -> list[Found]:
-    """Merge collectives of one kind, dtype, axis and line of Python, which an unrolled loop repeats. Costliest first."""
+    """Return collectives, merged by kind, dtype, axis and line of Python (unrolled loops repeat them), most bytes first."""
     groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
     for f in found:
         groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
@@ -105,7 +105,7 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
 
 
 def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
-    """Yield a warning for each collective in float32 although the config has a smaller dtype."""
+    """Yield a warning for each float32 gather if `precision` is narrower, and each reduction if `dtypes.reduce` is."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
@@ -187,7 +187,7 @@ def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
 
 
 def _replicated(program: Program) -> Iterator[str]:
-    """Yield a warning about replicated state. An array that several layers have is named once."""
+    """Yield a warning about replicated state. Arrays of equal names in several layers have one entry."""
     # One of an adapter's two matrices has no dimension that is sharded over the batch's axes. It is small.
     tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
     sizes = {name: math.prod(a.shape) * a.dtype.itemsize for name, a in tensors.items()}  # bytes
@@ -308,7 +308,7 @@ def _size(mesh: Mesh, axes: set[str]) -> int:
 
 
 def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
-    """Yield a warning for each axis among tensor, seq and expert (they communicate in every layer) that spans nodes."""
+    """Yield a warning for each of the axes tensor, seq and expert that spans nodes: they communicate in every layer."""
     nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
     for axis, fix in (
@@ -424,7 +424,7 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
 
 
 def _kept(policy: str, memory: Memory) -> float:
-    """Return the GiB of those saved activations that `policy` saves too. Names that share an entry count equally."""
+    """Return the GiB of the plan's saved activations that `policy` also saves. Names of one entry count as equal in size."""
     names = {"layer input", *activations.KEPT[policy]}
     total = 0.0
     for group, gib in memory.saved.items():

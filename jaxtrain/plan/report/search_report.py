@@ -129,7 +129,7 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
 
 
 def show_best(found: SearchResult, console: Console) -> None:
-    """Print the overrides of the best setting, and whether they are compiled or by formula."""
+    """Print the overrides of the best setting, and whether the setting is compiled or only estimated by formula."""
     best = found.best
     if best is None:
         none = "no setting was found that fits" if found.tried else "no setting probably fits by formula"

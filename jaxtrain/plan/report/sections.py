@@ -118,7 +118,7 @@ def expected(plan: Plan) -> str:
 
 
 def expected_mfu(plan: Plan) -> str:
-    """Return the expected range of causal MFU, under fp8 over the bf16 and the FP8 peak; "" without a range."""
+    """Return the expected range of causal MFU; "" without a range. With precision=fp8: of the bf16 peak and of the FP8 peak."""
     t = plan.time
     if t.expected_step_ms is None:
         return ""
@@ -145,7 +145,7 @@ def range_source(plan: Plan) -> str:
 
 
 def mfu(plan: Plan) -> str:
-    """Return the causal MFU of the roofline, under fp8 over the bf16 and the FP8 peak."""
+    """Return the causal MFU of the roofline. With precision=fp8: of the bf16 peak and of the FP8 peak."""
     t = plan.time
     of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
     return f"{percent(t.mfu_causal)} causal{of_fp8}"
@@ -368,7 +368,7 @@ def training_table(plan: Plan, steps: int | None) -> Table:
 
 
 def host_waits(plan: Plan) -> str:
-    """Return how often per step the host waits for a loop or branch on the GPU, and for which; "" if it never waits."""
+    """Return the number of times per step that the host waits for loops and branches, and their names; "" without waits."""
     if not plan.host_waits:
         return ""
     most = sorted(plan.host_waits.items(), key=lambda item: -item[1])
@@ -378,7 +378,7 @@ def host_waits(plan: Plan) -> str:
 
 
 def matmuls(plan: Plan) -> str:
-    """Return the number of a layer's matmuls in FP8, and the peak to which MFU and HFU relate; "" without FP8."""
+    """Return a layer's number of matmuls and of FP8 matmuls, and the peak to which MFU and HFU relate; "" without FP8."""
     if not (m := plan.matmuls):
         return ""
     wide = f"; in bf16: {m.some_wide}" if m.wide else ""

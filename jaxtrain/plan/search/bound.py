@@ -3,7 +3,7 @@
 `Bound.memory_gib` is a lower bound of a plan's memory, so no layout that fits is refused. `Bound.step_s` counts the same work
 at the same rates as a plan, and assumes that all communication that can overlap does. Per GPU, in one step:
 
-    GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; Muon's too
+    GEMMs          3 x the forward FLOPs and those of remat (flops.py), less 1% for XLA's simplifications; GEMMs of Muon
     attention      forward (twice if remat repeats it), and backward with 2.5 x the FLOPs; the causal half of the scores
     memory-bound   optimizer, sums over microbatches, norms, SwiGLU, logits
     links          weights gathered and gradients reduced, by sharding.zero and sharding.gather; tensor, expert, seq and
@@ -16,9 +16,8 @@ at the same rates as a plan, and assumes that all communication that can overlap
                    + max(the loss: head, its float32 gradient, logits of one chunk;
                          the backward pass: new gradients, the largest gathered weight, recomputed activations)
 
-With remat.policy=auto, `step_s` assumes that as many activations as probably fit are saved. `memory_gib` assumes only each
-layer's input.
-The bound does not include cuDNN's workspace.
+With remat.policy=auto, `step_s` assumes that as many activations as probably fit are saved. `memory_gib` assumes that only the
+input of each layer is saved. The bound does not include cuDNN's workspace.
 """
 
 import dataclasses
@@ -69,7 +68,7 @@ ATTENTION = {"attention_out", "attention_lse"}
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Step time and memory per GPU of one layout, by formula. All are 0 for a run without a formula (see `bound`).
+    """Step time and memory per GPU of one layout, by formula. All figures are 0 for a run without a formula (see `bound`).
 
     Attributes:
         step_s: step time in seconds.
@@ -92,8 +91,8 @@ def mesh_sizes(run: RunConfig, topology: Topology) -> dict[str, int]:
 def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """Return step time and memory of a run on a machine, by formula.
 
-    All are 0 for a user's own model family, and for a run that trains only some weights. The memory and time of a user's own
-    optimizer or loss count as 0.
+    All figures are 0 for a user's own model family, and for a run that trains only some weights. The memory and time of a
+    user's own optimizer or loss count as 0.
     """
     if not _has_formula(run):
         return Bound(0.0, 0.0)
@@ -123,7 +122,10 @@ def _has_formula(run: RunConfig) -> bool:
 
 
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
-    """Return weights and moments in GiB, divided evenly over all GPUs: the minimum per GPU for every layout of the run."""
+    """Return weights and moments in GiB, divided evenly over all GPUs: the minimum per GPU for every layout of the run.
+
+    Return 0 for a run without a formula (see `bound`).
+    """
     if not _has_formula(run):
         return 0.0
     return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
@@ -376,8 +378,8 @@ Traffic = tuple[tuple[str, ...], float, int, float]
 def _traffic(layout: Layout) -> Iterator[Traffic]:
     """Yield the communication over each combination of mesh axes.
 
-    Matmuls of a layer wait for tensor and expert collectives, so their forward half counts as exposed. Other communication
-    counts as overlapped.
+    Matmuls of a layer wait for tensor and expert collectives, so the forward half of these collectives counts as exposed.
+    Other communication counts as overlapped.
     """
     run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
     p, shards, launches = layout.placement, layout.shards, 4 * layout.layers * run.train.grad_accum
@@ -417,7 +419,7 @@ def _others(group: int) -> float:
 
 
 def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
-    """Yield the gathers and reductions of the weights of these parts of the model. The parts have the same sharding."""
+    """Yield the gathers of weights and the reductions of gradients of these parts, which have the same sharding."""
     run, p, micro = layout.run, layout.placement, layout.run.train.grad_accum
     params = {part: layout.parameters[part] for part in parts}
     split = p.gather_axes(*{axis: None for part in parts for axis in PARTS[part]})

@@ -1,7 +1,7 @@
 """Compile many plans at once, each in a separate Python process, so that a crash of the compiler loses only one plan.
 
-`concurrent.futures` is unsuitable: a process that the system kills for its memory ends the whole pool, and a pool that spawns
-its processes runs the user's script again in each.
+`concurrent.futures` is unsuitable: if the system kills one process for its memory, the whole pool ends. A pool that spawns its
+processes also runs the user's script again in each of them.
 """
 
 import contextlib
@@ -132,7 +132,7 @@ def plan_each(
     plan_one: str = MAKE,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[tuple[Any, Outcome]]:
-    """Plan requests, `jobs` at a time, or read their plans from the cache. Yield (id, outcome) of each.
+    """Plan requests that are not in the cache, `jobs` at a time. Yield (id, outcome) of each request.
 
     Args:
         following: returns (id, next request), or None if there is no request now. Called again after each outcome.

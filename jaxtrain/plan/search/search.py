@@ -1,8 +1,9 @@
 """The search: order settings by the formula of bound.py, then compile them in that order.
 
-Objective "speed" searches for the fastest layout that fits. Objective "fit" searches for the cheapest change that makes a
-config fit: changes that cost only time rank before changes that round more of the state, and few changes before many. A setting
-is not compiled if its lower bound of memory exceeds the usable memory. `rank` takes seconds and compiles nothing.
+The config's own setting is compiled first, as the baseline. Objective "speed" searches for the fastest layout that fits.
+Objective "fit" searches for the cheapest change that makes a config fit. Changes that cost only time rank before narrower
+dtypes of the state, and few changes before many. A setting is not compiled if its lower bound of memory exceeds the usable
+memory. `rank` takes seconds and compiles nothing.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Candidate:
 
     Attributes:
         changes: overrides of the config, such as "mesh.fsdp=8"; () for the config's own setting.
-        rank: 0 if the setting costs only time; higher if it rounds more of the state.
+        rank: 0 if the setting costs only time; higher if it stores more of the state in narrower dtypes.
         verdict: best | equal | slower | too big | failed; "" before the setting is compiled.
     """
 
@@ -80,7 +81,7 @@ class SearchResult:
         shown: the first SHOWN legal candidates.
         tried: compiled settings; best first after the search.
         running: settings that are being compiled.
-        ended: complete | found | most | budget | interrupted.
+        ended: complete (no better setting is left) | found (a setting fits) | most (number of plans) | budget | interrupted.
     """
 
     name: str
@@ -174,7 +175,7 @@ def search(
         name: label of the config in plans.
         topology: a machine whose name `topology.parse` accepts, since other processes compile for it by name.
         budget_s: seconds after which running compiles are ended; 0: no limit.
-        most: largest number of plans; 0: MOST, or MOST_FOR_FIT.
+        most: largest number of plans; 0: MOST_FOR_FIT if the objective is "fit", else MOST.
         check: returns the problems of training a config; None: `training_check`.
         rates: rates of the GPU; None: those of rates.py.
         own: the plan of the config itself, if it is made already.
@@ -237,7 +238,7 @@ def _above(least: Bound, plan: Plan) -> float:
 
 
 def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
-    """Return whether the search can end. With objective "fit": a setting fits. With "speed": no layout of `todo` can be faster.
+    """Return whether the search can end: for "fit", if a setting fits; for "speed", if no layout of `todo` can be faster.
 
     A layout's time is at least its time by formula, times the lowest ratio so far of planned time to time by formula.
     """

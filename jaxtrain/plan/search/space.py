@@ -98,7 +98,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
 
 
 def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[tuple[int, Overrides]]:
-    """Yield (cost rank, overrides that save memory). Rank 0 costs only time; higher ranks round more of the state.
+    """Yield (cost rank, overrides that save memory). Rank 0 costs only time; higher ranks store state in narrower dtypes.
 
     The overrides set more microbatches, shorter loss chunks, another remat, larger tensor and expert groups, ZeRO-3, and
     narrower dtypes (STORAGE).
