@@ -109,7 +109,7 @@ document.getElementById("probe").textContent = JSON.stringify(found);
 
 
 def laid_out(page: str, folder: Path, width: int, more: str = "") -> dict[str, Any]:
-    """Run a script in a browser that measures the page, and return its findings.
+    """Measure a page in a browser, with the script LAYOUT, and return the script's `found`.
 
     Checks that the console is empty, that no texts overlap or leave the window, and that the page is no wider than the window.
 

@@ -122,7 +122,7 @@ class Nvml:
         return int(self.gpus[-1] is other)  # 0 means linked; the last GPU is not linked
 
     def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
-        """Return the fields in the library's own structure, with its union."""
+        """Return the fields as pynvml's array of c_nvmlFieldValue_t."""
         kib = {138: gpu.sent_kib, 139: gpu.received_kib}
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, (field, scope) in zip(values, fields, strict=True):

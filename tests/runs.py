@@ -57,7 +57,7 @@ EXACT = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
 
 @functools.cache
 def small() -> Path:
-    """Return the small config on synthetic data. All tests of a process share its compiled steps."""
+    """Return the file of the small config, on synthetic data. All tests of a process share its compiled steps."""
     folder = Path(tempfile.mkdtemp(prefix="small-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made_up = 'config.precision = "f32"\n    config.data.source = "synthetic"'
