@@ -322,7 +322,10 @@ def test_a_users_own_source(tmp_path, monkeypatch):
     max_segments=st.sampled_from([0, 2]),
 )
 def test_best_fit_keeps_documents_whole(tmp_path_factory, lengths, T, seed, max_segments):
-    """The ids are consecutive through the file, so that an epoch of batches shows where each token is."""
+    """A document of at most T + 1 tokens is one segment, and an epoch has every target once.
+
+    The ids are consecutive through the file, so that each id shows its position in the file.
+    """
     documents = [
         list(range(first, first + n - 1)) for first, n in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False)
     ]

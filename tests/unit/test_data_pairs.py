@@ -145,7 +145,7 @@ def prepared(tmp_path_factory):
 
 
 def test_the_file_holds_every_pair_once(prepared):
-    """Both members of a pair are on the same side of --validation, in order, across the borders of parts and batches."""
+    """Both members of a pair are in the same file (training or validation), in order, across borders of parts and batches."""
     folder, rows = prepared
     found = []
     for name in ("pairs.tok", "pairs.val.tok"):

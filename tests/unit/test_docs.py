@@ -306,7 +306,7 @@ def names_of_jaxtrain() -> str:
 
 
 def test_absent_capabilities_are_absent():
-    """A row that calls a capability "not there" is true, until a key, value, option or module of that name arrives."""
+    """A row may call a capability "not there" only while no key, value, option or module has the capability's name."""
     page = (REPO / "docs" / "coming_from.md").read_text().splitlines()
     rows = [row for row in page if row.startswith("| ") and re.search(r"not there(?! \| jaxtrain)", row)]
     assert not [row for row in rows if not any(word in row for word in NOT_THERE)], "rows that no word of NOT_THERE describes"

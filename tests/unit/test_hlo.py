@@ -1,4 +1,4 @@
-"""The reader of HLO text: small programs, refusals, and whole programs of both compilers."""
+"""The reader of HLO text: small programs, refusals, and whole programs compiled for a CPU and for a GPU."""
 
 import re
 from pathlib import Path
@@ -308,7 +308,7 @@ def test_every_line_of_a_program_is_read(text):
 
 
 def test_loops_of_a_program(text):
-    """The trip counts are those in the compiler's text, and again those derived from the loops' counters alone."""
+    """Trip counts that the compiler wrote into the text equal trip counts derived from the loops' counters alone."""
     counts = []
     for source in (text, re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)):
         module = hlo.parse(source)

@@ -436,7 +436,7 @@ def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
 
 
 def test_every_check_has_a_name_that_can_be_allowed():
-    """Every line of every recording, healthy or broken, has a name that --allow accepts."""
+    """Every finding on every recorded node, healthy or broken, has a name that --allow accepts."""
     folders = [RECORDED / name for name in ("h200_healthy", "h200_nvl_healthy", "no_gpu", "two_nodes/a")]
     folders += [*(RECORDED / "faults").iterdir(), *(RECORDED / "sound").iterdir()]
     paths = {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}
@@ -585,7 +585,7 @@ def test_the_output_folder_may_hang_too(monkeypatch, capsys):
 
 
 def test_network_disks_are_measured_once():
-    """Only process 0 measures network disks: eight nodes that write at the same time would measure each other."""
+    """Only process 0 measures network disks: eight nodes that write at the same time would slow each other down."""
     here = context(paths={"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"})
     assert set(multi_node.paths_to_measure(here, 0)[0]) == {"data", "checkpoints"}
     paths, left_out = multi_node.paths_to_measure(here, 3)
