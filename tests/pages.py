@@ -1,4 +1,4 @@
-"""Helpers for tests of HTML pages: their text, a check of what they load, and their layout in a browser."""
+"""Helpers for tests of HTML pages: their text, a check that they load nothing, and their layout in a browser."""
 
 import html
 import json

@@ -12,7 +12,7 @@ IDLE, AT_ITS_CAP, SW_THERMAL, HW_THERMAL = 0x1, 0x4, 0x20, 0x40
 
 @dataclasses.dataclass
 class Gpu:
-    """A fake GPU. The driver refuses the functions in `broken`; a `lost` GPU answers none."""
+    """A fake GPU. The functions in `broken` fail for it, and all functions fail for a `lost` GPU."""
 
     index: int = 0
     utilization: int = 100

@@ -111,7 +111,7 @@ class Child:
             time.sleep(0.02)
 
     def end(self, timeout: float = 300) -> tuple[int, str]:
-        """Wait for the end. Returns (exit code, all output)."""
+        """Wait until the run ends. Returns (exit code, all output)."""
         self.until(lambda: self.process.poll() is not None, timeout)
         return self.process.returncode, self.said
 

@@ -63,7 +63,7 @@ def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **o
 
 
 def write_step(folder: Path, step: int, **meta: object) -> Path:
-    """Write a step folder whose files have right checksums and hold no tensors. Code that reads no tensor finds it complete."""
+    """Write a step folder with checksums and without tensors. Code that reads no tensor finds a complete step."""
     made = folder / str(step)
     (made / "arrays/d").mkdir(parents=True)
     for name in ("arrays/d/0", "arrays/manifest", "arrays/commit_success.txt"):

@@ -77,7 +77,7 @@ def test_bytes_of_experts_and_of_a_pipeline():
 
 @pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
-    """The result costs no more recompute than any other set of saved activations that is small enough; all sets are tried."""
+    """The chosen set of saved activations has the least recompute of all sets that free `excess` GiB; all are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
     now = auto_remat.bytes_kept(r, kept(r.remat), axes, True) / 2**30
     found = auto_remat.smaller(r, excess, axes, True)

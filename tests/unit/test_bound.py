@@ -145,8 +145,8 @@ def test_groups_that_leave_a_node():
 
 
 def test_bound_of_a_split_sequence():
-    """Eight GPUs share 131,072 tokens, with 8 heads of 128. The 8 key/value heads make 7 hops around the ring, and so do
-    their gradients.
+    """Eight GPUs share 131,072 tokens. Keys and values of 8 heads of 128 make 7 hops around the ring, and so do their
+    gradients.
     """
     one = ("data.seq_len=131072", "train.global_batch=8", "train.grad_accum=8", "mesh.fsdp=1", "mesh.seq=8")
 

@@ -33,7 +33,7 @@ def test_states_of_step_folders(steps: Checkpoints, tmp_path: Path):
 
 
 def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The folder holds an interrupted save, an interrupted deletion, a step without its commit file, and files of the user."""
+    """A sweep removes interrupted saves and an interrupted deletion. It leaves a damaged step and files of the user."""
     (tmp_path / "1/arrays").rename(tmp_path / "1/arrays.orbax-checkpoint-tmp")
     (tmp_path / "1" / files.NAME).unlink()
     with monkeypatch.context() as patch:

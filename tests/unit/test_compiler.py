@@ -37,7 +37,10 @@ def test_a_users_options_stand_beside_ours_or_in_their_place():
 
 
 def test_the_scheduler_is_given_what_a_run_may_use():
-    """XLA's limit is the state plus SLOP percent of the other memory. The largest SLOP within usable memory is chosen."""
+    """XLA's memory limit is the state plus SLOP percent of the memory beside the state.
+
+    SLOP is the largest percentage at which this limit is within the usable memory.
+    """
     made = program(train__grad_accum=1)
     card = compiler.card(topology.parse("h200:8").memory_gib)
     held = compiler.local_bytes(compiler.on_device(made)) / 2**30

@@ -301,7 +301,7 @@ def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_gemma_on_stages_around_a_ring(name):
-    """gemma3_12b, with 48 layers, is the only preset of both families with whole layer patterns on each of 2, 4 or 8 stages."""
+    """gemma3_12b, with 48 layers, is the only Gemma preset with whole layer patterns on each of 2, 4 or 8 stages."""
     for preset, shape in family(name).PRESETS.items():
         for stages in (2, 4, 8):
             run = RunConfig(model=Model(family=name, **shape), mesh=Mesh(stage=stages, seq=2))
@@ -311,7 +311,10 @@ def test_gemma_on_stages_around_a_ring(name):
 
 @pytest.mark.parametrize("kernel", ["cudnn", "pallas"])
 def test_rules_of_attention_are_the_kernels(kernel):
-    """The config is refused exactly if the kernel lacks its GPU, precision, head_dim, packing, soft cap or determinism."""
+    """A config is refused exactly if the kernel does not support it.
+
+    The configs combine GPUs, precisions, head dimensions, packing, soft caps and determinism.
+    """
     from jaxtrain.kernels.attention import Hardware, Spec, implementation
 
     loaded = launch.load([TINY, f"--config.attention.impl={kernel}"])

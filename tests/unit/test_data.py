@@ -115,7 +115,7 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
 
 @pytest.mark.parametrize("longest", [9, 30])
 def test_borders_of_documents_in_windows(monkeypatch, longest):
-    """The most documents in a window, and the tokens masked beyond max_segments, do not depend on `windows.WINDOWS`."""
+    """The most documents in a window, and the tokens masked beyond max_segments, do not depend on the block size `WINDOWS`."""
     starts = np.cumsum(np.r_[0, np.random.default_rng(longest).integers(1, longest, 500)])
     columns = [[s % 32 for s in starts if w * 32 < s < w * 32 + 32] for w in range(60)]
     for windows_together in (1, 7, 100):

@@ -711,7 +711,7 @@ def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory
 
 def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
     """The file has 2,000 conversations of 200 to 1,500 tokens. If conversations stay whole, no target lacks its prompt. If
-    they are cut at row borders like text, a quarter of the targets do.
+    they are cut at row borders like text, a quarter of the targets lack it.
     """
     lengths = np.random.default_rng(0).integers(200, 1501, 2000).tolist()
     lacking, full = {}, {}

@@ -185,7 +185,10 @@ def cut(path: Path, size: int) -> None:
 
 
 def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch):
-    """The file is cut off near each border of its parts. Readers with rows read, or none, raise an error, not SIGBUS."""
+    """The file is cut off near each border of its parts. A reader then raises an error, and the process gets no SIGBUS.
+
+    One reader has read rows before, and another has not.
+    """
     whole = write_file(tmp_path / "whole.tok", 40_000, loss=False)
     size = whole.stat().st_size
     header, end = header_and_end(whole)

@@ -241,7 +241,7 @@ def test_a_source_that_was_renamed_goes_on_where_it_stopped(tmp_path):
 
 
 def test_segments_and_masked_tokens_of_a_mixture(tmp_path):
-    """The number of segments is the largest of all files. The masked fraction is the mean of the files', by weight."""
+    """The number of segments is the largest of all files. The masked fraction is the weighted mean of the files'."""
     for name, length in (("a", 3), ("b", 15)):
         write_file(tmp_path / f"{name}.tok", [[1] * length] * 100)
     source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"

@@ -134,7 +134,7 @@ def test_rows_that_are_refused(row, template, why):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Prepare a file and its validation part with the command."""
+    """Prepare a token file of pairs and its validation file, with the data command."""
     folder = tmp_path_factory.mktemp("pairs")
     rows = [{"prompt": f"{i}: " + "a" * (i % 40), "chosen": "b" * (1 + i % 7), "rejected": "c" * (i % 11)} for i in range(300)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

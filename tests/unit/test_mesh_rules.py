@@ -1,4 +1,4 @@
-"""The rules of a layout: each refusal names its key, the broken rule and a fix; valid settings beside it pass."""
+"""The rules of a layout: each refusal names its key, the broken rule and a fix; similar valid settings pass."""
 
 import pytest
 
@@ -215,7 +215,7 @@ def test_pallas_grouped_matmuls_need_hopper(devices, more, words):
     ],
 )
 def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
-    """Mesh axes that divide the number of experts shard it. The other axes shard the experts' model dimension."""
+    """Mesh axes whose size divides the experts shard whole experts. Other axes shard the experts' model dimension."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
     run = launch.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)

@@ -78,7 +78,7 @@ def parsed(text: str, **written: str) -> hlo.Module:
 
 
 def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
-    """Return the warnings about a run's program LOOP with these collectives."""
+    """Return the warnings about the program LOOP of a run, with these collectives."""
     module = parsed(LOOP, OPERAND="%same", METADATA='op_name="x"')
     return warnings.program_warnings(run, made or program(run), module, list(found), list(moved), step_ms)
 

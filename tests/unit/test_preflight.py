@@ -315,7 +315,7 @@ def test_rates_below_what_a_board_reaches():
 
 
 def test_a_slow_gpu_is_one_below_the_others(capsys):
-    """Preflight finds the slower of two GPUs, although it lowers their median. The finding has its index in nvidia-smi."""
+    """Preflight finds the slower of two GPUs, although it lowers their median. GPUs are named by nvidia-smi's index."""
     judged = rates.CHECKS.run(context(measured={"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}))
     found = {finding.name: finding for finding in judged}
     assert found["GEMM"].state == FAULT and "GPU2 600 (-14%)" in found["GEMM"].seen and "GPU5" not in found["GEMM"].seen

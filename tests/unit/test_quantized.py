@@ -92,7 +92,7 @@ def test_what_goes_into_blocks():
 
 
 def toy_steps(m: str, v: str, grads: list[np.ndarray], eps: float = 1e-8) -> list[np.ndarray]:
-    """Return the updates of one (16, 256) matrix."""
+    """Return Adam's updates of one (16, 256) matrix, with moments of the dtypes `m` and `v`."""
     tx = stored_moments(m, v, {"w": ("embed", "mlp")}, 0.9, 0.95, eps)
     p, step = {"w": jnp.zeros((16, 256))}, jax.jit(tx.update)
     s, found = tx.init(p), []

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which layers a stage has, and in which tick it runs each microbatch. No arrays."""
+"""Pipeline schedules: which layers a stage has, and in which tick it runs each microbatch. The tests use no arrays."""
 
 import pytest
 
