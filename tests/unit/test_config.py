@@ -650,8 +650,8 @@ def test_every_key_is_documented():
 
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
-    """train.attempt gets the config, the workdir and the launch. The memory variable is exported before
-    jaxtrain.train.run is imported.
+    """train.attempt gets the config, the workdir and the launch. XLA_CLIENT_MEM_FRACTION is in the environment when it is
+    called.
     """
     seen = {}
 

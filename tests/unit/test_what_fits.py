@@ -1,4 +1,4 @@
-"""benchmarks/what_fits.py: which layouts of a cell are compiled, with made-up plans; and the page."""
+"""benchmarks/what_fits.py: which layouts are compiled for a cell of its table, with made-up plans, and the page."""
 
 import re
 from types import SimpleNamespace
