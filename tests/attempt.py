@@ -7,10 +7,10 @@ Each process runs the next line of the file `plan` in $HOME:
     traced CODE          exit after a SIGUSR2
     read CODE            exit after it has read a line from stdin
     note CODE            exit after it has written a note that no further attempt should start
-    until CODE [COUNT]   exit after COUNT signals (1 by default) that ask a run to end
+    until CODE [COUNT]   exit after COUNT signals (1 by default) that ask a run to end: SIGINT, SIGTERM or SIGUSR1
 
-Exit code 99: the signal did not come within HUNG_S seconds. Each process adds a line about itself to the file `attempts`, and
-the name of each signal that it receives to the file `signals`.
+A process exits with code 99 if `traced` or `until` waits for its signals for more than HUNG_S seconds. Each process adds a
+JSON line with its id, arguments and environment to the file `attempts`, and the name of each signal to the file `signals`.
 """
 
 import json

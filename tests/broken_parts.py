@@ -1,4 +1,4 @@
-"""Parts that each break one contract, for the tests of test_contract.py."""
+"""Models, losses, optimizers and data sources that each break one rule of the contract, for test_contract.py."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ class Dead(Transformer):
 
 
 class Peeking(Transformer):
-    """A model in which each token sees the next token."""
+    """A model in which each token's output depends on the next token."""
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x = super().__call__(tokens_BT, segments_BT, positions_BT)
@@ -44,7 +44,7 @@ class Peeking(Transformer):
 
 
 class Mixing(Transformer):
-    """A model in which each token sees the token before it, even across documents."""
+    """A model in which each token's output depends on the token before it, even if that belongs to another document."""
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x = super().__call__(tokens_BT, segments_BT, positions_BT)
@@ -105,7 +105,7 @@ def fixed_moment(optimizer, dtypes, axes):
 
 
 def whole_moments(optimizer, dtypes, axes):
-    """Return an optimizer whose moments are in a list, so that no name shows which parameter each belongs to."""
+    """Return an optimizer whose moments are named m0, m1, ..., so that no name shows the moment's parameter."""
     return optax.GradientTransformation(
         lambda params: {f"m{i}": jnp.zeros_like(p) for i, p in enumerate(jax.tree.leaves(params))},
         lambda updates, state, params=None: (updates, state),
@@ -139,7 +139,7 @@ class Counting(_Source):
 
 
 class Crossing(_Source):
-    """A source in which the first token of the next document is a target too."""
+    """A source in which the last token of a document has the first token of the next document as its target."""
 
     def changed(self, batch):
         return batch | {"weights": np.ones_like(batch["weights"])}

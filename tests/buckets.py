@@ -1,7 +1,8 @@
 """Buckets in emulators of object stores: moto for s3://, gcp-storage-emulator for gs://. Each runs in its own process.
 
 `python tests/buckets.py gs|s3` starts an emulator, prints its port, and serves until it is killed. A test can set faults. If a
-request matches a fault, the server returns an error instead of passing the request on, or kills a process.
+request matches a fault, the server returns the fault's error and does not pass the request on to the emulator. If the fault
+names a process, the server kills that process first.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ FAULTS = "/-/faults"  # the path to which tests send the faults
 
 
 class Bucket:
-    """A bucket for one test: its objects by name, and the faults of its server."""
+    """A bucket for one test. Its methods read and write objects by name, and set the faults of its server."""
 
     def __init__(self, scheme: str, name: str, server: str):
         self.scheme, self.name, self.server = scheme, name, server
@@ -61,12 +62,12 @@ class Bucket:
 
         Args:
             kinds: any of list, read, write, copy, delete.
-            pattern: a regular expression that the object's name must match.
+            pattern: a regular expression, searched in the request's target and in the first 1,000 bytes of its body.
             status: the HTTP status of the error.
             skip: the number of matching requests that succeed first.
-            kill: the id of a process to kill at the request; 0 for none.
-            each: s3:// only. A request that deletes several objects gets status 200, with AccessDenied for each object that
-            matches.
+            kill: the id of a process to kill before the error is returned; 0 for none.
+            each: for s3:// alone. A request that deletes several objects gets status 200, with AccessDenied for each object
+            whose key matches `pattern`.
         """
         fault = {"kinds": kinds.split(), "pattern": pattern, "status": status, "skip": skip, "kill": kill, "each": each}
         self._set([fault])
@@ -119,7 +120,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def bucket(server: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """Yield a new bucket."""
+    """Yield a new bucket, and remove its faults after the test."""
     scheme, address = server
     made = Bucket(scheme, re.sub("[^a-z0-9]+", "-", request.node.name)[:50].strip("-"), address)
     made.client.mkdir(made.name)
@@ -140,7 +141,7 @@ def kind_of(method: str, target: str, copies: bool) -> str:
 
 
 class Faults:
-    """The faults that tests have set. They decide how each request is answered."""
+    """The faults that a test has set, and the responses to requests that match one of them."""
 
     def __init__(self):
         self.now: list[dict[str, Any]] = []
@@ -164,7 +165,7 @@ class Faults:
         return 0
 
     def refused(self, body: bytes) -> tuple[bytes, bytes]:
-        """Split a DeleteObjects request by the faults with `each`.
+        """Split a DeleteObjects request into objects that no fault with `each` matches, and those that one matches.
 
         Returns:
             The request's body without the objects that match a fault, and the response's body with an error for each of them.

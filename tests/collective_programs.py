@@ -17,7 +17,7 @@ MESH = {"data": 2, "fsdp": 4}
 
 
 def nested(outer: int, inner: int, outer_step, inner_step):
-    """Return a function of two nested loops: `outer` rounds, each of `inner` times `inner_step` and then one `outer_step`."""
+    """Return a function that repeats, `outer` times: `inner` calls of `inner_step` in a loop, then one call of `outer_step`."""
 
     def run(x):
         def round(x, _):
@@ -42,7 +42,7 @@ def gathers(x_AB):
 
 
 def sums(x_AB):
-    """Run all-reduces over both axes (inner loop) and data (outer loop). x: [8, 32] on each device."""
+    """Run all-reduces over data and fsdp together (inner loop) and over data alone (outer loop). x: [8, 32] on each device."""
     return nested(2, 4, lambda x: jnp.sin(jax.lax.psum(x, "data")), lambda x: jnp.cos(jax.lax.psum(x, ("data", "fsdp"))))(x_AB)
 
 
@@ -140,7 +140,7 @@ def compiled(function, on_gpus: bool) -> hlo.Module:
 
 
 def launches(found: Iterable[Found]) -> dict[tuple, int]:
-    """Return the launches of each collective, summed over instructions.
+    """Return {(kind, axes, devices in a group, bytes on the wire): launches}, summed over instructions.
 
     The compiler may peel the first round off a loop: then two instructions share the launches.
     """

@@ -65,8 +65,8 @@ MOST_MAPPED = 25_000
 
 @pytest.fixture(autouse=True)
 def programs_make_room() -> Iterator[None]:
-    """Drop compiled programs if they use too many memory maps. Checked only after a test long enough to have compiled a
-    program.
+    """Drop compiled programs if they use too many memory maps. Only tests of more than a second are followed by this check:
+    shorter tests compile no program.
     """
     start = time.monotonic()
     yield
@@ -260,7 +260,7 @@ def scope(nodeid: str) -> str:
 
 
 def item_id(item: pytest.Item) -> str:
-    """Return the id of a test in the ledger: pytest's id, with a mark if a property test draws many cases."""
+    """Return the id of a test in the ledger: pytest's id, followed by " thorough" for a property test in a campaign."""
     drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     return item.nodeid + (" thorough" if drawn and ledger.is_campaign(item.config) else "")
 
@@ -338,7 +338,7 @@ class Results:
 
 
 def reason(report: pytest.TestReport) -> str:
-    """Return the reason why a test was skipped."""
+    """Return the reason why a test was skipped, or why its failure was expected (xfail)."""
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", ""))
 
 

@@ -47,7 +47,7 @@ def _visible(q, k, operands, mask_type, window):
 
 
 def _flat(x, heads=None):
-    """Return x (B, T, K, H) as float32 (tokens, heads, H); each of the K heads is repeated for the query heads that use it."""
+    """Return x (B, T, K, H) as float32 (B T, heads, H). Each of the K heads is repeated heads / K times; None: heads = K."""
     x = x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
     return x if heads is None else jnp.repeat(x, heads // x.shape[1], axis=1)
 

@@ -1,7 +1,7 @@
 """A child process of test_cudnn_workspaces: get cuDNN's workspace of backward calls for an H200, without a GPU.
 
-stdin has the cases as JSON. For each case it prints the bytes that cuDNN reports and the bytes that the formula gives. If cuDNN
-cannot be queried here, it prints the reason and exits with code 3.
+stdin has the cases as JSON. For each case the process prints the bytes that cuDNN reports and the bytes by formula. If cuDNN
+cannot be queried on this machine, the process prints the reason and exits with code 3.
 """
 
 import json
@@ -37,8 +37,8 @@ def program(rows, documents, T, S, N, K, H, causal=True, window=0, deterministic
     """Return the HLO of one backward call of cuDNN's attention.
 
     Args:
-        rows: sequences of the batch.
-        documents: documents in each packed row, padding included; 0 for rows that are not packed.
+        rows: number of sequences in the batch.
+        documents: number of documents in each packed sequence, with its padding counted as one; 0 if sequences are not packed.
     """
     kinds = fused.MaskType
     mask = (kinds.PADDING_CAUSAL if causal else kinds.PADDING) if documents else (kinds.CAUSAL if causal else kinds.NO_MASK)

@@ -25,7 +25,7 @@ class Clock:
 class Turns:
     """A fake of the threading.Event that a loop waits for. Each wait moves the clock and calls the next of `turns`.
 
-    After the last of them `wait` returns True, as if the event were set.
+    Once all `turns` are used up, `wait` returns True, as if the event were set.
     """
 
     def __init__(self, clock: Clock, *turns: Callable[[], object]):
@@ -48,7 +48,7 @@ class Turns:
 
 
 class Store:
-    """A fake of the coordination service's store, for processes that are threads. A wait for a key in `never` fails at once."""
+    """A fake of the coordination service's store; threads act as processes. A wait for a key in `never` fails at once."""
 
     def __init__(self, never: tuple[str, ...] = ()):
         self.values: dict[str, str] = {}

@@ -61,7 +61,7 @@ class Faults:
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        """Let `import own` find this folder's module, even if an earlier test has imported another of that name."""
+        """Let `import own` find this folder's module, even if an earlier test has imported another module named `own`."""
         sys.modules.pop("own", None)
         sys.path.insert(0, str(self.folder))
         importlib.invalidate_caches()
@@ -99,7 +99,7 @@ def steps_written(workdir: Path) -> int:
 
 
 def dice(name: str) -> random.Random:
-    """Return a random generator for one campaign, with the same seed each time."""
+    """Return the random generator of the fault test `name`. Its seed is the same in every campaign."""
     return random.Random(f"{SEED} {name}")
 
 

@@ -1,10 +1,10 @@
 """Golden plans: figures of the compiled steps of the shipped configs, in tests/golden. Tests compare with them.
 
-    python tests/golden_plans.py [NAME ...]           compare all (or these), and name the lines of code behind a difference
-    python tests/golden_plans.py --write [NAME ...]   write them anew, and print what changed
+    python tests/golden_plans.py [NAME ...]           compare all plans (or those named), and print the lines that changed
+    python tests/golden_plans.py --write [NAME ...]   write these plans anew, and print the differences
 
-The figures belong to one compiler: under another jaxlib nothing is compared. Times are at published kernel rates, so that a
-calibration of this machine changes nothing. Counts and bytes are those of a whole step, with loops multiplied out.
+The figures belong to one jaxlib: a plan made with another jaxlib is not compared. Times are at published kernel rates, so that
+a calibration of this machine does not change them. Counts and bytes are sums over a step, with all rounds of its loops.
 """
 
 import argparse
@@ -58,7 +58,7 @@ Golden = dict[str, Any]  # the contents of a golden file
 
 
 class GoldenError(ValueError):
-    """A golden plan cannot be read, or does not apply."""
+    """A golden plan cannot be read, made, or compared with another plan."""
 
 
 # ---- The files
@@ -146,13 +146,13 @@ FIGURES = {
 
 
 def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = None) -> list[str]:
-    """Return a sentence for each figure of a plan that differs from its golden plan by more than the margins.
+    """Return a sentence for each figure of a plan that differs from its golden plan beyond the margins, and each new warning.
 
     Args:
         margins: None for the margins of the golden plan.
 
     Raises:
-        GoldenError: jaxlib or topology differs, so the two cannot be compared.
+        GoldenError: the plans have different jaxlibs or topologies.
     """
     if golden["jaxlib"] != (jaxlib := plan.versions["jaxlib"]):
         made = f"the golden plan of {golden['config']} was made with jaxlib {golden['jaxlib']}, and this is {jaxlib}"
@@ -199,7 +199,7 @@ def _signed(new: float, old: float, unit: str) -> str:
 
 
 def _changes(old: Mapping[str, float], new: Mapping[str, float], unit: str) -> list[str]:
-    """Return the largest changes in a figure's table. Changes that are small beside the largest are left out."""
+    """Return the LISTED largest changes in a figure's table. Changes below 5% of the largest are left out."""
     pairs = {name: (new.get(name, 0.0), old.get(name, 0.0)) for name in {*old, *new}}
     changes = {name: abs(now - was) for name, (now, was) in pairs.items()}
     ordered = sorted(changes, key=lambda name: (-changes[name], name))[:LISTED]

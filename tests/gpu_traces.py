@@ -84,7 +84,7 @@ class Space:
         self.names: dict[str, int] = {}  # names of events and stats, and text values of stats
 
     def line(self, plane: str, name: str, events: list[tuple[str, float, float, dict[str, Any]]]) -> None:
-        """Add events of (name, start and end in ms, stats). A stat's text is stored as a reference to the table of names."""
+        """Add events (name, start in ms, end in ms, stats). A stat's text is stored as a reference to the table of names."""
         made = self.planes.setdefault(plane, {}).setdefault(name, [])
         for event, start, end, stats in events:
             values = {k: f"ref_value: {self._id(v)}" if isinstance(v, str) else f"int64_value: {v}" for k, v in stats.items()}

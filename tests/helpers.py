@@ -116,7 +116,7 @@ def _initial_state(run: RunConfig) -> Any:
 
 
 def fresh_state(run: RunConfig) -> Any:
-    """Return the initial state on the mesh; a step may donate it. Runs that differ only in data and batch size share it."""
+    """Return a copy of the initial state, which a step may donate. The data, batch size and steps of a run do not change it."""
     plain = dataclasses.replace(
         run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze)
     )
@@ -131,7 +131,7 @@ def initial_tensors(run: RunConfig) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The results of a few steps."""
+    """The loss, gradient norm and learning rate of each step, and the tensors after the last step."""
 
     loss: np.ndarray
     grad_norm: np.ndarray
@@ -161,7 +161,7 @@ def compiled(made: Program) -> jax.stages.Compiled:
 
 
 def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
-    """Compile a run's step again, take its first steps, and return their results for a comparison.
+    """Compile a run's step without the cache of `train_step`, take its first steps, and return their results.
 
     On every mesh the steps start from the weights that one device initializes. Another test compares the initial weights of
     meshes.
@@ -229,8 +229,8 @@ class WiderFamily:
 def _family(run: Callable[..., Any]) -> Any:
     """Return the llama model whose layers `run(plan, body, x, layers, shared, kinds)` runs.
 
-    Like every family, it declares that remat.Plan.run alone runs the layers, in full and once. Some of the tests break that
-    rule.
+    A family must run its layers by one call of remat.Plan.run, with all layers unchanged. The families below break this rule,
+    for tests that such a family is refused.
     """
 
     @dataclasses.dataclass

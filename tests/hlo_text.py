@@ -32,15 +32,15 @@ GATHER = f"(({BIG}), {BIG}) all-gather-start(%x), replica_groups={{{{0,1}}}}, di
 
 
 def read(entry: str, before: str = "") -> hlo.Module:
-    """Return a module with these lines as its entry. They may use x (100 MB), a.1 and b.1 (a GEMM of 1 ms), `twice` and
-    `matmul`.
+    """Return a module with the lines `entry` in its entry, and the computations `before`. The lines may use x (100 MB), a.1
+    and b.1 (a GEMM of 1 ms), `twice` and `matmul`.
     """
     computations = f"{COMPUTATIONS}{before}\nENTRY %main (x: f32[1]) -> f32[1] {{{ARGUMENTS}{entry}\n}}\n"
     return hlo.parse(f"HloModule small, is_scheduled=true\n{computations}")
 
 
 def moves(name: str, megabytes: float = 100.0, network: float = 0.0, hops: int = 0) -> dict[str, collectives.Found]:
-    """Return a collective that sends this many millions of bytes on the wire."""
+    """Return {name: an all-gather}. It sends `megabytes` MB on the wire, `network` MB of them between nodes in `hops` hops."""
     return {name: collectives.Found("all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, (), hops)}
 
 

@@ -35,7 +35,7 @@ def settings(name: str, version: int = 5) -> dict[str, Any]:
 def write(
     folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, mtp: int = 0, **changes: Any
 ) -> Path:
-    """Write a folder of a model family with the golden weights. `changes`: keys of config.json; None removes a key.
+    """Write a Hugging Face folder with the golden weights of a model. `changes`: keys of config.json; None removes a key.
 
     mtp: the number of multi-token prediction modules. transformers never writes weights of such modules.
     """
@@ -61,7 +61,7 @@ def off(logits: np.ndarray, name: str) -> float:
 
 
 def imported(place: Path, name: str, dtype: str = "auto", **changes: Any) -> tuple[Path, Path, list[str]]:
-    """Import a folder with golden weights. Returns the folder, the checkpoint, and the command's messages."""
+    """Write a Hugging Face folder with golden weights, and import it. Returns (folder, run's folder, messages)."""
     folder, said = write(place / "theirs", name, **changes), []
     import_folder(open_folder(folder), place / "ours", dtype, said.append)
     return folder, place / "ours", said
@@ -80,8 +80,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def reference() -> str:
-    """Return the Python that has torch, transformers and PEFT. Skips the test if it is missing (tests/reference/setup.sh makes
-    it).
+    """Return the path of the Python that tests/reference/setup.sh installs, with torch, transformers and PEFT. Skips the test
+    if there is none.
     """
     python = os.environ.get("JAXTRAIN_REFERENCE_PYTHON") or str(HERE.parents[1] / ".reference" / "bin" / "python")
     if not Path(python).exists():

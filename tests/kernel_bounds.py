@@ -11,9 +11,9 @@ ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # unit roundoff of a kernel's inputs
 
 
 def sums(y: Any, size: Any, summed: Any, *, dtype: str) -> Any:
-    """Return the error bound of sums of products y.
+    """Return the error bounds of y, an array of sums of products.
 
-    size: the same sums of absolute values. summed: the number of products in each sum.
+    size: the sums of the products' absolute values. summed: the number of products in each sum.
 
     A kernel adds in float32, in any order. Each addition has a roundoff of e = 2^-24, and so has each product of float32
     numbers; products of bfloat16 numbers are exact. The kernel then rounds to `dtype`, by at most u of the number. To first
@@ -55,18 +55,18 @@ def attention(
         dq   (E |k| + S e |dS| |k|) / sqrt(H) + u |dq|
         dk   (E^T |q| + T G e |dS|^T |q|) / sqrt(H) + u |dk|
 
-    For grouped queries each head's part of dk and dv may be rounded once more before the parts are added. A soft cap,
-    s = c t with t = tanh(q k / (c sqrt(H))), takes d times its slope 1 - t^2, plus 8 e c for tanh itself; dS has the slope as a
-    factor, with an error of 2 (8 e + d / c). Where a score is far above the cap, the slope is smaller than this error, and
-    the product of this error with the others counts.
+    For grouped queries each head's part of dk and dv may be rounded once more before the parts are added. With a soft cap,
+    s = c t and t = tanh(q k / (c sqrt(H))), the error of s is d times the slope 1 - t^2, plus 8 e c for tanh itself. dS then
+    has the slope as a factor, whose error is 2 (8 e + d / c). Where a score is far above the cap, the slope is smaller than
+    its error, so E also has the product of the slope's error with the other errors.
 
     blocks: attention merges the results of blocks of keys, and rounds the result of each block once more. That adds, at most,
     u (P |v|) to o (and so half as much again to D's first part), u (|dS| |k|) / sqrt(H) to dq, u (|dS|^T |q|) / sqrt(H) to dk
     and u (P^T |do|) to dv.
 
-    sinks_G: a score of each head that all queries see, whose value is zero. Then the results have a fifth: with p the sinks'
-    weights, the gradient -sum(p delta) over queries. Its bound is p D + |delta| p (sum(P d) + (S + 16) e), summed over queries,
-    and T e of the sum's size.
+    sinks_G: one more score for each head, which every query includes in its softmax, with a value vector of zero. The results
+    then have a fifth element: the sinks' gradient -sum(p delta) over queries, with p the sinks' weights. Its bound is the sum
+    over queries of p D + |delta| p (sum(P d) + (S + 16) e), plus T e times the sum of |delta| p.
     """
     u, e = ROUNDOFF[dtype], EXACT
     (T, G, H), S = q_TGH.shape, k_SH.shape[0]

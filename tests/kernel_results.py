@@ -1,4 +1,4 @@
-"""Hooks of tests/gpu: compare kernels with their definitions, on a GPU in the shapes of large models, on a CPU in small shapes.
+"""Hooks of tests/gpu, which compares kernels with their definitions: large models' shapes on a GPU, small shapes on a CPU.
 
     ./run.sh test tests/gpu                              the small shapes, on a CPU
     JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu     all shapes, on the first GPU
@@ -20,7 +20,7 @@ NO_TIME = "no time was left"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU if the machine has none."""
+    """Skip tests that need a GPU if JAX runs on CPUs."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         for item in marked:

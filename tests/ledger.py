@@ -34,7 +34,7 @@ def is_campaign(config: pytest.Config) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One result of one test."""
+    """A line of the ledger: the result of one run of a test."""
 
     item: str
     commit: str
@@ -56,7 +56,7 @@ def read(path: Path = FILE) -> list[Entry]:
 
 
 def append(entry: Entry, path: Path = FILE) -> None:
-    """Append an entry. It is on the disk when this returns."""
+    """Append an entry, and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         file.write(json.dumps(dataclasses.asdict(entry)) + "\n")
@@ -102,7 +102,7 @@ def order(groups: dict[str, Sequence[str]], known: dict[str, Entry], salt: str) 
     """Return the names of groups of tests in the order in which a campaign runs them.
 
     Groups with a test that was never proved come first, in an order that `salt` (the commit) determines. So where no ledger is
-    kept, as in CI, a campaign with a time limit runs other tests at each commit. The other groups follow, the oldest proof
+    kept, as in CI, a campaign with a time limit runs different tests at each commit. The other groups follow, the oldest proof
     first.
     """
 

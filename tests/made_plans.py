@@ -28,14 +28,14 @@ def load(*overrides: str, file: str = "configs/llama3_8b.py") -> config.RunConfi
 
 
 def tiny(*overrides: str) -> config.RunConfig:
-    """Return a run that is small enough to compile in seconds, with few layouts."""
+    """Return a run that compiles in seconds, and for which the search has few layouts."""
     sizes = ("num_layers=2", "d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
     batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "loss.chunk=256", "mesh.fsdp=-1")
     return load(*(f"model.{s}" for s in sizes), *batch, "remat.policy=full", "remat.tensors=", *overrides)
 
 
 def flat(run: config.RunConfig) -> dict[str, Any]:
-    """Return every key of a run, by its dotted name."""
+    """Return {dotted key: value} of a run's config."""
     return dict(config.flatten(config.to_dict(run)))
 
 
@@ -73,13 +73,13 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
 
 
 def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Return a plan with 1.1 times the lower bound of the step time, and the likely memory (search/bound.py)."""
+    """Return a plan with 1.1 times the least step time and with the likely memory of the run's bound (search/bound.py)."""
     least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 
 
 def nothing_fits(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:
-    """Return a plan whose peak memory is far too large."""
+    """Return a plan whose peak memory, 1,000 GiB, fits no GPU."""
     return made(run, machine, 1.0, 1000.0, rates)
 
 
@@ -108,7 +108,7 @@ def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | Non
 
 
 class Inline:
-    """A fake of a child process that plans in this process. `started` collects the runs of all instances."""
+    """A fake of parallel.Child, which plans in this process. `started` collects the runs of all instances."""
 
     started: list[config.RunConfig] = []
 
@@ -129,7 +129,7 @@ class Inline:
 
 
 def plan_inline(monkeypatch: Any) -> list[config.RunConfig]:
-    """Plan in this process, one run after the other. Returns the list to which each planned run is appended."""
+    """Let the search plan in this process, one run after the other. Returns the list to which each planned run is appended."""
     monkeypatch.setattr(parallel, "Child", Inline)
     monkeypatch.setattr(parallel, "cores", lambda: 1)
     monkeypatch.setattr(parallel, "POLL_S", 0.0)

@@ -56,7 +56,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def ended(code: int | None, reason: str = "why", **more: Any) -> str:
-    """Return the text of a receipt with this exit code and reason. None: the attempt has not ended."""
+    """Return the text of a receipt with this exit code and reason. code=None: the attempt has not ended."""
     when = "2026-01-01T00:00:00+00:00"
     facts = {"format": FORMAT, "attempts": [], "started": when, "ended": None if code is None else when}
     return json.dumps(facts | {"exit_code": code, "reason": reason} | more)

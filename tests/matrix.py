@@ -1,6 +1,7 @@
-"""The layouts that must train alike, written as for `python -m jaxtrain.parity --meshes=`, each with the model for its test.
+"""Layouts whose steps must agree with steps on one device, each with its model.
 
-Sequences have several documents, so that some documents cross every border between devices (checked by test_parity.py).
+The layouts are written as for `python -m jaxtrain.parity --meshes=`. Sequences have several documents, so that some documents
+cross every border between devices (checked by test_parity.py).
 """
 
 import dataclasses
@@ -362,7 +363,7 @@ def pairs(names: Iterable[str]) -> set[frozenset[tuple[str, Any]]]:
 
 
 def config(model: str, layout: str, precision: str) -> RunConfig:
-    """Return a tiny run of this model in this layout. Raises ConfigError if the two do not fit together."""
+    """Return a tiny run of this model in this layout. Raises ConfigError if the model cannot have the layout."""
     (found,), problems = layouts.parse(layout)
     assert not problems, problems
     types = dict(flatten(to_dict(helpers.tiny())))
@@ -374,7 +375,7 @@ def config(model: str, layout: str, precision: str) -> RunConfig:
 
 @functools.cache
 def allowed(model: str, precision: str, parts: int) -> tuple[Trained, Bounds]:
-    """Return the steps on one device, and the bounds within which a run over `parts` devices and microbatches must agree."""
+    """Return a model's steps on one device, and the bounds for a run whose devices times microbatches are `parts`."""
     run = config(model, "one", precision)
     reference = one_device(run)
     exact = None if precision == "f32" else one_device(in_float32(run))

@@ -1,4 +1,4 @@
-"""Helpers for tests of HTML pages: their text, a check of what they load, and their layout in a browser."""
+"""Helpers for tests of HTML pages: their text, a check that they load nothing, and their layout in a browser."""
 
 import html
 import json
@@ -109,7 +109,7 @@ document.getElementById("probe").textContent = JSON.stringify(found);
 
 
 def laid_out(page: str, folder: Path, width: int, more: str = "") -> dict[str, Any]:
-    """Run a script in a browser that measures the page, and return its findings.
+    """Measure a page in a browser, with the script LAYOUT, and return the script's `found`.
 
     Checks that the console is empty, that no texts overlap or leave the window, and that the page is no wider than the window.
 

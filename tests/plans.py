@@ -1,4 +1,4 @@
-"""Compiled steps and plans for topologies without GPUs, each made once in a process. They need the `plan` extra."""
+"""Compiled steps and plans for described machines, made without GPUs and once in a process. They need the `plan` extra."""
 
 import functools
 import importlib.util

@@ -12,7 +12,7 @@ IDLE, AT_ITS_CAP, SW_THERMAL, HW_THERMAL = 0x1, 0x4, 0x20, 0x40
 
 @dataclasses.dataclass
 class Gpu:
-    """A fake GPU. The driver refuses the functions in `broken`; a `lost` GPU answers none."""
+    """A fake GPU. The functions in `broken` fail for it, and all functions fail for a `lost` GPU."""
 
     index: int = 0
     utilization: int = 100
@@ -122,7 +122,7 @@ class Nvml:
         return int(self.gpus[-1] is other)  # 0 means linked; the last GPU is not linked
 
     def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
-        """Return the fields in the library's own structure, with its union."""
+        """Return the fields as pynvml's array of c_nvmlFieldValue_t."""
         kib = {138: gpu.sent_kib, 139: gpu.received_kib}
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, (field, scope) in zip(values, fields, strict=True):

@@ -16,7 +16,7 @@ _compile = compiler.compile_or_get_cached
 def compile_once(
     backend: Any, computation: Any, devices: Any, options: Any, host_callbacks: Any, *more: Any, **named: Any
 ) -> Any:
-    """Return the compiled program of a computation, kept from before or compiled now. Replaces JAX's own function."""
+    """Return the compiled program of a computation, from `kept` or compiled now. Replaces JAX's compile_or_get_cached."""
 
     def compiled() -> Any:
         return _compile(backend, computation, devices, options, host_callbacks, *more, **named)
@@ -34,5 +34,5 @@ def compile_once(
 
 
 def keep_programs() -> None:
-    """Make JAX take compiled programs from this module."""
+    """Make JAX compile by `compile_once`."""
     compiler.compile_or_get_cached = compile_once

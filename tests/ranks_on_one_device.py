@@ -1,4 +1,4 @@
-"""Run the ranks of a mesh axis on one device: a function of `shard_map`, computed for one rank after the other.
+"""Compute the function of a `shard_map` on one device, for every rank of a mesh axis.
 
 The function is traced once, exactly as a rank traces it. Each equation is then computed for every rank, and a collective is
 computed from the arrays of all ranks. `jax.vmap(axis_name=...)` cannot do this for cuDNN's attention: its batching rule takes

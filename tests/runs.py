@@ -57,7 +57,7 @@ EXACT = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
 
 @functools.cache
 def small() -> Path:
-    """Return the small config on synthetic data. All tests of a process share its compiled steps."""
+    """Return the file of the small config, on synthetic data. All tests of a process share its compiled steps."""
     folder = Path(tempfile.mkdtemp(prefix="small-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made_up = 'config.precision = "f32"\n    config.data.source = "synthetic"'
@@ -111,7 +111,7 @@ class Child:
             time.sleep(0.02)
 
     def end(self, timeout: float = 300) -> tuple[int, str]:
-        """Wait for the end. Returns (exit code, all output)."""
+        """Wait until the run ends. Returns (exit code, all output)."""
         self.until(lambda: self.process.poll() is not None, timeout)
         return self.process.returncode, self.said
 

@@ -1,4 +1,4 @@
-"""Tensors with awkward values, checkpoints that hold them, and step folders of plain files for code that reads no tensor."""
+"""Tensors with NaN, infinite and subnormal values, checkpoints of them, and step folders for code that reads no tensor."""
 
 import itertools
 import os
@@ -63,7 +63,7 @@ def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **o
 
 
 def write_step(folder: Path, step: int, **meta: object) -> Path:
-    """Write a step folder with sealed files and no tensors. Code that only lists files sees a complete step."""
+    """Write a step folder with checksums and without tensors. Code that reads no tensor finds a complete step."""
     made = folder / str(step)
     (made / "arrays/d").mkdir(parents=True)
     for name in ("arrays/d/0", "arrays/manifest", "arrays/commit_success.txt"):

@@ -28,8 +28,9 @@ BEFORE: dict[int, Callable[[], None]] = {}
 
 
 class Source:
-    """Synthetic data. The batches in `marked` carry MARK, those in `poisoned` have NaN weights. `before`: batch number ->
-    a function that is called before the batch is made.
+    """Synthetic data. Batches with a number in `marked` have MARK as first token, batches in `poisoned` have NaN weights.
+
+    `before`: batch number -> a function that is called before the batch is made.
     """
 
     synthetic = False
@@ -62,7 +63,7 @@ class Source:
 
 
 def _source(**how: Any) -> Callable[..., Source]:
-    """Return a function for `data.source`. It changes training data only."""
+    """Return a function for `data.source`. The options `how` of Source apply to training data alone."""
 
     def opened(data: Any, split: str, global_batch: int) -> Source:
         batches = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
@@ -142,7 +143,7 @@ def breaking(optimizer: Any, dtypes: Any, axes: Any) -> Any:
 
 
 class Doubled:
-    """A model family: an object with a method `build`. Its embedding is doubled, so that tests can tell it from llama's."""
+    """A model family, as an object with a method `build`: llama with a doubled embedding, so that tests can detect its use."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         model = build_as(llama.STRUCTURE, *args, **kwargs)
@@ -186,7 +187,7 @@ def _loop_waits() -> bool:
 
 
 class AtEval(Gated):
-    """Held-out data whose batches are held back as long as a file with the suffix .no-eval exists."""
+    """Held-out data whose batches are held back while a file exists: GATE_FILE's name with .no-eval."""
 
     def batch(self, step: int, rows: Any = None) -> Any:
         while Path(os.environ["GATE_FILE"]).with_suffix(".no-eval").exists():

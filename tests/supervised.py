@@ -1,4 +1,4 @@
-"""Run the supervisor over planned attempts (tests/attempt.py): a child process, with real grandchildren and real signals."""
+"""Run the supervisor in a child process, with planned attempts (tests/attempt.py) as its children, and with real signals."""
 
 import glob
 import json
@@ -115,7 +115,7 @@ class Supervised:
 
 
 def told(stderr: str) -> str:
-    """Return the lines after the first, which names the commit and the host."""
+    """Return stderr without its first line, which names the commit and the host."""
     first, _, rest = stderr.partition("\n")
     assert first.startswith("run.sh: ") and "; on " in first, stderr
     return rest

@@ -21,7 +21,7 @@ BYTE = tokenizers.ByteTokenizer()
 
 
 def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -> Path:
-    """Write documents of ids; each id is a byte of text."""
+    """Write a token file with these documents of ids. Each id counts as one byte of text."""
     with TokenWriter(path, {**tokenizers.info(BYTE), **info}) as writer:
         for ids in documents:
             writer.write(list(ids), len(ids))
@@ -30,7 +30,7 @@ def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -
 
 
 def write_conversations(path: Path, lengths: Sequence[int], loss: bool = True, first: int = 0) -> Path:
-    """Write conversations k = 0, 1, ... of `lengths` tokens. The tokens of k are (first + k) % 256, and 256 at the end.
+    """Write conversations k = 0, 1, ..., of lengths[k] tokens: each is (first + k) % 256, but the last is 256 (end-of-text).
 
     With `loss`, the tokens of the second half of each conversation count in the loss.
     """
@@ -81,7 +81,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
-    """Return {block of a token file: the first step that reads it}, without the last block. source: the file's number."""
+    """Return {block of a token file: first step that reads it}, without the last block. source: index of the file's source."""
     found: dict[int, int] = {}
     file, seq_len = batches.sources[source].file, batches.seq_len
     size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
@@ -103,7 +103,7 @@ def header_and_end(path: Path) -> tuple[dict, int]:
 
 
 def poke(path: Path, at: int, byte: int) -> None:
-    """Overwrite one byte of a file. The time of change stays the same, so that only a checksum can detect it."""
+    """Overwrite one byte of a file, and restore its modification time, so that only a checksum can detect the change."""
     was = path.stat()
     with path.open("r+b") as f:
         f.seek(at)

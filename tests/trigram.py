@@ -1,8 +1,8 @@
 """An interpolated trigram model of bytes (Jelinek and Mercer 1980): a neural model of the same text has to reach a lower loss.
 
-The probability of a token is a mixture of four: uniform, its frequency, given the token before, and given the two tokens
-before. Counts do not cross a document's border, with one exception: the end-of-text id of the document before is context for
-the first tokens.
+The probability of a token is a weighted mean of four: uniform, the token's frequency, its frequency after the previous token,
+and its frequency after the two previous tokens. Counts do not cross a document's border, with one exception: the end-of-text
+id of the previous document is context for the second token of a document.
 """
 
 import numpy as np
@@ -49,8 +49,8 @@ class Trigram:
             self.weights_4 = (share_4N / share_4N.sum(0)).mean(1)
 
     def parts(self, seen: np.ndarray) -> np.ndarray:
-        """Return the probability that each of the four models gives each occurrence, (4, N); 0 for a context that was never
-        seen.
+        """Return the probability that each of the four models gives each occurrence, (4, N); 0 for a context that does
+        not occur in the counted documents.
         """
         a, b, c = seen
         return np.stack(

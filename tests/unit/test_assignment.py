@@ -67,7 +67,7 @@ A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
     ],
 )
 def test_peak(events, sizes, around, peak):
-    """Shared memory is allocated until its last value ends. The scalars of a reduction's function are not in device memory."""
+    """Memory stays allocated until its last value ends. Scalars of a reduction's function are not in device memory."""
     read = assignment.read(proto(events, sizes, **around))
     assert peak_bytes(read) == peak
     assert read.allocated == around.get("heap", 0) + around.get("argument", 0)
@@ -101,8 +101,8 @@ ONE_AFTER_ANOTHER = [(A, 1), (F, 1), (A, 2), (F, 2), (A, 3), (F, 3)]
 
 @pytest.mark.parametrize(("taken", "peak"), [(10, 100), (59, 100), (75, 115)])
 def test_workspace_is_held_during_its_call_alone(taken, peak):
-    """The workspace is added only while the call runs, beside 40 bytes. Another instruction holds 100 bytes. Fragmentation
-    does not change.
+    """The workspace is alive only while its call runs, beside a result of 40 bytes. At another time a value of 100 bytes is
+    alive. Allocated minus peak memory stays equal.
     """
     read = assignment.read(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
     held = [alive for alive, _ in assignment.replay(read)]

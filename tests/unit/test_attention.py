@@ -173,7 +173,7 @@ def test_private_cudnn_primitives_lower_for_a_gpu(asked):
 
 
 def test_cudnn_goes_backward_part_after_part():
-    """A row of llama3_8b has four calls of two key/value heads each. A barrier orders each call after the one before it."""
+    """A backward pass of llama3_8b is four calls of two key/value heads each. A barrier separates each call from the next."""
     q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
 
     def backward(q, k, v, segments):
@@ -201,8 +201,8 @@ def test_cudnn_goes_backward_part_after_part():
     ],
 )
 def test_pallas_kernels_lower_for_a_gpu(asked, tokens, mask):
-    """The kernels lower to Mosaic GPU's module ahead of time for H200s. No size fills a tile; rows and heads are sharded as
-    in models.
+    """The kernels lower to Mosaic GPU's custom calls ahead of time, for H200s. The number of tokens is no multiple of a tile;
+    rows and heads are sharded as in models.
     """
     mesh = Mesh(np.array(topology.devices(topology.parse("h200:8"))).reshape(4, 2), ("data", "tensor"))
     rows, heads = P("data"), P("data", None, "tensor")

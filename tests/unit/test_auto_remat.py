@@ -33,8 +33,8 @@ def test_the_first_choice_computes_no_gemm_again():
 
 
 def test_bytes_are_those_of_the_arrays():
-    """Llama 3 8B, 8 sequences of 8192 on 8 GPUs, 32 layers: mlp_up is 14,336 wide in bfloat16; log-sum-exp has 32 heads in
-    float32.
+    """Llama 3 8B has 32 layers, and each of 8 GPUs has 8192 tokens. A token has 14,336 bfloat16 in mlp_up, and 32 heads by
+    8 segments of float32 in the log-sum-exp.
     """
     axes = WHOLE | {"batch": 8}
     assert auto_remat.bytes_kept(run(), frozenset({"mlp_up"}), axes, False) == 32 * 8192 * 14336 * 2
@@ -44,7 +44,7 @@ def test_bytes_are_those_of_the_arrays():
 
 
 def test_bytes_of_experts_and_of_a_pipeline():
-    """With experts, two rows a token count, plus the spare rows of a dispatch buffer or a capacity.
+    """A token has one row for each of its two experts. The shared expert and spare rows (dispatch buffer, capacity) add more.
 
     With 4 stages, a stage saves its 8 layers for each microbatch in flight. Interleaved, it saves
     the 4 layers of a virtual stage for each pair of virtual stage and microbatch in flight.
@@ -77,7 +77,7 @@ def test_bytes_of_experts_and_of_a_pipeline():
 
 @pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
-    """The result costs no more recompute than any other set of saved activations that is small enough; all sets are tried."""
+    """The chosen set of saved activations has the least recompute of all sets that free `excess` GiB; all are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
     now = auto_remat.bytes_kept(r, kept(r.remat), axes, True) / 2**30
     found = auto_remat.smaller(r, excess, axes, True)

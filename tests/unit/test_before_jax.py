@@ -84,7 +84,7 @@ def test_a_change_that_is_asked_about(tmp_path, capsys):
 
 
 def test_a_shorter_schedule_than_the_checkpoints_may_go_on(tmp_path):
-    """The fitted schedule is part of the saved config, and a resumed run may change its length."""
+    """The saved warm-up was fitted to 20 steps. A resumed run may train longer, with another warm-up."""
     checkpoint(tmp_path / "run", 20, train__steps="20")
     assert json.loads((tmp_path / "run/checkpoints/20/meta.json").read_text())["config"]["optimizer"]["warmup_steps"] == 1
     with pytest.raises(AssertionError, match="JAX was started"):

@@ -1,4 +1,4 @@
-"""Benchmarks against PyTorch: the settings passed to the peer, and the comparison of its results."""
+"""Benchmarks against PyTorch: the settings passed to its script, and the comparison of results."""
 
 import pytest
 from bench_helpers import PEER, at_home  # noqa: F401
@@ -25,7 +25,7 @@ def test_other_work_is_not_compared(tmp_path, monkeypatch):
 
 
 def test_the_ratio_of_speeds():
-    """The ratio is jaxtrain's speed over PyTorch's: of the medians, and of each round."""
+    """`ratio` is jaxtrain's median speed over PyTorch's. `least` and `most` are ratios of single rounds."""
     speeds = (("jaxtrain", 10.0), ("torch", 4.0), ("jaxtrain", 12.0), ("torch", 6.0), ("jaxtrain", 30.0))
     turns = [{"who": who, "verdict": "ok", "tokens_per_s": speed} for who, speed in speeds]
     assert peer_torch.compare_speeds(turns) == {"ratio": 12.0 / 5.0, "least": 2.0, "most": 2.5, "rounds": 2}
@@ -43,7 +43,7 @@ def test_the_peers_answer_in_our_terms():
 
 
 def test_what_the_peer_cannot_import():
-    """The script imports nothing of jaxtrain, so that it runs where jaxtrain is not installed."""
+    """PyTorch's script imports nothing of jaxtrain, so that it runs where jaxtrain is not installed."""
     assert "jaxtrain" not in [
         line.split()[1].split(".")[0]
         for line in peer_torch.SCRIPT.read_text().splitlines()

@@ -243,7 +243,10 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
     ],
 )
 def test_what_shipped_configs_come_to(verdicts, want, said, tmp_path, monkeypatch):
-    """A config that does not fit is no fault; a config that fails is one. Each config gets its share of the remaining time."""
+    """The verdict is "ok" if some configs run out of memory, "off" if one runs out of time, and "FAILED" if one fails.
+
+    Each config gets its share of the remaining time.
+    """
     answers, shares = iter(verdicts), []
 
     def run_case(kind, ask, *, log, environ, limit_s):

@@ -14,7 +14,7 @@ from jaxtrain.plan.search import bound
 
 
 def test_bound_against_a_hand_count():
-    """Llama 3 8B, fsdp=8, one sequence a GPU, full activation checkpointing, no accumulation."""
+    """The run is Llama 3 8B on 8 GPUs, with fsdp=8, one sequence a GPU, full remat and no gradient accumulation."""
     run = load("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
     least = bound.bound(run, H200, RATES)
     params = 8_030_261_248 / 8
@@ -93,7 +93,7 @@ def test_bound_knows_what_stages_hold_and_move():
 
 
 def test_bound_of_a_pipeline():
-    """Each of two nodes has half of the layers. That needs less memory than two replicas, but stages are idle at times."""
+    """A pipeline of two nodes, each with half of the layers, needs less memory than two replicas, but idles at times."""
     nodes = topology.parse("h200:8x2")
     batch = ("train.global_batch=128", "train.grad_accum=8", "mesh.fsdp=8", "remat.policy=full", "remat.tensors=")
 
@@ -145,7 +145,7 @@ def test_groups_that_leave_a_node():
 
 
 def test_bound_of_a_split_sequence():
-    """Eight GPUs share 131,072 tokens, with 8 heads of 128. Keys and values make 7 hops around the ring, and so do their
+    """Eight GPUs share 131,072 tokens. Keys and values of 8 heads of 128 make 7 hops around the ring, and so do their
     gradients.
     """
     one = ("data.seq_len=131072", "train.global_batch=8", "train.grad_accum=8", "mesh.fsdp=1", "mesh.seq=8")
@@ -174,7 +174,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_no_golden_plan_is_below_its_bound(name):
-    """For shipped configs as XLA compiled them, no plan needs less memory or time than its bound, so none is refused."""
+    """No golden plan needs less memory or time than the bound of its config. A higher bound could refuse a config that fits."""
     plan = json.loads((REPO / f"tests/golden/{name}.json").read_text())
     file, _, variant = GOLDEN[name].partition(":")
     loaded = launch.load([f"--config={REPO}/configs/{file}.py" + (f":{variant}" if variant else "")])

@@ -1,4 +1,4 @@
-"""The classes of arrays in memory."""
+"""The class of each array in a plan's memory, such as gradients or temporaries."""
 
 import pytest
 

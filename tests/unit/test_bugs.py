@@ -1,4 +1,4 @@
-"""The list of planted bugs fits the current code. test_planted_bugs.py plants them."""
+"""Each planted bug changes one place of the current code, and names its tests. test_planted_bugs.py plants them."""
 
 from collections import Counter
 

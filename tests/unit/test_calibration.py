@@ -76,7 +76,7 @@ def test_a_rate_is_all_work_over_all_time():
 
 
 def test_packed_rows_count_where_cudnn_serves_them():
-    """The rates are those of packed rows, unless cuDNN does not support them, as on Ampere: then those of unpacked rows."""
+    """If cuDNN does not support packed rows, as on Ampere, the attention rates are those of unpacked rows."""
     other = [dataclasses.replace(r, what="chunked") if r.kind.startswith("packed") else r for r in GOOD]
     got = to_rates(other, H200, "NVIDIA H200", TODAY)
     assert (got.attention_forward_tflops, got.attention_backward_tflops) == (550.0, 450.0)

@@ -33,7 +33,7 @@ def test_states_of_step_folders(steps: Checkpoints, tmp_path: Path):
 
 
 def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The folder holds an interrupted save, an interrupted deletion, a step without its commit file, and files of the user."""
+    """A sweep removes interrupted saves and an interrupted deletion. It leaves a damaged step and files of the user."""
     (tmp_path / "1/arrays").rename(tmp_path / "1/arrays.orbax-checkpoint-tmp")
     (tmp_path / "1" / files.NAME).unlink()
     with monkeypatch.context() as patch:
@@ -50,7 +50,7 @@ def test_a_sweep_removes_what_saves_left_and_nothing_else(steps: Checkpoints, tm
 
 @pytest.mark.parametrize("more", [(), ("meta.json",)])
 def test_a_sweep_leaves_a_copy_that_is_under_way(steps: Checkpoints, tmp_path: Path, more: tuple[str, ...]):
-    """A user may copy a step's marker files last, while a run saves to the same folder."""
+    """A sweep leaves a step without its marker files: a user may copy these last, while a run saves to the folder."""
     later = {tmp_path / "2" / name: b"" for name in ("arrays/commit_success.txt", files.NAME, *more)}
     for path in later:
         later[path] = path.read_bytes()
@@ -63,7 +63,7 @@ def test_a_sweep_leaves_a_copy_that_is_under_way(steps: Checkpoints, tmp_path: P
 
 
 def test_a_deletion_killed_between_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """After an interrupted deletion, the step is complete, or the next save removes it."""
+    """After an interrupted deletion, the step is complete, or the next sweep removes it."""
     for changes, states in enumerate([{1: "complete"}, {1: "complete"}, {1: "unfinished"}, {}]):
         folder = tmp_path / str(changes)
         write_step(folder, 1)

@@ -59,7 +59,7 @@ def test_hops_from_node_to_node(kind, nodes, hops):
 
 
 def test_hops_of_a_program():
-    """An fsdp ring of 4 on nodes of 2 makes one hop between its nodes, and so does a permutation that leaves its node."""
+    """A ring over fsdp=4 on nodes of 2 GPUs makes one hop between nodes, and so does a permutation across nodes."""
     found = collectives.read(compiled(scatters, on_gpus=False), MESH, 2).values()
     assert {f.hops for f in found if f.axis == "fsdp"} == {1}
     assert {f.hops for f in collectives.read(compiled(scatters, on_gpus=False), MESH, 8).values()} == {0}
@@ -194,8 +194,8 @@ def test_a_computation_that_is_called_twice_launches_twice():
 
 
 def test_collectives_of_one_launch_are_added_up():
-    """The bytes of a launch are summed over its collectives: each reduce-scatter sends 384. On nodes of 2, two GPUs share
-    the ring's 384 bytes.
+    """The bytes of a launch are summed over its collectives: here a GPU sends 384 bytes for each of two reduce-scatters. On
+    nodes of 2 GPUs, each GPU sends half of these bytes between nodes.
     """
     line = "%y = (f32[2,16], f32[2,16]) fusion(%x, %x), kind=kCustom, calls=%both"
     (found,) = collectives.read(module(line, extra=BOTH), MESH, 2).values()

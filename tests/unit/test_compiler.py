@@ -1,4 +1,4 @@
-"""XLA's options: which options a step is compiled with, on which GPU, and the handling of a user's own."""
+"""XLA's options: which options a step is compiled with, on which GPU, and the handling of options that a user sets."""
 
 import dataclasses
 import re
@@ -37,7 +37,10 @@ def test_a_users_options_stand_beside_ours_or_in_their_place():
 
 
 def test_the_scheduler_is_given_what_a_run_may_use():
-    """XLA's limit is the state plus slop% of the remaining memory. It equals the usable memory, to 1% of the remaining."""
+    """XLA's memory limit is the state plus SLOP percent of the memory beside the state.
+
+    SLOP is the largest percentage at which this limit is within the usable memory.
+    """
     made = program(train__grad_accum=1)
     card = compiler.card(topology.parse("h200:8").memory_gib)
     held = compiler.local_bytes(compiler.on_device(made)) / 2**30
@@ -92,7 +95,7 @@ def test_what_is_no_list_of_options_is_refused_before_anything_starts(text, rule
 
 
 def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
-    """An A100 is in the table, but no choice was tested on its programs. A GPU that is not in the table is unknown."""
+    """An A100 gets all options but optimization_level, which was not tested on it. A GPU outside of the table gets none."""
     ours, older = choose(train__grad_accum=1), choose("a100:8", train__grad_accum=1, data__packing="none")
     assert set(ours.options) - set(older.options) == {"optimization_level"} and "A100" in older.why
     unknown = program(train__grad_accum=1)
@@ -102,7 +105,7 @@ def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
 
 
 def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
-    """CUDA graphs are off unless the user lists the kernels of a graph: traces of graphs lack the names of operations."""
+    """A traced run has CUDA graphs only if the user lists their kernels: traces of graphs lack the names of operations."""
     plain = compiler.Chosen({}, "", ())
 
     def options(chosen: compiler.Chosen, gpu: bool = True, traced: bool = True) -> dict[str, str | bool]:

@@ -220,7 +220,7 @@ def listing(*folders: Path) -> list[str]:
 
 @pytest.fixture
 def no_data(monkeypatch):
-    """Skip the check of the large configs' token files, as if they were there."""
+    """Skip the check of the large configs' token files, as if the files existed."""
     monkeypatch.setattr(pipeline, "check", lambda data, model_vocab, need_eval, loss: [])
 
 
@@ -289,7 +289,7 @@ RING = "mesh.stage=2 mesh.seq=2 mesh.data=1 mesh.fsdp=2 train.grad_accum=4 model
     ],
 )
 def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
-    """Such stages would wait for each other forever. The refusal is one line, and its fix is valid."""
+    """Ring attention on stages with different kinds of layers would deadlock. The refusal is one line, and its fix is valid."""
     argv = arguments(RING + more)
     found = problems_of(*argv)
     assert len(found) == bool(remedy), found
@@ -301,7 +301,7 @@ def test_stages_with_layers_of_several_kinds_form_no_ring(more, remedy):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_gemma_on_stages_around_a_ring(name):
-    """On 2, 4 and 8 stages only gemma3_12b of the shipped presets, with 48 layers, has whole layer patterns on each stage."""
+    """gemma3_12b, with 48 layers, is the only Gemma preset with whole layer patterns on each of 2, 4 or 8 stages."""
     for preset, shape in family(name).PRESETS.items():
         for stages in (2, 4, 8):
             run = RunConfig(model=Model(family=name, **shape), mesh=Mesh(stage=stages, seq=2))
@@ -311,7 +311,10 @@ def test_gemma_on_stages_around_a_ring(name):
 
 @pytest.mark.parametrize("kernel", ["cudnn", "pallas"])
 def test_rules_of_attention_are_the_kernels(kernel):
-    """The config is refused exactly where the kernel reports that it is unsupported, over all properties that either checks."""
+    """A config is refused exactly if the kernel does not support it.
+
+    The configs combine GPUs, precisions, head dimensions, packing, soft caps and determinism.
+    """
     from jaxtrain.kernels.attention import Hardware, Spec, implementation
 
     loaded = launch.load([TINY, f"--config.attention.impl={kernel}"])
@@ -338,7 +341,7 @@ def test_rules_of_attention_are_the_kernels(kernel):
 
 
 def test_rules_of_fp8_attention_are_the_kernels():
-    """The config with attention.forward=fp8 is refused exactly where the kernel reports that it is unsupported."""
+    """attention.forward=fp8 is refused exactly if the FP8 kernel does not support the GPU, precision or head dimension."""
     from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
 
     loaded = launch.load([TINY, "--config.attention.forward=fp8"])
@@ -353,7 +356,7 @@ def test_rules_of_fp8_attention_are_the_kernels():
 
 
 def test_packed_rows_of_cudnn_are_not_deterministic():
-    """The deterministic workspace of packed rows does not fit any GPU. With `auto`, a run uses Pallas."""
+    """cuDNN's deterministic workspace for packed rows fits no GPU, so it is refused. `auto` and unpacked rows are valid."""
     asked = ["--config.train.deterministic=true", "--config.train.sdc_check_every=9", "--config.precision=bf16"]
     assert problems_of(*asked, devices=EIGHT_H200) == []
     (line,) = problems_of(*asked, "--config.attention.impl=cudnn", devices=EIGHT_H200)
@@ -469,7 +472,7 @@ def test_overrides_take_the_type_of_their_key():
 
 
 def test_every_key_can_be_overridden():
-    """Each key's own value, written as text, is read back as it was: no type is beyond the command line."""
+    """Each key's own value, written as text, is read back as it was, so that keys of every type can be set."""
     values = dict(config.flatten(config.default_config()))
     argv = [f"--config.{key}={'' if value == '' else explain.show(value)}" for key, value in values.items()]
     loaded = launch.load([TINY, *argv])
@@ -535,7 +538,7 @@ def test_405b_on_too_few_gpus_is_refused():
 
 
 def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A command with --workdir alone reads the default config, which is not the config of that run."""
+    """A command with --workdir alone reads the default config. It is refused if the folder's run has another config."""
 
     def resume(command: str, *given: str) -> tuple[int, str]:
         stored = config.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
@@ -647,8 +650,8 @@ def test_every_key_is_documented():
 
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
-    """train.attempt gets the config, the workdir and the launch. The memory variable is exported before
-    jaxtrain.train.run is imported.
+    """train.attempt gets the config, the workdir and the launch. XLA_CLIENT_MEM_FRACTION is in the environment when it is
+    called.
     """
     seen = {}
 
@@ -759,7 +762,7 @@ def test_mesh_sizes():
 
 
 def test_a_mesh_for_several_devices_on_one_cpu_device():
-    """A machine without GPUs has one CPU device, unless the variable gives more."""
+    """A machine without GPUs has one CPU device, unless JAX_NUM_CPU_DEVICES is higher."""
     run = launch.load([TINY, "--config.mesh.tensor=2", "--config.mesh.seq=2"]).run
     one = hardware.probe({"JAX_PLATFORMS": "cpu"})
     sizes, problems = mesh_sizes(run, one)

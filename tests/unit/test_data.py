@@ -115,7 +115,7 @@ def test_mixture_takes_each_source_by_weight_and_in_its_own_order(tmp_path):
 
 @pytest.mark.parametrize("longest", [9, 30])
 def test_borders_of_documents_in_windows(monkeypatch, longest):
-    """The most documents in a window, and the tokens masked beyond max_segments, do not depend on `windows.WINDOWS`."""
+    """The most documents in a window, and the tokens masked beyond max_segments, do not depend on the block size `WINDOWS`."""
     starts = np.cumsum(np.r_[0, np.random.default_rng(longest).integers(1, longest, 500)])
     columns = [[s % 32 for s in starts if w * 32 < s < w * 32 + 32] for w in range(60)]
     for windows_together in (1, 7, 100):
@@ -322,7 +322,10 @@ def test_a_users_own_source(tmp_path, monkeypatch):
     max_segments=st.sampled_from([0, 2]),
 )
 def test_best_fit_keeps_documents_whole(tmp_path_factory, lengths, T, seed, max_segments):
-    """The ids are consecutive through the file, so that an epoch of batches shows where each token is."""
+    """A document of at most T + 1 tokens is one segment, and an epoch has every target once.
+
+    The ids are consecutive through the file, so that each id shows its position in the file.
+    """
     documents = [
         list(range(first, first + n - 1)) for first, n in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False)
     ]

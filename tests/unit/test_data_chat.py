@@ -158,7 +158,7 @@ def test_what_counts_is_the_assistants_text_and_the_token_that_ends_it(folders, 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend", "rstrip"])
 @pytest.mark.parametrize("name", ["chatml", "headers", "brackets"])
 def test_ids_are_those_of_the_whole_text_with_control_tokens_read(folders, kind, name):
-    """The ids equal those of the `tokenizers` package for the whole text. The package reads control tokens anywhere."""
+    """The ids equal those of the `tokenizers` package for the whole text. The package recognizes control tokens anywhere."""
     source, _, pairs = TEMPLATES[name]
     tok, made = load(folders[kind], source)
     text, parts = made.parts(Conversation(talk(*pairs)), "all")
@@ -614,7 +614,7 @@ def test_packing_is_best_fit(lengths, size, most):
 
 
 def test_packing_evenly_keeps_to_tokens_and_documents():
-    """Seven documents need three rows of at most three. If the tokens do not fit, that number of rows is impossible."""
+    """Seven documents fill three rows of at most three. If a number of rows cannot hold the documents, the result is None."""
     ones = np.ones(7, np.int64)
     assert windows.pack_evenly(ones, 9, 3, 2) is None
     row = windows.pack_evenly(ones, 9, 3, 3)
@@ -710,8 +710,8 @@ def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory
 
 
 def test_no_answer_is_learnt_without_its_prompt(tmp_path, capsys):
-    """The file has 2,000 conversations of 200 to 1,500 tokens. With cuts at row borders, a quarter of the targets lack the
-    prompt.
+    """The file has 2,000 conversations of 200 to 1,500 tokens. If conversations stay whole, no target lacks its prompt. If
+    they are cut at row borders like text, a quarter of the targets lack it.
     """
     lengths = np.random.default_rng(0).integers(200, 1501, 2000).tolist()
     lacking, full = {}, {}
@@ -777,7 +777,7 @@ def test_what_conversations_lose_and_leave_empty_is_counted(tmp_path):
 
 
 def test_conversations_beside_text(tmp_path):
-    """Each source of the mixture gives the rows that it gives alone: text is cut into rows, conversations stay whole."""
+    """In a mixture, text gives the rows that it gives alone, without padding, and conversations as many rows as alone."""
     chat = write_conversations(tmp_path / "chat.tok", np.random.default_rng(2).integers(2, 30, 100).tolist())
     text = write_conversations(tmp_path / "text.tok", [50] * 40, loss=False, first=100)
     both = open_batches(f"{text}=0.5,{chat}=0.5", 32, global_batch=8)

@@ -28,7 +28,7 @@ LONGEST = 40  # most tokens of a document; rows of this length hold every conver
 
 
 def write_file(path: Path, tokens: int = 800, loss: bool = True, seed: int = 0) -> Path:
-    """Write a file with documents of every length whose tokens exactly fill rows."""
+    """Write a file of `tokens` + 1 tokens, in documents of 1 to LONGEST tokens."""
     rng = np.random.default_rng(seed)
     left = tokens + 1
     with TokenWriter(path, text_tokenizers.info(text_tokenizers.ByteTokenizer()), loss=loss) as writer:
@@ -62,7 +62,7 @@ def flips(path: Path, seed: int) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> int:
-    """Make blocks small, so that a file of a few thousand bytes has many."""
+    """Make blocks 64 bytes long, so that a file of a few thousand bytes has many blocks."""
     monkeypatch.setattr(tokenfile, "BLOCK", 64)
     return 64
 
@@ -97,7 +97,7 @@ def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path, small_blocks
 
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_block_is_compared_with_its_checksum_at_its_first_use_and_not_again(tmp_path, small_blocks, monkeypatch, loss):
-    """A bit that is flipped in an open file is found if its block has not been used yet."""
+    """Each block is read and checked once, at its first use. A bit that is flipped in an open file before that use is found."""
     path = write_file(tmp_path / "a.tok", loss=loss)
     header, end = header_and_end(path)
     parts, pread, read = tokenfile.layout(header), os.pread, []
@@ -124,7 +124,7 @@ def test_a_block_is_compared_with_its_checksum_at_its_first_use_and_not_again(tm
 
 
 def test_only_rows_that_need_the_damaged_block_are_refused(tmp_path):
-    """The blocks have their real size, and ids have 2 or 4 bytes."""
+    """A flipped bit affects the rows of its block alone. Blocks have the default size, and ids have 2 or 4 bytes."""
     for vocab, width in ((257, 2), (70_000, 4)):
         path = tmp_path / f"{vocab}.tok"
         rng = np.random.default_rng(vocab)
@@ -185,7 +185,10 @@ def cut(path: Path, size: int) -> None:
 
 
 def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, monkeypatch):
-    """Every length that matters is tried, for windows whose rows were read before and for windows that have read none."""
+    """The file is cut off near each border of its parts. A reader then raises an error, and the process gets no SIGBUS.
+
+    One reader has read rows before, and another has not.
+    """
     whole = write_file(tmp_path / "whole.tok", 40_000, loss=False)
     size = whole.stat().st_size
     header, end = header_and_end(whole)

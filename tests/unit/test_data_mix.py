@@ -241,7 +241,7 @@ def test_a_source_that_was_renamed_goes_on_where_it_stopped(tmp_path):
 
 
 def test_segments_and_masked_tokens_of_a_mixture(tmp_path):
-    """The number of segments is the largest of all files. The masked fraction is the weighted mean."""
+    """The number of segments is the largest of all files. The masked fraction is the weighted mean of the files'."""
     for name, length in (("a", 3), ("b", 15)):
         write_file(tmp_path / f"{name}.tok", [[1] * length] * 100)
     source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"
@@ -257,7 +257,7 @@ WEIGHTS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=4, max_size
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(WEIGHTS, st.integers(0, 30)), min_size=1, max_size=5))
 def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
-    """Each phase reads its sources in proportion to their weights, to within the number of sources."""
+    """Each phase reads its sources in proportion to their weights, to within 4 rows (the number of sources)."""
     read, found, row = [0] * 4, [], 0
     for weights, rows in parts:
         part = mixture.Phase(0, row, tuple(weights), tuple(read))
@@ -319,7 +319,7 @@ def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order
 
 
 def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(files, monkeypatch):
-    """The resume is before, at or after the scheduled step. Its batches are those of the run that was not interrupted."""
+    """A run that is resumed before, at or after a scheduled step has the batches of a run that was not interrupted."""
     monkeypatch.chdir(files)
     write_file(files / "c.tok", [[3] * 99] * 20)
     keys: dict[str, Any] = {"source_schedule": "5: a.tok=0.25,c.tok=0.75; 9: c.tok", "packing": "none"}

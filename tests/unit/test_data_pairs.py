@@ -134,7 +134,7 @@ def test_rows_that_are_refused(row, template, why):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Prepare a file and its validation part with the command."""
+    """Prepare a token file of pairs and its validation file, with the data command."""
     folder = tmp_path_factory.mktemp("pairs")
     rows = [{"prompt": f"{i}: " + "a" * (i % 40), "chosen": "b" * (1 + i % 7), "rejected": "c" * (i % 11)} for i in range(300)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -145,7 +145,7 @@ def prepared(tmp_path_factory):
 
 
 def test_the_file_holds_every_pair_once(prepared):
-    """Both members of a pair are on the same side of --validation, in order, across the borders of parts and batches."""
+    """Both members of a pair are in the same file (training or validation), in order, across borders of parts and batches."""
     folder, rows = prepared
     found = []
     for name in ("pairs.tok", "pairs.val.tok"):

@@ -277,7 +277,7 @@ def test_all_stop_at_the_furthest_step(connect: Connect):
 
 
 def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for(connect: Connect):
-    """After a rollback, all processes stop before the agreed step, even a process that has not read the request."""
+    """After a rollback, all processes stop before the step agreed on, even a process that has not read the request."""
     store = Store()
     peers = connect(store, 2)
     assert all(one.may_start(step) for one in peers for step in (1, 2, 3))
@@ -300,7 +300,7 @@ def test_a_request_to_stop_reaches_a_process_that_listens_later(connect: Connect
 
 
 def test_a_second_close_waits_for_the_first(connect: Connect):
-    """The second caller would end the process, and interrupt the first while it waits in the barrier."""
+    """If the second call returned first, its caller would end the process while the first call waits in the barrier."""
     store = Store()
     peers = connect(store, 2)
     store.barrier = threading.Barrier(2)
@@ -367,7 +367,7 @@ class Losses:
 
 
 def test_a_failed_collective_is_blamed_on_the_process_that_ended(connect: Connect, monkeypatch: pytest.MonkeyPatch):
-    """The service notices a dead process after HEARTBEAT_S. Process 0 reads that a little later."""
+    """The service reports a dead process after HEARTBEAT_S. A process whose collective failed waits for this report."""
     monkeypatch.setattr("jaxtrain.distributed.peers.HEARTBEAT_S", 1.0)
     monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.05)
     store = Store()
@@ -435,7 +435,7 @@ def test_the_end_of_the_service_is_reported(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
-    """The other processes leave once process 0 waits for them. If it does not wait, they leave after it."""
+    """Process 0 leaves after the others. In this test, the others report that they leave once process 0 waits for them."""
     is_waiting = threading.Event()
 
     class Alone(threading.Event):
@@ -479,7 +479,7 @@ def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_port_in_use_is_refused_after_half_a_minute(monkeypatch: pytest.MonkeyPatch):
-    """Before the refusal the service waits: an earlier attempt of the same job may still hold the port."""
+    """The service waits for 30 s before the refusal: an earlier attempt of the same job may still hold the port."""
     monkeypatch.setattr(service, "time", clock := Clock())
     with socket.create_server(("127.0.0.1", 0)) as other:
         cluster = Cluster(f"127.0.0.1:{other.getsockname()[1]}", 2, 0, None, "the test")

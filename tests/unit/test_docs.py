@@ -306,7 +306,7 @@ def names_of_jaxtrain() -> str:
 
 
 def test_absent_capabilities_are_absent():
-    """A row that calls a capability "not there" is true, until a key, value, option or module of that name arrives."""
+    """A row may call a capability "not there" only while no key, value, option or module has the capability's name."""
     page = (REPO / "docs" / "coming_from.md").read_text().splitlines()
     rows = [row for row in page if row.startswith("| ") and re.search(r"not there(?! \| jaxtrain)", row)]
     assert not [row for row in rows if not any(word in row for word in NOT_THERE)], "rows that no word of NOT_THERE describes"
@@ -321,13 +321,13 @@ def test_the_list_of_modules_is_up_to_date():
 
 
 def test_the_list_of_commands_is_up_to_date(monkeypatch: pytest.MonkeyPatch):
-    """The page is the same for any terminal width."""
+    """docs/commands.md is the page that the current code writes, at any terminal width."""
     monkeypatch.setenv("COLUMNS", "40")
     assert command_reference.PAGE.read_text() == command_reference.page(), "run: python -m benchmarks.command_reference --write"
 
 
 def test_the_list_of_commands_has_every_option_and_default():
-    """The options are counted in --help, which is not the source of the page."""
+    """Every option of --help is in docs/commands.md, though the page is not made from --help."""
     pages = command_reference.PAGE.read_text().split("\n## ")
     sections = {text.split("\n")[0]: text for text in pages}
     for name, module in (("plan", plan), ("parity", parity), ("main", main)):
@@ -441,7 +441,7 @@ def quoted_messages() -> list[str]:
 
 @pytest.mark.parametrize("message", quoted_messages())
 def test_messages_of_troubleshooting_occur_in_the_package(message: str):
-    """A page that quotes a reworded message would not help the user who searches for it."""
+    """Messages are quoted as the package prints them, because users search the page for a message."""
     parts = constant_parts(message)
     assert max(map(len, parts)) >= 9, "too short to find"
     assert not [part for part in parts if part not in literals()]

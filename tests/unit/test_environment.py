@@ -72,7 +72,7 @@ def test_what_the_shell_slips_in_is_refused_unless_named(name: str):
 
 
 def test_all_that_slipped_in_is_told_at_once():
-    """The message ends with a line that also allows the variables allowed before, so that one correction is enough."""
+    """The fix is an env.inherit of all refused variables and those allowed before, so that one correction is enough."""
     shell = USUAL | {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL", "XLA_FLAGS": "--a=b"}
     (problem,) = environment.overlay(run(inherit="NCCL_ALGO"), H200, shell)[1]
     assert problem.value == "NCCL_PROTO=LL XLA_FLAGS=--a=b"

@@ -44,23 +44,23 @@ def figures(path: Path) -> list[str]:
 
 
 def peak(name: str) -> Callable[[], float]:
-    """Return the peak memory of a golden plan, in GiB."""
+    """Return a function that returns the peak memory of a golden plan, in GiB."""
     return lambda: json.loads((REPO / f"tests/golden/{name}.json").read_text())["peak_gib"]
 
 
 def a_parameter(config: str, size: float, gpus: int) -> Callable[[], float]:
-    """Return the GiB on each GPU if each of the model's parameters has `size` bytes."""
+    """Return a function that returns the GiB on each GPU, if each of the model's parameters has `size` bytes."""
     return lambda: flops.parameters(load(config).model)["total"] * size / gpus / GIB
 
 
 def attention_outputs(config: str, gpus: int) -> Callable[[], float]:
-    """Return the GiB on each GPU of attention's outputs in bfloat16, for one sequence and all layers."""
+    """Return a function that returns the GiB of attention's bfloat16 outputs on each GPU, for one sequence and all layers."""
     run = load(config)
     return lambda: 2 * run.model.num_layers * run.data.seq_len * run.model.d_model / gpus / GIB
 
 
 def recorded(page: str) -> str:
-    """Return a source: a page of docs/evidence with the figure. A command writes the page, or the page names the command."""
+    """Return a page of docs/evidence, as a figure's source. A command writes the page, or the page names the command."""
     return (REPO / "docs/evidence" / page).read_text()
 
 
@@ -126,7 +126,7 @@ def agrees(figure: str, source: Callable[[], float] | str) -> bool:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)
 def test_figures_have_sources(page: Path):
-    """Each source also belongs to a figure that is on its page."""
+    """Each figure of a page has a source with the same value, and each source has a figure."""
     found = {f"{page.name}: {figure}" for figure in figures(page)}
     listed = {name for name in SOURCES if name.startswith(f"{page.name}: ")}
     assert found == listed, "without a source (give it one, or leave the figure out), or with a source and gone"

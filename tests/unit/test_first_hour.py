@@ -27,7 +27,7 @@ def node(tmp_path: Path, gib: float = 140.0, smoke: bool = True) -> parts.Node:
 
 
 def test_stages_fit_into_their_time():
-    """The most important item comes first and always fits. A step with a layer loop is measured before an unrolled step."""
+    """The items of a stage fit into its time. Attention, a looped step and an unrolled step come in this order."""
     assert len(first_hour.STAGES) * first_hour.SECONDS < 3600
     for items in first_hour.STAGES.values():
         assert all(item.need_s <= item.most_s < first_hour.SECONDS for item in items)
@@ -39,8 +39,8 @@ def test_stages_fit_into_their_time():
 
 @pytest.mark.parametrize("gib", [140.0, 79.6])
 def test_cases_can_be_run(gib):
-    """The cases are valid on one H200 and one H100. All runs differ; on the H100 two are equal, as the 1B model replaces
-    the 8B.
+    """The cases are valid on one H200 and one H100. All runs differ, but on the H100 "1b loop" equals another run, since the
+    1B model replaces the 8B model there.
     """
     runs = {}
     for name in first_hour.CASES:
@@ -179,7 +179,7 @@ def test_rates_of_an_earlier_stage_are_used(tmp_path, monkeypatch):
 
 
 def test_the_cost_of_gpu_metrics_follows_from_turns(tmp_path, monkeypatch):
-    """Stage 6 with fake programs: steps take 1.01 s with GPU metrics and 1 s without."""
+    """The programs of stage 6 are fakes. Their steps take 1.01 s with GPU metrics and 1 s without."""
     asked = []
 
     def run_program(command, log, *, environ=None, limit_s):

@@ -53,14 +53,14 @@ def test_parameters_of_published_models(model, billions, active):
 
 
 def test_llama3_8b_flops_per_token():
-    """Megatron and MaxText count 51.47 GFLOP a token at 8192. The full convention adds 6.44."""
+    """Megatron and MaxText count 51.47 GFLOP a token at 8192 tokens. The full convention (no causal mask) adds 6.44 GFLOP."""
     f = flops.per_token(LLAMA, 8192)
     assert f.causal == pytest.approx(51.47e9, rel=5e-3)
     assert f.full - f.causal == pytest.approx(6 * 32 * 4096 * 8192)
 
 
 def test_full_convention_is_palms():
-    """The full convention is 6 N + 12 L H Q T. N is the number of matmul weights: without the embedding, with the head."""
+    """The full convention is PaLM's 6 N + 12 L H Q T. N counts matmul weights: without the embedding, with the output head."""
     parts = flops.parameters(SMALL)
     weights = parts["attention"] + parts["mlp"] + parts["head"]
     assert flops.per_token(SMALL, 32).full == 6 * weights + 12 * 6 * 8 * 16 * 32
@@ -145,7 +145,7 @@ EXPERTS = RunConfig(model=FEW, train=Train(freeze=""))
 
 
 def test_experts_count_those_a_token_goes_through():
-    """By hand: three matrices of each of two experts and of the shared expert, and the router."""
+    """A token counts three matrices of each of its two experts and of the shared expert, and the router."""
     d = FEW.d_model
     mlp = 3 * 2 * d * (2 * FEW.d_ff + FEW.shared_d_ff) + 2 * d * 4
     dense = 3 * 2 * d * SMALL.d_ff
@@ -165,7 +165,7 @@ LATENT = dataclasses.replace(
 
 @pytest.mark.parametrize("rank", [0, 24])
 def test_latent_attention_by_hand(rank):
-    """Each weight of the matmuls in DeepSeek-V2's figure 3 counts 2 FLOPs. A head has 20 numbers in scores and 16 in values."""
+    """Each weight of the matmuls in DeepSeek-V2's figure 3 counts 2 FLOPs. A head has dimension 20 in scores, 16 in values."""
     model, d, n = dataclasses.replace(LATENT, q_lora_rank=rank), 64, 8
     queries = d * rank + rank * n * 20 if rank else d * n * 20
     weights = queries + d * (32 + 8) + 32 * n * (12 + 16) + n * 16 * d

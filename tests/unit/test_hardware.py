@@ -41,7 +41,7 @@ def test_unknown_gpus_are_not_guessed(kind):
 
 
 def test_rates_are_dense():
-    """Rates double from one format to the next narrower format, and no rate is a sparse rate."""
+    """Rates double from TF32 to bf16, and from bf16 to FP8. A sparse rate, which is twice as high, would break this rule."""
     for _, gpu in hardware.TABLE:
         assert gpu.tf32 == pytest.approx(gpu.bf16 / 2, rel=0.01)
         assert gpu.fp8 in (0.0, pytest.approx(2 * gpu.bf16, rel=0.01))

@@ -191,7 +191,7 @@ def test_experts_that_are_not_understood_are_refused(tmp_path, name, change, wor
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_in_one_tensor_are_read(tmp_path, name):
-    """transformers 5 writes them in this form if its option for version 4's form is off."""
+    """transformers 5 writes each weight of all experts as one tensor, unless its option for version 4's form is on."""
     folder = hugging_face.write(tmp_path / "apart", name)
     (apart, _), model = matched(open_folder(folder)), open_folder(folder).model
     tensors = tensors_of(folder)
@@ -216,7 +216,7 @@ def test_experts_in_one_tensor_are_read(tmp_path, name):
 
 
 def in_fp8(folder, block):
-    """Rewrite a folder's matrices in FP8 with a scale for each block. Returns the stored tensors, and their values."""
+    """Rewrite a folder's matrices in FP8 with a scale for each block. Returns the stored tensors, and their bfloat16 values."""
     tensors, stand_for = tensors_of(folder), {}
     for name, x in tensors.copy().items():
         if x.ndim == 2 and ("_proj" in name) and ".self_attn.kv_a" not in name:
@@ -258,7 +258,7 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
 
 
 def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
-    """Published checkpoints have one layer more than config.json counts. In another family that is an error."""
+    """Published checkpoints have one layer more than config.json counts. Its tensors are left out, with the reason."""
     folder = hugging_face.write(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     save_file(tensors_of(folder) | extra, folder / "model.safetensors")
@@ -357,8 +357,8 @@ def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
 
 
 def test_a_lone_tokenizer_is_completed(tmp_path):
-    """End-of-text is a control token if there is one. Without tokenizer_config.json, transformers would guess the tokenizer's
-    class.
+    """A tokenizer.json alone is exported with a tokenizer_config.json, which names its class and its end-of-text token. That
+    token is the control token, and no ordinary piece `</s>`.
     """
     folders.write_byte_tokenizer(tmp_path / "whole")
     described = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""The reader of HLO text: small programs, refusals, and whole programs of both compilers."""
+"""The reader of HLO text: small programs, refusals, and whole programs compiled for a CPU and for a GPU."""
 
 import re
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_fusions_are_entered_on_request(made):
 
 
 def loop(counts: str = "", start: str = "constant(2)", bound: str = "constant(14)", step: str = "constant(3)") -> str:
-    """Return a while loop with a counter, in fusions as the compilers make them. It contains a call and a conditional."""
+    """Return a while loop with a counter, in fusions as XLA makes them. The loop contains a call and a conditional."""
     return f"""HloModule loops, is_scheduled=true
 
 %less (l: s32[], m: s32[]) -> pred[] {{
@@ -275,7 +275,7 @@ def test_a_loop_without_a_body_is_named():
 
 
 def program(x_AB, w_LBB):
-    """Run a loop over layers inside a loop over rounds. A layer resembles attention, with a sort, a scatter and a branch."""
+    """Run a loop over layers inside a loop over rounds. A layer resembles attention. A round has a branch: sort or scatter."""
 
     def layer(x, w):
         return jnp.tanh(x @ w) + jax.nn.softmax(x @ x.T) @ x, None
@@ -308,7 +308,7 @@ def test_every_line_of_a_program_is_read(text):
 
 
 def test_loops_of_a_program(text):
-    """The trip counts are those in the compiler's text, and again those derived from the loops' counters alone."""
+    """Trip counts that the compiler wrote into the text equal trip counts derived from the loops' counters alone."""
     counts = []
     for source in (text, re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)):
         module = hlo.parse(source)

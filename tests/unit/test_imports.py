@@ -1,7 +1,7 @@
 """Imports of jaxtrain only point to lower layers, and modules that run before JAX starts import no jax.
 
 A module may import any module of a lower layer. In the first five layers it may also import modules of its own layer, without
-cycles. In the other layers it may import only modules to the left of it.
+cycles. In the other layers it may import, of its own layer, only modules to its left in LAYERS.
 """
 
 import ast

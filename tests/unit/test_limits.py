@@ -58,7 +58,7 @@ def test_gaps_add_up_and_the_limit_is_below_the_plan(row):
 
 
 def test_the_limit_of_8b_by_hand():
-    """Llama 3 8B, 262,144 tokens a GPU: 6 FLOPs for each of 7.5 G matmul weights a token, and 32 layers of causal attention."""
+    """A GPU has 262,144 tokens of Llama 3 8B: each takes 6 FLOPs for each of 7.5 G matmul weights, and causal attention."""
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     matmuls = 6 * (32 * layer + 4096 * 128256) * 262_144
     attention = 32 * 2 * 4096 * 8192 * 262_144

@@ -115,7 +115,7 @@ def test_the_digest_is_of_every_number_and_of_nothing_else():
 
 
 def test_the_config_for_finetuning(tmp_path):
-    """All variants are valid runs; proofs/test_lora_training.py trains the small one."""
+    """All variants of configs/finetune.py are valid runs. proofs/test_lora_training.py trains a small run."""
     (tmp_path / "large").mkdir()
     described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336}
     described |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}

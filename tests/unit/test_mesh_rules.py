@@ -1,4 +1,4 @@
-"""The rules of a layout: each refusal names its key, the broken rule and a fix; valid settings beside it pass."""
+"""The rules of a layout: each refusal names its key, the broken rule and a fix; similar valid settings pass."""
 
 import pytest
 
@@ -177,7 +177,7 @@ def test_wrong(overrides: tuple[str, ...], key: str, words: str):
 
 
 def test_uneven_rows_in_8_bits_need_hopper():
-    """The fix names the weights that are not excluded yet. With a capacity, or one expert on each device, rows are even."""
+    """The fix names weights that fp8.exclude does not list yet. With a capacity, or one expert a device, rows are even."""
     (line,) = problems_of(*EXPERTS, "precision=fp8", "fp8.exclude=mlp.gate,mlp.up", devices=B200)
     assert "only Hopper" in line and "B200 is sm100" in line and "fp8.exclude=mlp.down" in line
     for right in (("mesh.expert=8", "mesh.fsdp=1"), ("moe.capacity_factor=2.0",), ("fp8.exclude=mlp.gate,mlp.up,mlp.down",)):
@@ -215,7 +215,7 @@ def test_pallas_grouped_matmuls_need_hopper(devices, more, words):
     ],
 )
 def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
-    """Whole experts need no reordering after a gather. Mesh axes that do not divide the experts shard their model dimension."""
+    """Mesh axes whose size divides the experts shard whole experts. Other axes shard the experts' model dimension."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
     run = launch.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)

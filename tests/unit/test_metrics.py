@@ -327,7 +327,7 @@ def test_a_new_metric_is_one_column(monkeypatch):
 
 
 def test_the_time_left_goes_by_recent_lines(tmp_path, monkeypatch):
-    """The remaining evaluations and saves are assumed to take as long as the recent ones."""
+    """The time left follows the wall time of recent lines, in which evaluations and saves are included."""
     now, out = [1000.0], io.StringIO()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.Console(tmp_path, 0, 1000, stream=out) as console:

@@ -1,4 +1,4 @@
-"""docs/migration.md: its table follows from the full tables, and its defaults and exit codes are those of the code."""
+"""docs/migration.md: its table is the one that benchmarks.migration writes, and its defaults are those of the config."""
 
 import re
 

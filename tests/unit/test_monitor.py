@@ -56,7 +56,7 @@ class Watched:
         return self.monitor.lines(step)
 
     def alerts(self) -> list[str]:
-        """Return the warnings after one more line."""
+        """Return the warnings after one more call of `lines`."""
         self.lines()
         return self.monitor.alerts()
 
@@ -188,7 +188,7 @@ def test_a_thread_that_fails_is_told_once_and_ends_no_run(caplog):
 
 @pytest.mark.parametrize("how", ["lost", "mute"])
 def test_a_gpu_that_falls_off_the_bus_is_told_at_once_and_left_alone(how, caplog):
-    """The monitor's thread reports it, because the training loop may hang by then."""
+    """The monitor's thread reports the lost GPU, because the training loop may hang by then."""
     first, second = Gpu(0), Gpu(1)
     with Watched(first, second) as watched:
         assert len(watched.lines()) == 2
@@ -222,7 +222,7 @@ def test_a_gpu_that_answers_again_is_not_lost(caplog):
 
 
 def test_a_silent_driver_is_told_at_once_and_once(caplog):
-    """A second thread reports it: the thread that reads the driver hangs, and the training loop may hang too."""
+    """A second thread reports the hang of the thread that reads the driver, because the training loop may hang too."""
 
     def seconds_later(watched: Watched) -> Iterator[Any]:
         for seconds, said in ((60.0, []), (1.0, ["the driver has not answered for 61 s"]), (30.0, [])):

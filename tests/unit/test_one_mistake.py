@@ -36,7 +36,7 @@ def test_consequences_are_left_out(setting, start):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """Write text.tok and text.val.tok, of bytes, in a new folder."""
+    """Write token files of bytes (text, text.val, chat) and an own.json without settings into a new folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.txt").write_text("a text of some length. " * 400)
     prepare.prepare([str(tmp_path / "in.txt")], tmp_path / "text.tok")
@@ -130,7 +130,7 @@ def test_a_folder_without_a_tokenizer_is_one_sentence(files):
 
 
 def test_a_tokenizer_that_may_not_be_read_is_one_problem(files):
-    """A file name that is too long fails in the same way for every user, root included."""
+    """The file name is too long, because a file without permission could be read by root."""
     (line,) = problems(*BOTH, f"data.tokenizer={'x' * 300}")
     assert line.startswith("data.tokenizer = 'xxx")
 

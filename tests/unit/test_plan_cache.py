@@ -122,7 +122,7 @@ def test_cache_that_cannot_be_written_is_only_a_warning(tmp_path, caplog):
 
 
 def test_plans_and_errors_of_planning_are_kept_whole(tmp_path):
-    """A crash or a lack of memory may be chance, so it is not cached."""
+    """Plans and errors of planning are cached. A crash or a lack of memory may happen by chance, so it is not cached."""
     kept, request = Cache(tmp_path), planned()
     for kind in ("crashed", "out of memory", "out of time", "stopped"):
         kept.put(request, "by", Outcome(None, kind, "no"))

@@ -104,7 +104,7 @@ def test_a_folder_that_is_not_writable_is_known_before_compiling(monkeypatch, tm
 
 
 def test_a_file_that_cannot_be_written_after_all_is_told(monkeypatch, tmp_path, capsys):
-    """The output folder disappears while the step is compiled."""
+    """If the output folder disappears while the step is compiled, the command prints the error and exits with code 1."""
     folder = tmp_path / "gone"
     folder.mkdir()
 

@@ -78,13 +78,13 @@ def parsed(text: str, **written: str) -> hlo.Module:
 
 
 def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
-    """Return the warnings about these collectives of a module."""
+    """Return the warnings about the program LOOP of a run, with these collectives."""
     module = parsed(LOOP, OPERAND="%same", METADATA='op_name="x"')
     return warnings.program_warnings(run, made or program(run), module, list(found), list(moved), step_ms)
 
 
 def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN, swap: str = ""):
-    """Return the warnings about the loop above, if it gathers the value `operand`. swap: another result of the loop's body."""
+    """Return the warnings about LOOP, if it gathers the value `operand`. swap: another result of the loop's body."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
     return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)

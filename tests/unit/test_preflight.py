@@ -315,7 +315,7 @@ def test_rates_below_what_a_board_reaches():
 
 
 def test_a_slow_gpu_is_one_below_the_others(capsys):
-    """Preflight finds the slower of two GPUs, although it lowers their median. The finding has its index in nvidia-smi."""
+    """Preflight finds the slower of two GPUs, although it lowers their median. GPUs are named by nvidia-smi's index."""
     judged = rates.CHECKS.run(context(measured={"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}))
     found = {finding.name: finding for finding in judged}
     assert found["GEMM"].state == FAULT and "GPU2 600 (-14%)" in found["GEMM"].seen and "GPU5" not in found["GEMM"].seen
@@ -436,7 +436,7 @@ def test_what_is_allowed_is_told_beside_a_fault(tmp_path, capsys):
 
 
 def test_every_check_has_a_name_that_can_be_allowed():
-    """Every line of every recording, healthy or broken, has a name that --allow accepts."""
+    """Every finding on every recorded node, healthy or broken, has a name that --allow accepts."""
     folders = [RECORDED / name for name in ("h200_healthy", "h200_nvl_healthy", "no_gpu", "two_nodes/a")]
     folders += [*(RECORDED / "faults").iterdir(), *(RECORDED / "sound").iterdir()]
     paths = {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}
@@ -585,7 +585,7 @@ def test_the_output_folder_may_hang_too(monkeypatch, capsys):
 
 
 def test_network_disks_are_measured_once():
-    """Only process 0 measures network disks: eight nodes that write at the same time would measure each other."""
+    """Only process 0 measures network disks: eight nodes that write at the same time would slow each other down."""
     here = context(paths={"data": "/data/jaxtrain", "checkpoints": "/scratch/run", "cache": "/c"})
     assert set(multi_node.paths_to_measure(here, 0)[0]) == {"data", "checkpoints"}
     paths, left_out = multi_node.paths_to_measure(here, 3)

@@ -19,7 +19,7 @@ from jaxtrain.profiling import HLO_TEXT
 
 
 def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
-    """Three gathers of 100 MB in a loop run beside matmuls of 1 ms each. Time that the matmuls do not overlap is exposed."""
+    """Three gathers of 100 MB in a loop run beside matmuls of 1 ms each. A gather's time beyond its matmul is exposed."""
     space, planned = gpu_space()
     found = read_gpu(tmp_path, monkeypatch, space)
     assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.devices) == 2

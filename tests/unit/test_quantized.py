@@ -23,7 +23,7 @@ def in_blocks(x: Any, signed: bool, axis: int = -1) -> Blocks:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_code_map_is_the_published_one(signed):
-    """Built from the bits: a sign (signed only), zeros that count decades, a one, and a linear fraction."""
+    """The bits of a code are a sign (signed only), zeros that count decades, a one, and a linear fraction."""
     values = [0.0, 1.0]
     for byte in range(256):
         bits = f"{byte:08b}"[1:] if signed else f"{byte:08b}"  # unsigned: the sign's bit extends the fraction
@@ -92,7 +92,7 @@ def test_what_goes_into_blocks():
 
 
 def toy_steps(m: str, v: str, grads: list[np.ndarray], eps: float = 1e-8) -> list[np.ndarray]:
-    """Return the updates of one (16, 256) matrix."""
+    """Return Adam's updates of one (16, 256) matrix, with moments of the dtypes `m` and `v`."""
     tx = stored_moments(m, v, {"w": ("embed", "mlp")}, 0.9, 0.95, eps)
     p, step = {"w": jnp.zeros((16, 256))}, jax.jit(tx.update)
     s, found = tx.init(p), []

@@ -127,7 +127,7 @@ def test_what_can_never_change_is_refused_whatever_is_allowed():
 
 
 def test_groups_may_change_their_recipe_and_not_their_optimizer():
-    """Muon has one moment. A parameter that changes to AdamW would have two."""
+    """Muon has one moment. A parameter that changes to AdamW would need two."""
     muon = {"optimizer__name": "muon"}
     decay, moved = "*.scale:weight_decay=0", "layers.*:optimizer=adamw"
     for groups, allow, keys in ((decay, "", ["optimizer.groups"]), (decay, "optimizer.groups", [])):

@@ -84,7 +84,9 @@ def test_cublas_call_that_writes_into_a_stack():
 
 
 def attention(call: str, ids: int = 0) -> roofline.Roofline:
-    """Return the kernel of an attention call: 2 sequences of 64, 4 heads of 8, two query heads a key head, 50 and 25 MFLOP/s.
+    """Return the roofline of an attention call at 50 (forward) or 25 MFLOP/s (backward).
+
+    It has 2 sequences of 64 tokens, and 4 query heads of 8 with 2 key/value heads.
 
     call: the call's target and its operands.
     """
@@ -109,10 +111,10 @@ def attention(call: str, ids: int = 0) -> roofline.Roofline:
     ],
 )
 def test_attention_calls(mask, window, name, pairs):
-    """A call counts 4 x 8 FLOPs for each pair inside the mask, for every head.
+    """A forward call counts 4 x 8 FLOPs for each pair inside the mask, for every head.
 
-    The names of Pallas' kernels state the mask and the window. Their backward pass is two kernels of seven matmuls together, at
-    the stated fraction of the rate.
+    The names of Pallas' kernels contain the mask and the window. Their backward pass is two kernels of seven matmuls together.
+    They run at the fraction PALLAS_ATTENTION of the rate.
     """
     config = json.dumps({"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window}})
     forward = 2 * 4 * pairs * 4 * 8
@@ -266,7 +268,7 @@ def test_collective_fully_hidden():
 
 
 def test_collective_partly_exposed_and_the_next_one_waits_for_the_link():
-    """The second gather is issued at 0, but runs from 1.01 to 2.02. Compute waits for it after the first, from 1.01 on."""
+    """The second gather is issued at 0 ms, but runs from 1.01 to 2.02. From 1.01 ms on, compute waits for the second gather."""
     second = f"\n  %ag.2 = {GATHER}"
     lines = (
         f"\n  %ag = {GATHER}{second}{gemm('g')}\n  %d = {BIG} all-gather-done(%ag)\n  ROOT %d.2 = {BIG} all-gather-done(%ag.2)"
@@ -314,8 +316,8 @@ def test_collective_in_a_fusion():
 
 
 def test_nested_loops():
-    """3 rounds of 4 inner rounds with a gather beside a GEMM, and one GEMM. A gather takes 1.01 ms, so 0.01 ms is exposed each
-    time.
+    """Each of 3 rounds has 4 inner rounds, with a gather beside a GEMM of 1 ms, and then one more GEMM. A gather takes
+    1.01 ms, so each exposes 0.01 ms.
     """
     state = "(s32[], bf16[1000,5000]{1,0}, bf16[5000,10000]{1,0}, " + BIG + ")"
     unpack = f"""
@@ -377,7 +379,7 @@ def test_slowest_branch():
 
 
 def test_branches_of_kinds_of_layers_count_by_their_shares():
-    """If half of a loop's layers use a window, half of its attention calls are cheap."""
+    """A branch counts by the share of layers that take it: here 75% take a window, which costs nothing in this program."""
     before = f"""
 %window (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
   ROOT %p.1 = {BIG} parameter(0)

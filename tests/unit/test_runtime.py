@@ -33,7 +33,7 @@ def test_pauses_double_up_to_a_minute():
 
 @pytest.mark.parametrize(("code", "lasted_s", "row", "pause_s"), [(75, 600, 1, 5), (75, 599, 3, 20), (124, 6000, 3, 20)])
 def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: float, row: int, pause_s: int):
-    """A hang is no progress, however long the attempt lasted."""
+    """An attempt of at least 600 s refills the budget of restarts, unless a hang ended it."""
     restarts = Restarts(3, 5, 600)
     restarts.take()
     restarts.take()
@@ -141,7 +141,7 @@ def test_the_verdict_of_all_nodes(code: int, ends: dict[str, int | None], stoppe
 
 
 def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A shell on the other node reads the same words."""
+    """The words are quoted for the shell on the other node."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)

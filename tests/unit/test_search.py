@@ -293,7 +293,7 @@ def test_a_plan_far_above_its_formula_makes_the_search_careful(inline):
 
 
 def test_storage_types_come_after_all_that_costs_only_time(inline):
-    """70B's state with float32 moments, gradients and layer inputs exceed the memory even with full recompute."""
+    """Llama 3 70B exceeds the memory even with full recompute, so the best change also stores the first moment in bf16."""
     run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", "train.memory_fraction=0.85", file=FILE_70B)
     result = fit(run)
     assert result.best.rank == 1 and "dtypes.m=bf16" in result.best.changes

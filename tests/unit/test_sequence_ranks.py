@@ -1,4 +1,4 @@
-"""A sequence over several ranks: how ranks share heads and chunks, and that all have equal work. No arrays."""
+"""A sequence over several ranks: how ranks share heads and chunks, and that all have equal work. The tests use no arrays."""
 
 import pytest
 

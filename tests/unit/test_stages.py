@@ -1,4 +1,4 @@
-"""Pipeline schedules: which layers a stage has, and in which tick it runs each microbatch. No arrays."""
+"""Pipeline schedules: which layers a stage has, and in which tick it runs each microbatch. The tests use no arrays."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_microbatch_passes_every_layer_once_and_in_order(layers: int, stages: 
 
 
 def done_by(s: Schedule) -> tuple[dict[tuple[int, int, int], int], dict[tuple[int, int, int], int]]:
-    """Return {(stage, virtual stage, microbatch): tick} of the forward and of the backward passes. None runs twice."""
+    """Return {(stage, virtual stage, microbatch): tick} of forward and of backward passes. Fails if a pass runs twice."""
     forward, backward = {}, {}
     for stage in range(s.stages):
         for u in range(s.units):
@@ -84,7 +84,7 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
 
 @every_schedule
 def test_there_are_no_more_slots_than_passes_wait_on_the_first_stage(case: tuple[str, int, int, int]):
-    """There is one more slot for discarded results, if no other is free."""
+    """The number of slots is the largest number of passes that wait at once, or one more, for discarded results."""
     s = Schedule(*case)
     forward, backward = done_by(s)
     first = [(forward[0, g, m], backward[0, g, m]) for g in range(s.groups) for m in range(s.microbatches)]

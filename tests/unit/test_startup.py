@@ -31,7 +31,7 @@ def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pyte
 
 
 def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monkeypatch: pytest.MonkeyPatch):
-    """With eight threads for eight devices, copies of a staged state waited for each other until XLA ended the process."""
+    """Eight devices get at least 24 threads. With eight threads, collectives can block every thread, which is a deadlock."""
     cores = os.cpu_count() or 1
     for devices, before, after in ((8, None, max(cores, 24)), (8, "1000", 1000), (8, "2", max(cores, 24)), (1, "2", 2)):
         monkeypatch.delenv(startup.THREADS, raising=False)

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, bpe, monkeypatch):
 
 
 def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch):
-    """The begin tokens equal those of `tokenizers`, transformers and vLLM. They occur once, at the start of each document."""
+    """The begin tokens equal those of the `tokenizers` package. They occur once, at the start of each document."""
     package = tokenizers.Tokenizer.from_file(str(bpe))
     package.no_truncation()
     package.post_processor = tokenizers.processors.TemplateProcessing(

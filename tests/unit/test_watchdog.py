@@ -109,7 +109,7 @@ def watch(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch, *turns: 
 
 
 def test_time_in_which_the_process_did_not_run_is_given_back(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The process was stopped, or its machine suspended. The watchdog checks every quarter of a second."""
+    """A pause of 100 s (a stopped process or a suspended machine) does not count. The watchdog checks every 0.25 s."""
     looks = [lambda: None] * 4
     dog = watching(tmp_path)
     with dog.phase("step"), dog.phase("data"):

@@ -1,4 +1,4 @@
-"""benchmarks/what_fits.py: which layouts of a cell are compiled, with made-up plans; and the page."""
+"""benchmarks/what_fits.py: which layouts are compiled for a cell of its table, with made-up plans, and the page."""
 
 import re
 from types import SimpleNamespace
@@ -13,11 +13,11 @@ from jaxtrain.plan.topology import parse
 
 
 def fill(model: str, machine: str, above: float, by_nodes: float = 1.0) -> tuple[Cell, list[Layout]]:
-    """Return a cell and the layouts compiled for it.
+    """Return a cell of the page's table, and the layouts compiled for it.
 
     Args:
-        above: memory of a plan beside its state, relative to its bound.
-        by_nodes: step time of a plan whose state is sharded within each node, relative to its bound.
+        above: a plan's memory beside its state, as a multiple of the layout's bound.
+        by_nodes: a plan's step time as a multiple of the layout's bound, if the state is sharded within each node.
     """
     compiled: list[Layout] = []
     topology = parse(machine)
