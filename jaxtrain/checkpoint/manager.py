@@ -58,7 +58,7 @@ class _Times:
 
 
 class Checkpoints(Steps):
-    """The steps in one folder: saves, restores and deletes them. The constructor writes nothing.
+    """The steps in one folder, to save, restore and delete. The constructor writes nothing.
 
     Every process of a run calls the same methods in the same order.
 

@@ -1,4 +1,4 @@
-"""Data: text to token files, token files to batches.
+"""Data: convert text to token files, and token files to batches.
 
 `tokenizer.py` converts text to ids and back. `template.py` and `rows.py` convert conversations and columns to documents.
 `readers.py` and `prepare.py` convert corpora to token files in parallel processes. `tokenfile.py` and `checked.py` define the

@@ -146,7 +146,7 @@ def counted_tokens(header: dict) -> str:
 
 
 def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) -> Iterator[str]:
-    """Yield figures, as text, of the rows that training reads with data.packing=documents. Builds all rows."""
+    """Yield lines with figures of the rows that training with data.packing=documents reads. Builds all rows."""
     windows = open_windows(file, seq_len, max_segments, Data().seed)
     if not windows.windows:
         yield f"packed into rows of {seq_len:,}: no row"

@@ -74,7 +74,7 @@ class OpenFile:
         return "was written to" if now.st_mtime_ns != self._mtime_ns else ""
 
     def refuse(self, fault: str, otherwise: str = "") -> TokenFileError:
-        """Return the error for `fault`; its message has the file's change since it was opened, or `otherwise` if none."""
+        """Return the error for `fault`. Its message ends with the file's change since it was opened, else with `otherwise`."""
         if not (how := self.changed()):
             return TokenFileError(f"{self.path}: {fault}. {otherwise}")
         return TokenFileError(

@@ -1,4 +1,4 @@
-"""Corpora to token files, in parallel processes.
+"""Convert corpora to token files, in parallel processes.
 
 The input is divided into parts, and a process turns each part into a small token file. An interrupted run continues from the
 finished parts, which are joined at the end. The division depends on the input and `--shard-mb` alone, so every number of
@@ -265,7 +265,7 @@ def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
     Args:
       described: the inputs and options of the command. Finished parts of other inputs or options are deleted.
 
-    Raises TokenFileError.
+    Raises TokenFileError if another process writes the parts.
     """
     path = output.with_name(output.name + ".partial")
     folder = path / hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The corpus of data.source=stdlib: the source code of the Python standard library on this machine, without a download."""
+"""The corpus of data.source=stdlib: source code of the Python standard library on this machine."""
 
 import hashlib
 import os

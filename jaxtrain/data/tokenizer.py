@@ -208,7 +208,7 @@ def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
 
 
 def local_path(spec: str, file: str = "") -> Path:
-    """Return the path of the tokenizer.json of a local `spec`; of the file `file` in the same folder, if that is given."""
+    """Return the path of the tokenizer.json of a local `spec`, or of `file` in the same folder. Raises OSError."""
     path = Path(spec).expanduser()
     if file or path.is_dir():
         path = (path if path.is_dir() else path.parent) / (file or DEFINITION)

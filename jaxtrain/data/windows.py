@@ -60,8 +60,9 @@ class PackedRows:
     """Rows of whole documents (`pack`). `rows` checks the bytes that it reads, and raises TokenFileError for a damaged file.
 
     Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens. So rows are a function of file,
-    length and seed, and every document of at most T + 1 tokens is in one row. Every epoch reads these rows in another order.
-    Packing the whole file once leaves less padding than packing a shuffled part of it, and a row's number is enough to resume.
+    T, max_segments and seed, and every document of at most T + 1 tokens is in one row. Every epoch reads these rows in another
+    order. Packing the whole file once leaves less padding than packing a shuffled part of it, and a row's number is enough to
+    resume.
 
     A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens (the last piece may be shorter).
     Each piece begins with the last target of the previous piece, so every token is a target once. A conversation (in files

@@ -1,4 +1,4 @@
-"""A checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
+"""Export a checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
 
 import contextlib
 import dataclasses

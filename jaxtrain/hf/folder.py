@@ -367,7 +367,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files (TOKENIZER) and generation_config.json, if `source` has them."""
+    """Copy the tokenizer's files (TOKENIZER) and generation_config.json to `target`, those that `source` has."""
     target.mkdir(parents=True, exist_ok=True)
     for name in (*TOKENIZER, GENERATION):
         if (source / name).is_file():
@@ -396,7 +396,7 @@ def write_tokenizer(spec: str, eot: int, target: Path) -> None:
 
 
 def write_byte_tokenizer(target: Path) -> None:
-    """Write jaxtrain's byte tokenizer as a tokenizer.json with the same ids, and the chat template of its training data."""
+    """Write jaxtrain's byte tokenizer as a tokenizer.json with the same ids, and its chat template (BYTE_TEMPLATE)."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -73,7 +73,7 @@ class Origin:
 
 
 def open_origin(path: str) -> Origin:
-    """Open the weights of a run's folder (its newest checkpoint), a checkpoint, a Hugging Face folder, or hf:NAME in its cache.
+    """Open the weights of a run (its newest checkpoint), a checkpoint, a Hugging Face folder, or hf:NAME in the hub's cache.
 
     Raises CheckpointError or HuggingFaceError if the weights cannot be read.
     """
@@ -102,7 +102,7 @@ def came_from(folder: Folder) -> dict[str, Any]:
 
 
 def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return (jaxtrain's name -> entry, name of an unused tensor -> reason). Raises HuggingFaceError for a wrong tensor."""
+    """Return (jaxtrain's name -> entry, unused tensor -> reason) of a folder. Raises HuggingFaceError for a wrong tensor."""
     shapes = {name: stored.shape for name, stored in folder.tensors.items()}
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)

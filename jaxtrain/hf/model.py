@@ -70,7 +70,7 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
 
 
 def placed(run: RunConfig) -> tuple[Definition, Placement]:
-    """Return the model of a run, and its placement: weights sharded over the devices of this process by `alone`."""
+    """Return (definition, placement) of a run's model, with weights sharded over the devices of this process by `alone`."""
     devices = jax.local_devices()
     spread = alone(run, devices)
     placement = make_placement(spread, devices[: spread.mesh.fsdp])

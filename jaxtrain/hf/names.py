@@ -67,8 +67,8 @@ class Entry:
     def to_theirs(self, x: np.ndarray, at: int = 0, other: np.ndarray | None = None) -> np.ndarray:
         """Return the contiguous array of tensor `theirs[at]` from jaxtrain's global array: the inverse of `to_ours`.
 
-        other: for a Hugging Face tensor that contains two of jaxtrain's arrays. Pass None for the first array, and the result
-        for the second, which is then written into it in place.
+        other: for a Hugging Face tensor that contains two of jaxtrain's arrays. For the first array pass None. For the second
+        array pass the first result: the second array is written into it.
         """
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
@@ -103,7 +103,7 @@ class Entry:
 
 
 def halves_of_pairs(width: int, rotary: int) -> np.ndarray:
-    """Return the index of each of `width` channels in a Hugging Face tensor with its last `rotary` channels as pairs."""
+    """For each of `width` channels, return its index in a tensor whose last `rotary` channels are interleaved pairs."""
     before = width - rotary
     return np.concatenate([np.arange(before), before + np.arange(0, rotary, 2), before + np.arange(1, rotary, 2)])
 
@@ -124,7 +124,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     Args:
         model: the model whose tensors are returned.
         stored: the names of a folder's tensors. They decide whether a layer has one tensor for all experts, or one for each.
-            None: one for each, unless the family's format has one.
+            None: the family's format decides.
 
     Raises:
         HuggingFaceError: the model's family is not one of jaxtrain's.

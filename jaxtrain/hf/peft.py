@@ -162,7 +162,7 @@ def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[s
         base: the base model's name, as in `write`. "" or a run's folder: `base_name` finds the name.
 
     Raises:
-        CheckpointError, HuggingFaceError: before anything is written.
+        CheckpointError, HuggingFaceError: the adapters cannot be exported, and nothing is written.
     """
     source = open_origin(path)
     run = source.run()
@@ -214,7 +214,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         out: the run's folder to make.
 
     Raises:
-        CheckpointError, HuggingFaceError: before anything is written.
+        CheckpointError, HuggingFaceError: the adapters cannot be imported, and nothing is written.
     """
     check_new(out)
     source = open_origin(base)

@@ -1,4 +1,4 @@
-"""Readings of one GPU through NVML. Does not import jax: NVML needs the driver only."""
+"""Readings of one GPU through NVML. Imports no jax, because NVML uses the driver only."""
 
 import dataclasses
 import math

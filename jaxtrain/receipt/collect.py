@@ -131,7 +131,7 @@ def own_files(resolved: Mapping[str, Any]) -> list[Path]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return `commit`, and `dirty`: whether tracked files differ from it. None: git does not track the code in `folder`.
+    """Return `commit`, and `dirty`: whether tracked files differ from the commit. None: git does not track `folder`.
 
     If git is missing or fails (for example, because another user owns the checkout), the result is {"error": ...}.
     """

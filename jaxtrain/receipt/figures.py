@@ -18,7 +18,7 @@ def of_run(lines: Sequence[Line], receipt: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       lines: lines of metrics.jsonl, of all kinds.
-      receipt: the receipt, whose top level is the attempt.
+      receipt: the receipt, whose top level describes this attempt.
     """
     since = receipt.get("resumed_from_step") or 0
     mine = [line for line in lines if line["step"] > since]

@@ -1,4 +1,4 @@
-"""Copies of a run's metrics in other tools. Each module has a `metrics.Tracker` for one tool; only it imports the tool."""
+"""Copies of a run's metrics in other tools. Each module has a `metrics.Tracker`, and alone imports its tool."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

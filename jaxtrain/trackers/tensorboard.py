@@ -1,4 +1,4 @@
-"""TensorBoard: event files in `tb/` of the run's folder, with the numbers of metrics.jsonl and the texts of samples.txt.
+"""TensorBoard: event files in the run's `tb/`, with the numbers of metrics.jsonl and the texts of samples.txt.
 
 A resumed run writes the event files again from metrics.jsonl and samples.txt. TensorFlow is not needed.
 """

@@ -119,7 +119,7 @@ class WandB:
 
     @_never_fails
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Set the config (`name` config) as W&B's config. Save other facts, such as the receipt, as a file of the W&B run."""
+        """Set W&B's config if `name` is config. Save other facts, such as the receipt, as a file of the W&B run."""
         if name == "config":
             self._run.config.update(dict(facts), allow_val_change=True)
             return
