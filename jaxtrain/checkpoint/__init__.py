@@ -4,12 +4,13 @@
     checkpoints/500/arrays/         the tensors by name, the same on every mesh; Orbax writes them and then commits the folder
     checkpoints/500/integrity.json  size and CRC-32 of every file above, written when all of them are durable
 
-meta.json is durable before the arrays are written, so a step is complete exactly when the arrays are committed, whenever the
-process was killed. Older steps are deleted only after the new one is durable. Orbax detects no flipped bit in an array: digests
-of the state, computed on its devices (jaxtrain/digests.py), are compared at every restore with those of the arrays read.
-All modules here handle flat dicts of arrays; other modules decide how a train state is laid out in memory.
+meta.json is durable before the arrays are written. So a step is complete exactly when its arrays are committed, even if the
+process is killed at any time. Older steps are deleted only after the new step is durable. Orbax does not detect a flipped bit
+in an array. So each save stores digests of the state, computed on the devices (jaxtrain/digests.py). Each restore compares
+them with the digests of the restored arrays. The modules here handle flat dicts of arrays; jaxtrain/train/state.py
+converts a train state to such a dict.
 
-jax and Orbax are imported on first use, which takes 0.7 s for Orbax. The command line imports neither. A run imports Orbax
+jax and Orbax are imported on first use; the import of Orbax takes 0.7 s. The command line imports neither. A run imports Orbax
 during its first steps.
 """
 
@@ -28,9 +29,9 @@ from jaxtrain.checkpoint.storage import Unreachable as Unreachable
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
-    """Return the checkpoints and the step that a path names: a run's folder, its checkpoints folder, or one step's folder.
+    """Return (checkpoints, step) of a path: a run's folder, its checkpoints folder, or the folder of one step.
 
-    If the path names no step, the newest step is returned. Raises CheckpointError if there is no complete step.
+    The step is the newest one if the path is not the folder of a step. Raises CheckpointError if no step is complete.
     """
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")
@@ -51,7 +52,10 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
 
 
 def folder_in(run: str) -> str:
-    """Return a run's folder of checkpoints: `checkpoint.dir` of its config.json, else its checkpoints/, else `run` itself."""
+    """Return the checkpoints folder of `run`: `checkpoint.dir` of its config.json if set, else checkpoints/ if it exists.
+
+    Otherwise `run` itself is returned: it may be a checkpoints folder.
+    """
     inner = f"{run.rstrip('/')}/checkpoints"
     if stores.is_bucket(run):
         return inner if Storage(inner).states() else run

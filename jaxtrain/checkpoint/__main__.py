@@ -20,7 +20,7 @@ Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or th
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `python -m jaxtrain.checkpoint`."""
     raw = argparse.RawDescriptionHelpFormatter
     text = "List the checkpoints of a run, or verify their files. DIR is on a disk, at gs:// or at s3://."
     top = ArgumentParser(spelled("python -m jaxtrain.checkpoint"), description=text, epilog=spelled(NOTES), formatter_class=raw)

@@ -1,4 +1,4 @@
-"""The arrays of a step: options of Orbax, differences between stored and wanted arrays, and errors in one line."""
+"""Orbax's options for the arrays of a step, differences between stored and wanted arrays, and errors as one line of text."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ PEERS_S = 5400.0
 
 
 def orbax() -> Any:
-    """Return Orbax's v1 API, imported on first use: 0.7 s that a fresh run does not pay before its first step."""
+    """Return Orbax's v1 API. Orbax is imported at the first call: the import would add 0.7 s to the start of each run."""
     # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
     from orbax.checkpoint import v1 as ocp
 
@@ -32,8 +32,10 @@ def orbax() -> Any:
 def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: bool = False, processes: int = 1) -> Any:
     """Return the options of a save to, or a load from, `folder`.
 
-    arrays: the arrays to save; the limit of host memory is raised to fit their largest shard. partial: load only some arrays.
-    processes: number of processes of the run.
+    Args:
+      arrays: the arrays to save. Their largest shard may raise the limit of host memory for writes.
+      partial: whether a load may read only some of the arrays.
+      processes: number of processes of the run.
     """
     context = orbax().Context()
     if processes > 1:
@@ -58,9 +60,9 @@ def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: b
 def _open_s3_in_tensorstore() -> None:
     """Make Orbax write arrays to s3:// by tensorstore's own S3 driver.
 
-    One function of Orbax 0.12 chooses tensorstore's driver. It has drivers for gs:// and for disks only, and no option. Orbax's
-    small files go through epath, which has s3://. So the function is wrapped here: for s3:// it describes the same path at
-    gs://, and the driver in the description is replaced.
+    A function of Orbax 0.12 chooses tensorstore's driver. It supports gs:// and disks only, and has no option for others.
+    (Orbax writes its small files by epath, which supports s3://.) So the function is wrapped. For a path at s3:// it gets the
+    same path at gs://, and the driver in its result is replaced.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -92,7 +94,7 @@ def _open_s3_in_tensorstore() -> None:
 def differences(
     stored: "Mapping[str, jax.ShapeDtypeStruct]", wanted: "Mapping[str, jax.ShapeDtypeStruct]", *, subset: bool, cast: bool
 ) -> list[str]:
-    """Return a line for each tensor that is missing, superfluous, or of another shape or dtype.
+    """Return a line for each tensor that is only in the checkpoint or only in the run, or has another shape or dtype.
 
     subset, cast: as in `Steps.restore`.
     """
@@ -112,7 +114,7 @@ def differences(
 
 
 def first_cause(error: Exception) -> Exception:
-    """Return the first exception of a chain of exceptions that were raised from each other."""
+    """Return the exception at the beginning of the chain of causes (`raise ... from`) that ends with `error`."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
@@ -126,5 +128,5 @@ def describe_error(error: Exception) -> str:
 
 
 def join_errors(errors: list[str]) -> str:
-    """Return the errors of all processes in one line."""
+    """Return the errors of all processes in one line. errors: a text for each process, "" without an error."""
     return "; ".join(f"process {i}: {error}" for i, error in enumerate(errors) if error)

@@ -1,7 +1,7 @@
 """Digests of a checkpoint's files: sizes and CRC-32, written when a step is complete, and checked without any device.
 
-The digests of files detect later changes of the files: truncation, deletion, changed bytes. The digests of arrays
-(jaxtrain/digests.py), which every restore compares, also detect errors on the way from a device to the files.
+The digests of files detect truncation, deletion or changed bytes after a save. The digests of arrays (jaxtrain/digests.py),
+which every restore compares, also detect errors between a device and the files.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ Found = dict[str, tuple[int, str]]  # path within the step -> bytes, CRC-32 in h
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a check. `problems`: one line each, naming the file. `proved`: whether the step has integrity.json."""
+    """The result of a check. problems: a line for each wrong file. proved: whether the step has integrity.json."""
 
     proved: bool
     problems: tuple[str, ...]
@@ -35,7 +35,7 @@ class Verdict:
 
 
 def listed(folder: "epath.Path") -> list[str]:
-    """Return every file of a step except integrity.json, as sorted paths within it."""
+    """Return every file of a step except integrity.json, as sorted paths relative to the step's folder."""
     return sorted(name for name in Storage(folder).files(folder) if name != NAME)
 
 
@@ -50,23 +50,23 @@ def crc32(path: "epath.Path", progress: Callable[[int], None] = lambda _: None) 
 
 
 def measure(folder: "epath.Path", names: Sequence[str]) -> Found:
-    """Return sizes and digests of these files of a step. Raises OSError if a file cannot be read."""
+    """Return name -> (bytes, CRC-32) of the files `names` of a step. Raises OSError if a file cannot be read."""
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda name: crc32(folder / name), names), strict=True))
 
 
 def encode(found: Mapping[str, Sequence[Any]]) -> str:
-    """Return the text of integrity.json."""
+    """Return the text of integrity.json for these files."""
     return sealed({"format": 1, "files": {name: list(found[name]) for name in sorted(found)}})
 
 
 def sealed(record: Mapping[str, Any]) -> str:
-    """Return a record as JSON with its own digest: `seal` is the SHA-256 of all other fields."""
+    """Return a record as JSON, with the field `seal` added: the SHA-256 of all other fields."""
     return json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """Return the record of a text made by `sealed`. Raises ValueError if the text has no seal or was changed."""
+    """Return the record of a text that `sealed` made. Raises ValueError if the text has no seal or was changed later."""
     record = json.loads(text)
     if not isinstance(record, dict) or "seal" not in record:
         raise ValueError("no JSON object with a seal")

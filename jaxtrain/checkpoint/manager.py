@@ -1,4 +1,4 @@
-"""Saves steps in the background, and deletes old steps."""
+"""Save steps in the background, and delete old steps."""
 
 import concurrent.futures
 import dataclasses
@@ -33,9 +33,9 @@ class Saved:
 
     step: int
     bytes: int  # of all tensors, over all processes
-    blocked_s: float  # seconds the training loop waited, for the start and for an earlier save
+    blocked_s: float  # seconds the training loop waited: for the start of this save, and for an earlier save before it
     copied_s: float  # seconds the copies took, during which the devices run no step
-    total_s: float  # seconds from the beginning of the copies until the files were durable and old steps deleted
+    total_s: float  # seconds from the loop's wait for this save until the files were durable and old steps deleted
     host_gib: float  # peak host memory of this process so far, GiB
 
 
@@ -58,12 +58,16 @@ class _Times:
 
 
 class Checkpoints(Steps):
-    """The steps in one folder. The constructor writes nothing. Every process of a run calls the same methods in the same order.
+    """The steps in one folder, to save, restore and delete. The constructor writes nothing.
 
-    directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
-    keep: number of newest steps to keep. keep_every: keep also each step that is a multiple of keep_every; 0: none.
-    peers: the processes of the run, which save and restore together.
-    finite: refuse to save and to restore parameters that are infinite or NaN.
+    Every process of a run calls the same methods in the same order.
+
+    Args:
+      directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
+      keep: number of newest steps to keep.
+      keep_every: also keep each step that is a multiple of this number; 0: no other steps.
+      peers: the processes of the run, which save and restore together.
+      finite: raise an error for infinite or NaN parameters, both in a save and in a restore.
     """
 
     def __init__(
@@ -107,15 +111,16 @@ class Checkpoints(Steps):
         began: float | None = None,
         copying: float | None = None,
     ) -> float | None:
-        """Begin a save. Return the seconds since `began`, or None if this step is saved already: then nothing is written.
+        """Begin a save. Return the seconds that the loop has waited for it, since `began`.
 
-        Waits for an earlier save first. `poll` returns the result. A parameter that is infinite or NaN fails the save.
+        Return None, and write nothing, if this step is complete already. An earlier save that is running is awaited first.
+        `poll` returns the result of this save. With `finite`, a parameter that is infinite or NaN makes the save fail.
 
         Args:
           tensors: copies that the save owns from here on. Their originals may be donated to the next step.
-          meta: JSON for meta.json.
+          meta: the caller's fields of meta.json, as JSON values.
           sums: returns the digests of the state by name (digests.sums). None: they are computed from `tensors`.
-          ended: called in another thread when the save has ended.
+          ended: called in another thread when the save has succeeded or failed.
           began: time.perf_counter() when the loop began to wait for this save; None: now.
           copying: time.perf_counter() when the copies of the tensors began; None: `began`.
         """
@@ -145,26 +150,26 @@ class Checkpoints(Steps):
         return times.returned - times.began
 
     def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
-        """Save, wait until the files are durable, and close. Raises CheckpointError if the save fails."""
+        """Save, wait until the files are durable, and accept no more saves. Raises CheckpointError if the save fails."""
         self.save(step, tensors, meta)
         for result in self.close():
             if isinstance(result, Failed):
                 raise result.error
 
     def poll(self) -> list[Saved | Failed]:
-        """Return the saves that ended since the last call, without waiting for a running save. Call it every step."""
+        """Return the results of saves that ended since the last call. Does not wait for a running save. Call it every step."""
         if self._pending is not None and self._pending.done():
             self._settle()
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self) -> list[Saved | Failed]:
-        """Wait for a running save, then `poll`."""
+        """Wait until the running save ends, and return the result of `poll`."""
         self._settle()
         return self.poll()
 
     def close(self) -> list[Saved | Failed]:
-        """Wait for a running save, then accept no more saves. Return the saves that ended since the last `poll`.
+        """Wait until the running save ends, then accept no more saves. Return the result of `poll`.
 
         A program that ends without `close` may lose its last checkpoint."""
         try:
@@ -192,7 +197,7 @@ class Checkpoints(Steps):
             return False
 
     def _failed(self, error: Exception) -> CheckpointError:
-        """Remove the files of a failed save: on a full disk the next save would fail too. Return the error to report."""
+        """Remove the files of a failed save, so that a full disk has space for the next save. Return the error to report."""
         left = ""
         if self._primary:
             try:
@@ -216,7 +221,7 @@ class Checkpoints(Steps):
         return self._commit(record, times)
 
     def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
-        """Return Orbax's running save, or the exception of a process that could not begin."""
+        """Begin a save in a run of several processes. Return Orbax's running save, or the exception that prevented it."""
         try:
             self._prepare(record, tensors, sums, times)
             error = ""
@@ -233,7 +238,7 @@ class Checkpoints(Steps):
             return e
 
     def _end(self, record: dict[str, Any], begun: Any, times: _Times) -> Saved:
-        """Finish a save in the background, in a run of several processes."""
+        """Finish the save that `_begun` began, in the background."""
         error = begun if isinstance(begun, Exception) else None
         if error is None:
             try:
@@ -246,7 +251,7 @@ class Checkpoints(Steps):
         return self._commit(record, times)
 
     def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
-        """Wait for the copies, and write meta.json durably. Raises ValueError if a parameter is infinite or NaN."""
+        """Wait until `tensors` are computed, and write meta.json durably. Raises ValueError for infinite or NaN parameters."""
         import jax
 
         from jaxtrain import digests
@@ -270,7 +275,7 @@ class Checkpoints(Steps):
         self.storage.write(folder / META, files.sealed(record))
 
     def _commit(self, record: dict[str, Any], times: _Times) -> Saved:
-        """Sync the files, write their digests, then delete old steps. A failure on one process raises on all processes."""
+        """Sync the files, write their digests, then delete old steps. A failure of one process raises on all processes."""
         step = record["step"]
         folder = self.directory / str(step)
 
@@ -300,7 +305,7 @@ class Checkpoints(Steps):
         return Saved(step, record["bytes"], blocked, copied, total, peak_gib)
 
     def _together(self, name: str, part: Callable[[], str]) -> list[str]:
-        """Return the result of `part` on every process. If `part` fails on one process, raise RuntimeError on all processes."""
+        """Call `part` on every process, and return all results. Raises RuntimeError on all processes if one call fails."""
         try:
             result = "ok " + part()
         except Exception as e:
@@ -322,10 +327,9 @@ class Checkpoints(Steps):
                 LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
 
     def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
-        """Move every step after `step_after` to DIR/set_aside-TIME/. Return a line for the log, '' if there is no such step.
+        """Move every step later than `step_after` to DIR/set_aside-TIME/. Return a line for the log; '' if no step is later.
 
-        what: the beginning of the line. Raises CheckpointError if `step_after` itself is not a complete step: then nothing is
-        moved.
+        what: the beginning of the line. Raises CheckpointError, and moves nothing, if step `step_after` is not complete.
         """
         self.meta(step_after)
         later = sorted(step for step in self.states() if step > step_after)

@@ -1,4 +1,4 @@
-"""The steps in a folder of checkpoints: their meta.json, and restoring their arrays into any layout. Reads only."""
+"""The steps in a folder of checkpoints: read their meta.json, and restore their arrays on any mesh. Writes nothing."""
 
 import json
 import os
@@ -17,11 +17,12 @@ FORMAT = 3  # of meta.json, with the facts about the data that a resumed run rea
 
 
 class Steps:
-    """The steps in one folder. Every process of a run calls the same methods in the same order.
+    """The steps in one folder, to read. Every process of a run calls the same methods in the same order.
 
-    directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
-    peers: the processes of the run, which restore together.
-    finite: refuse to restore parameters that are infinite or NaN.
+    Args:
+      directory: a folder on a local or network-mounted disk, or gs://BUCKET/PATH, or s3://BUCKET/PATH.
+      peers: the processes of the run, which restore together.
+      finite: raise an error at a restore of infinite or NaN parameters.
     """
 
     def __init__(self, directory: str | os.PathLike[str], peers: Peers | None = None, finite: bool = True):
@@ -32,22 +33,26 @@ class Steps:
         self._device: int | None = None  # file system of the folder, once known
 
     def steps(self) -> list[int]:
-        """Return the complete steps, ascending."""
+        """Return the numbers of the complete steps, ascending."""
         return sorted(step for step, state in self.states().items() if state == "complete")
 
     def states(self) -> dict[int, str]:
-        """Return the state of every step: 'complete', 'unfinished' or 'damaged'.
+        """Return step -> state of every step: 'complete', 'unfinished' or 'damaged'.
 
-        The save or the deletion of an unfinished step was cut off. A damaged step lacks files that it had.
+        A step is unfinished if its save or its deletion was interrupted. A damaged step was complete, and lacks files now.
         """
         return self.storage.states()
 
     def latest(self, damaged: dict[int, str] | None = None) -> int | None:
         """Return the newest step whose meta.json can be read; None if no save was ever completed.
 
-        damaged: steps to ignore, with reasons; steps whose meta.json is damaged are added to this dict. None: raise Damaged if
-        the newest step is damaged. Raises CheckpointError if steps exist and none is usable: only the user may decide to start
-        at step 0 in a folder with checkpoints.
+        Args:
+          damaged: steps to ignore -> reasons. Steps whose meta.json is damaged are added. None: a damaged newest step is an
+            error.
+
+        Raises:
+          Damaged: the newest step is damaged, and `damaged` is None.
+          CheckpointError: all existing steps are ignored or damaged. Only the user may decide to start at step 0 over them.
         """
         steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
         for step in steps:
@@ -70,10 +75,11 @@ class Steps:
         )
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Return the `meta` of a save, with `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds) added.
+        """Return meta.json of a step: `meta` of the save, and `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds).
 
-        Raises CheckpointError if the step does not exist, is unfinished, has another format, or if the disk reports an error.
-        Raises Damaged if its meta.json is missing or was changed.
+        Raises:
+          Damaged: meta.json is missing or was changed.
+          CheckpointError: the step does not exist, is unfinished, has another format, or cannot be read.
         """
         folder = self.directory / str(step)
         state = self.storage.state(step)
@@ -101,14 +107,14 @@ class Steps:
         return stored_in(self.meta(step))
 
     def listing(self) -> str:
-        """Return the complete steps as text."""
+        """Return the numbers of the complete steps as text, for messages."""
         try:
             return ", ".join(map(str, self.steps())) or "none"
         except Unreachable:  # the text is for messages, also about this error
             return "not known"
 
     def remedy(self, step: int) -> str:
-        """Return a text on how to continue if a step cannot be used."""
+        """Return the remedy, as text, for a step that cannot be used."""
         earlier = [s for s in self.steps() if s < step]
         if earlier:
             return (
@@ -130,12 +136,15 @@ class Steps:
         """Return the tensors of a step, each with the shape, dtype and sharding in `abstract`, on any mesh.
 
         Args:
-          subset: `abstract` may name some of the tensors; the others are not read.
-          cast: a float may become another float type (rounded to nearest); otherwise a different dtype is an error.
-          meta: of the step, if the caller has read it; None: it is read here.
+          abstract: the tensors to return.
+          subset: if True, `abstract` may lack tensors of the step, which are not read. If False, they are an error.
+          cast: if True, a float tensor may become another float type (rounded to nearest). If False, another dtype is an error.
+          meta: the step's meta.json, if the caller has read it; None: this method reads it.
 
-        Raises CheckpointError, before any tensor is read, naming the differences between checkpoint and run; Damaged if the
-        arrays differ from the saved ones.
+        Raises:
+          CheckpointError: the checkpoint does not fit `abstract` (no tensor is read then), or its arrays cannot be read
+            although their files are intact.
+          Damaged: the arrays differ from the saved arrays, cannot be read, or (with `finite`) have infinite or NaN parameters.
         """
         import jax
 
@@ -206,7 +215,7 @@ def _cast(x: "jax.Array", dtype: Any) -> "jax.Array":
 
 
 def stored_in(meta: Mapping[str, Any]) -> "dict[str, jax.ShapeDtypeStruct]":
-    """Return name -> shape and dtype of every tensor of the step that has this `Steps.meta`."""
+    """Return name -> shape and dtype of every tensor of a step. meta: the result of `Steps.meta`."""
     import jax
     import jax.numpy as jnp
 

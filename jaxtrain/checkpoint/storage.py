@@ -1,11 +1,11 @@
 """The storage of checkpoints: a folder on a mounted disk, or a bucket at gs:// or s3://.
 
-One code path serves both: paths of etils.epath, as Orbax takes them, and in buckets the fsspec clients that epath itself opens.
-A step is complete when Orbax's mark `arrays/commit_success.txt` and meta.json exist. On a disk the mark appears with the other
-files of `arrays`, which Orbax renames into place last; in a bucket, which has no rename, Orbax writes it last. Four things
-differ: a disk has a page cache to sync, atomic renames and limited space, and a bucket is listed by prefix instead of by
-folder. A folder `arrays` on a disk was complete once, or a user is copying it there. So a step with `arrays` but without the
-mark counts as damaged, and is never removed.
+Paths on disks and in buckets are paths of etils.epath, which Orbax uses too. Requests to buckets go through the fsspec clients
+that epath opens. A step is complete when meta.json and Orbax's mark `arrays/commit_success.txt` exist. On a disk Orbax writes
+`arrays` with the mark under another name, and renames the folder at the end. A bucket has no rename, so Orbax writes the mark
+last. Disks and buckets differ in four ways. A disk has a page cache to sync, atomic renames and limited space. A bucket is
+listed by prefix instead of by folder. A folder `arrays` on a disk was complete once, or a user is copying it. So a step with
+`arrays` but without the mark counts as damaged, and is never removed.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ CREDENTIALS = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found or read, or does not fit the run. The message names a remedy."""
+    """An error: a checkpoint cannot be written, found or read, or does not fit the run. The message names a remedy."""
 
 
 class Damaged(CheckpointError):
-    """A step differs from the saved state, or holds parameters that are not finite. An older step may be good."""
+    """An error: a step differs from the saved state, or has parameters that are infinite or NaN. An older step may be good."""
 
 
 class Unreachable(CheckpointError, OSError):
-    """A request to a bucket failed. The steps in the bucket may be good: none counts as damaged or missing."""
+    """An error: a request to a bucket failed. The steps in the bucket may be good: none counts as damaged or missing."""
 
 
 class Storage:
-    """The folder that holds the folders of the steps. Methods raise OSError if they fail; in a bucket, Unreachable."""
+    """A folder of checkpoints, with a folder for each step. Methods raise OSError if they fail; in a bucket, Unreachable."""
 
     def __init__(self, path: "str | os.PathLike[str]"):
         """Raise CheckpointError for a path that cannot hold checkpoints. Writes nothing."""
@@ -61,7 +61,7 @@ class Storage:
         self.remedy = REMEDIES[self.is_bucket]
 
     def states(self) -> dict[int, str]:
-        """Return 'complete', 'unfinished' or 'damaged' for every step folder."""
+        """Return step -> 'complete', 'unfinished' or 'damaged', for each step that has a folder."""
         names: dict[int, set[str]] = {}
         if self.is_bucket:
             for name in self.files(self.path):
@@ -102,7 +102,7 @@ class Storage:
         }
 
     def read(self, path: epath.Path) -> bytes:
-        """Return the contents of a small file. Raises FileNotFoundError if there is none."""
+        """Return the contents of a small file. Raises FileNotFoundError if the file does not exist."""
         return b"".join(self.blocks(path))
 
     def blocks(self, path: epath.Path, size: int = BLOCK) -> Iterator[bytes]:
@@ -117,7 +117,7 @@ class Storage:
                 yield block
 
     def write(self, path: epath.Path, text: str) -> None:
-        """Replace a small file, atomically and durably."""
+        """Write a small file, atomically and durably. An existing file is replaced."""
         if self.is_bucket:
             with _requests(path) as client:
                 client.pipe_file(os.fspath(path), text.encode())
@@ -131,14 +131,18 @@ class Storage:
         _fsync(path.parent)
 
     def device(self) -> int | None:
-        """Return the number of the file system that holds the folder; None in a bucket."""
+        """Return the device number (st_dev) of the folder's file system; None in a bucket."""
         return None if self.is_bucket else os.stat(self.path).st_dev
 
     def check(self, size: int, keep: int, device: int | None) -> None:
-        """Remove the remains of killed saves, before a save of `size` bytes.
+        """Prepare a save of `size` bytes: remove the remains of killed saves, and check a disk's free space.
 
-        Raises OSError if the disk has less than `size` bytes free, or if its file system number is not `device`. keep:
-        checkpoint.keep, for the error.
+        Args:
+          keep: checkpoint.keep, for the text of the error.
+          device: the number of the earlier checkpoints' file system; None: not known yet.
+
+        Raises:
+          OSError: the disk has less than `size` bytes free, or another file system is mounted there.
         """
         if self.is_bucket:
             return self.sweep()
@@ -156,7 +160,7 @@ class Storage:
         return None
 
     def make(self, step: int) -> epath.Path:
-        """Return the folder of a step, ready for a save."""
+        """Return the folder of a step for a save, after removing files of an earlier save of this step."""
         folder = self.path / str(step)
         if not self.is_bucket:
             folder.mkdir(parents=True, exist_ok=True)
@@ -177,14 +181,14 @@ class Storage:
         _fsync(self.path)
 
     def sweep(self) -> None:
-        """Remove the remains of killed saves and deletions: they cannot be restored and would fill the disk."""
+        """Remove unfinished steps, which killed saves and deletions left: they cannot be restored and would fill the disk."""
         for step in [step for step, state in self.states().items() if state == "unfinished"]:
             # The user put any other file into the folder.
             if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
                 self._remove(step)
 
     def delete(self, step: int) -> None:
-        """Delete a step. It first becomes unfinished, so that a killed deletion leaves nothing that looks complete."""
+        """Delete a step. integrity.json and the mark are removed first, so a killed deletion leaves an unfinished step."""
         folder = self.path / str(step)
         if self.is_bucket:
             for mark in (DIGESTS, COMMITTED):
@@ -201,7 +205,7 @@ class Storage:
         self._remove(step)
 
     def set_aside(self, steps: Iterable[int], name: str) -> epath.Path:
-        """Move steps to the new folder `name` and return it. In a bucket each is copied before it is deleted."""
+        """Move steps to the new folder `name` and return its path. In a bucket each step is copied, then deleted."""
         target = self.path / name
         if not self.is_bucket:
             target.mkdir()
@@ -224,7 +228,7 @@ class Storage:
             shutil.rmtree(folder)
 
     def _delete_objects(self, folder: epath.Path, names: list[str]) -> None:
-        """Delete objects. Raises Unreachable unless all are gone."""
+        """Delete objects of a bucket. Raises Unreachable if one of them still exists at the end."""
         if not names:
             return
         with _requests(folder) as client:
@@ -238,13 +242,13 @@ class Storage:
 
 
 def is_step(name: str) -> bool:
-    """Return whether a folder of this name is the folder of a step."""
+    """Return whether this is the name of a step's folder: a number without leading zeros."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 @contextlib.contextmanager
 def _requests(path: epath.Path) -> Iterator[Any]:
-    """Yield the client of a bucket. Its errors become Unreachable, except FileNotFoundError."""
+    """Yield the client of a bucket. Errors inside the `with` block become Unreachable, except FileNotFoundError."""
     scheme = os.fspath(path).partition("://")[0]
     try:
         yield open_client(scheme)
@@ -271,7 +275,7 @@ def open_client(scheme: str) -> Any:
 
 
 def _marks(folder: Path) -> set[str]:
-    """Return the names in a step's folder on a disk that decide the state of the step."""
+    """Return those names in a step's folder on a disk that decide the step's state (`_state_of`)."""
     return {name for name in (META, COMMITTED, DIGESTS, ARRAYS) if (folder / name).exists()}
 
 
@@ -286,7 +290,7 @@ def _state_of(names: Iterable[str]) -> str:
 
 
 def _is_of_a_save(name: str) -> bool:
-    """Return whether a save writes a file of this path into the folder of a step."""
+    """Return whether a save writes this file into a step's folder. name: path within the folder."""
     first = name.partition("/")[0]
     return first.removesuffix(".partial") in (META, DIGESTS) or first.startswith(ARRAYS)
 

@@ -1,7 +1,7 @@
-"""Data: text to token files, token files to batches.
+"""Data: convert text to token files, and token files to batches.
 
-`tokenizer.py` text <-> ids; `template.py`, `rows.py` conversations and columns to documents; `readers.py`, `prepare.py` corpora
-to token files, in processes; `tokenfile.py`, `checked.py` the file format; `stdlib.py` and `synthetic.py` the two sources that
-need no preparation; `mixture.py` weights of sources; `windows.py` rows of tokens to arrays; `pipeline.py` batches as a pure
-function of (seed, step).
+`tokenizer.py` converts text to ids and back. `template.py` and `rows.py` convert conversations and columns to documents.
+`readers.py` and `prepare.py` convert corpora to token files in parallel processes. `tokenfile.py` and `checked.py` define the
+file format. `stdlib.py` and `synthetic.py` are the two sources that need no preparation. `mixture.py` decides the source of
+each row. `windows.py` converts rows of tokens to arrays. `pipeline.py` makes batches as a pure function of (seed, step).
 """

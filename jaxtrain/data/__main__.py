@@ -146,7 +146,7 @@ def counted_tokens(header: dict) -> str:
 
 
 def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) -> Iterator[str]:
-    """Yield lines about the rows that training reads with data.packing=documents. Builds all rows."""
+    """Yield lines with figures of the rows that training with data.packing=documents reads. Builds all rows."""
     windows = open_windows(file, seq_len, max_segments, Data().seed)
     if not windows.windows:
         yield f"packed into rows of {seq_len:,}: no row"
@@ -201,7 +201,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
-    """Return tokens first..last-1 as text, or as ids without a tokenizer. ⟦ and ⟧ enclose tokens without loss."""
+    """Return tokens first..last-1 as text, as ids if `tokenizer` is None. ⟦ and ⟧ enclose tokens without loss."""
 
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
@@ -217,7 +217,7 @@ def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokeniz
 
 
 def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None, str]:
-    """Return the tokenizer that made the file, or None and the reason why it cannot be loaded."""
+    """Return (tokenizer that made the file, ""), or (None, the reason) if the tokenizer cannot be loaded or has changed."""
     recorded = file.header["tokenizer"]
     try:
         tokenizer = tokenizers.load_tokenizer(recorded["name"])
@@ -262,7 +262,10 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0; 1 damaged file, failing disk or process; 2 wrong command or input; 130 Ctrl-C."""
+    """Run the command and return its exit code.
+
+    0: success. 1: a file is damaged, or the disk or a process failed. 2: the command or its input is wrong. 130: Ctrl-C.
+    """
     args = parser().parse_args(argv)
     command = {
         "prepare": run_prepare,

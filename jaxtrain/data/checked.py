@@ -1,8 +1,8 @@
 """Read token files through a memory map, and compare each block with its checksum at its first use.
 
-The first read of a block is a pread: if the disk fails or the file was cut off, pread returns an error, whereas a memory map
+The first read of a block is a pread. If the disk fails or the file was cut off, pread returns an error, whereas a memory map
 would end the process with SIGBUS. Later reads of the block use the map alone. Before each batch `OpenFile.look` compares the
-file's size and time of change with their values when the file was opened.
+file's size and modification time with their values when the file was opened.
 """
 
 import mmap
@@ -20,7 +20,7 @@ SPAN = 4 << 20  # bytes read at a time
 
 
 class TokenFileError(ValueError):
-    """An error: a file is no token file, or is damaged, cut off, or changed while it is read. The message has its name."""
+    """An error: a file is no token file, or is damaged, cut off, or changed while it is read. The message names the file."""
 
 
 def remedy(path: Path) -> str:
@@ -31,7 +31,7 @@ def remedy(path: Path) -> str:
 
 
 class OpenFile:
-    """A file open for reading, with its size in bytes and its time of change when it was opened."""
+    """A file open for reading, with the size in bytes and the modification time that it had when it was opened."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -41,7 +41,7 @@ class OpenFile:
         self.size, self._mtime_ns = was.st_size, was.st_mtime_ns
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return all of bytes start..stop-1. Raises TokenFileError."""
+        """Return bytes start..stop-1 of the file. Raises TokenFileError if any of them cannot be read."""
         try:
             data = os.pread(self.fd, stop - start, start)
             while len(data) < stop - start:  # the file has ended, or more than 2 GiB were requested, Linux's limit for a read
@@ -60,7 +60,7 @@ class OpenFile:
     def look(self) -> None:
         """Raise TokenFileError if another program has changed the file since it was opened.
 
-        An open file keeps its contents if it is deleted, or if another file is renamed to its name.
+        Deleting the file, or renaming another file to its name, is no change: the open file keeps its contents.
         """
         if self.changed():
             raise self.refuse("has changed")
@@ -74,7 +74,7 @@ class OpenFile:
         return "was written to" if now.st_mtime_ns != self._mtime_ns else ""
 
     def refuse(self, fault: str, otherwise: str = "") -> TokenFileError:
-        """Return the error for a fault. otherwise: the remedy if the file has not changed since it was opened."""
+        """Return the error for `fault`. Its message ends with the file's change since it was opened, else with `otherwise`."""
         if not (how := self.changed()):
             return TokenFileError(f"{self.path}: {fault}. {otherwise}")
         return TokenFileError(
@@ -86,7 +86,7 @@ class OpenFile:
 class Blocks:
     """Bytes `begin` to `end` of a file, memory-mapped. Before use, bytes are compared with the checksums of their blocks.
 
-    Block k has the bytes from k * `block_bytes` on; the first block lacks the bytes before `begin`. crc32_K: the checksums.
+    Block k begins at byte k * `block_bytes` of the file; the first block begins at `begin`. crc32_K: the blocks' checksums.
     """
 
     def __init__(self, file: OpenFile, begin: int, end: int, block_bytes: int, crc32_K: np.ndarray):
@@ -101,7 +101,7 @@ class Blocks:
         self._new_K = np.frombuffer(self._new, np.uint8)
 
     def check(self, start: int, stop: int) -> None:
-        """Compare blocks of bytes start..stop-1 with their checksums at first use. Raises TokenFileError at the first fault."""
+        """Compare the blocks of bytes start..stop-1 with their checksums, each at its first use. Raises TokenFileError."""
         first, last = start // self.block_bytes, -(-stop // self.block_bytes)
         while (first := self._new.find(1, first, last)) >= 0:
             end = self._new.find(0, first, last)
@@ -113,7 +113,7 @@ class Blocks:
             self._new[first:end] = bytes(end - first)
 
     def check_rows(self, start_R: np.ndarray, size: int) -> None:
-        """Call `check` for `size` bytes from each byte of start_R, (R,). Return at once if all blocks were compared before."""
+        """Call `check` for the `size` bytes that begin at each of start_R, (R,). Skip the calls if all blocks were compared."""
         first_R, last_R = start_R // self.block_bytes, (start_R + size - 1) // self.block_bytes
         most = int((last_R - first_R).max(initial=0)) + 1
         block_RK = np.minimum(first_R[:, None] + np.arange(most), last_R[:, None])
@@ -132,12 +132,12 @@ class Blocks:
         return found
 
     def name(self, first: int, last: int) -> str:
-        """Return a text for blocks first..last-1: their numbers and their bytes."""
+        """Return a text with the numbers and the range of bytes of blocks first..last-1."""
         blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
         return f"{blocks} (bytes {self._start(first):,} to {self._start(last):,})"
 
     def _start(self, block: int) -> int:
-        """Return the first byte of a block; for block number `count`, `end`."""
+        """Return the position in the file of a block's first byte; `end` for number `count`, after the last block."""
         return min(max(block * self.block_bytes, self.begin), self.end)
 
     def _differing(self, first: int, last: int) -> list[int]:
@@ -153,7 +153,7 @@ class Blocks:
 
 
 class Column:
-    """One array of a token file. A slice is a read-only view of the map, after a check of its blocks (TokenFileError)."""
+    """One array of a token file. Slicing checks the slice's blocks (raises TokenFileError), and returns a view of the map."""
 
     def __init__(self, blocks: Blocks, dtype: Any, begin: int, size: int):
         """Map `size` elements from byte `begin` on. The attribute `unchecked` is for callers that check blocks themselves."""
@@ -178,5 +178,5 @@ class Column:
         return self.unchecked[first:last]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the complete array, in memory."""
+        """Return a copy of the complete array in memory."""
         return self[:].astype(dtype or self.dtype)

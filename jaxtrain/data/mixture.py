@@ -21,7 +21,7 @@ WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that c
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A token file in data.source, and its weight."""
+    """A token file that data.source, data.eval_source or a phase of data.source_schedule names, and its weight."""
 
     path: str
     weight: float | None  # None if none is given
@@ -82,12 +82,12 @@ def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[P
 
 
 def identity(path: str) -> Path:
-    """Return the absolute path of a file, without links: equal for all spellings of the file's name."""
+    """Return the absolute path of a file with symbolic links resolved, so that two paths of one file are equal."""
     return Path(path).expanduser().resolve()
 
 
 def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
-    """Return the weights of files, which sum to 1.
+    """Return the files' weights, scaled so that they sum to 1.
 
     Args:
       tokens: number of tokens of each file. Files without weights get weights in proportion to this number.
@@ -132,9 +132,9 @@ class Mixture:
     """The phases of a run.
 
     Attributes:
-      sources: `name` and `content_sha256` ("" for a source that is no file) of each source that the run has read, by number.
+      sources: `name` and `content_sha256` ("" for a source that is no file) of each source in any phase, by number.
       phases: all phases in order, also later phases of the schedule.
-      changed: whether the weights differ from those of the checkpoint, although the schedule has no change at this step.
+      changed: whether the run resumed with other weights at a step at which the schedule begins no phase.
     """
 
     def __init__(self, sources: Sequence[Mapping[str, str]], schedule: Sequence[tuple[int, Sequence[float]]], seq_len: int):
@@ -154,21 +154,23 @@ class Mixture:
     ) -> list[int]:
         """Set the phases of a new run (step 0), or of a run that resumes after `step` steps.
 
-        The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, even if its weights
-        do not change, and at `step` if the weights are not the last weights of the checkpoint. A phase begins with the first
-        row that is read after its step: rows that are skipped at this step count for the previous phase. A phase also begins at
-        row `begin` if the batch size has changed and the checkpoint ends within a batch of the new size: the run skips the
-        remaining rows of this batch, but no source skips a row. A source is identified by the hash of its contents, or without
-        a file by its name.
+        The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, even if the weights
+        do not change. A phase begins at `step` if the weights differ from the last weights of the checkpoint. A phase begins
+        with the first row that is read after its step: rows that are skipped at this step count for the previous phase.
+
+        If the batch size has changed, the checkpoint may end within a batch of the new size. Then a phase begins at row
+        `begin`: the run skips the remaining rows of this batch, but no source skips a row.
+
+        A file is identified by the hash of its contents, any other source by its name.
 
         Args:
-          stored: `state` of the checkpoint; None for a new run.
-          tokens: tokens that the run has read so far.
+          stored: the result of `state` in the checkpoint; None for a new run.
+          tokens: tokens that the run read before it resumes.
           begin: number of the first row that begins a batch, after `tokens` tokens.
           row_at: returns the number of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
-          The number of each opened source.
+          The number of each source that was passed to the constructor.
         """
         before = stored or {"sources": [], "phases": []}
         self.sources = [{k: source[k] for k in ("name", "content_sha256")} for source in before["sources"]]
@@ -224,7 +226,7 @@ class Mixture:
         return number_R, within_R
 
     def begun(self, row: int) -> list[Phase]:
-        """Return the first phase, and all other phases with a row before row `row`."""
+        """Return the phases that have begun before row `row`; the first phase always counts as begun."""
         return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) < row]
 
     def tokens_read(self, row: int) -> tuple[int, ...]:
@@ -232,10 +234,10 @@ class Mixture:
         return self.begun(row)[-1].read_before(row, self.seq_len)
 
     def state(self, row: int) -> dict[str, Any]:
-        """Return the mixture for a checkpoint, as JSON, when the rows before `row` have been read.
+        """Return the mixture as JSON for a checkpoint at which the rows before `row` have been read.
 
-        `sources`: name, hash of the contents and tokens read of each source that the run has read, by number. `phases`: the
-        fields of each `Phase` that has begun.
+        `sources`: name, hash of the contents and tokens read of each source in any phase, by number. `phases`: the fields of
+        each `Phase` that has begun.
         """
         read = self.tokens_read(row)
         sources = [{**source, "tokens": tokens} for source, tokens in zip(self.sources, read, strict=True)]
@@ -245,9 +247,8 @@ class Mixture:
 def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Return (source, index within that source) of each index: sources interleave in proportion to their weights.
 
-    Weights are relative to their sum. Among the first n indices, source k has n * weight_k indices, with an error of at most
-    the number of sources. The indices within each source are 0, 1, 2, ... The result is a pure function of the index, in exact
-    integers.
+    Among the first n indices, source k has n * weight_k / sum(weights) indices, with an error of at most the number of sources.
+    The indices within each source are 0, 1, 2, ... The result is a pure function of the index, in exact integers.
     """
     source_R = np.zeros(len(index_R), np.int64)
     within_R = np.asarray(index_R, np.int64).copy()
@@ -262,7 +263,7 @@ def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarra
 
 
 def count_rows(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return how many of the first `rows` indices `interleave` gives to each source."""
+    """Return the number of indices that each source gets by `interleave` among the first `rows` indices."""
     counts = []
     for share in _binary_shares(weights):
         counts.append((rows * share) >> WEIGHT_BITS)

@@ -1,11 +1,11 @@
 """Batches as a pure function of (seed, step).
 
-A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with a loss mask (one bit for each token)
-has rows of whole conversations in place of windows (windows.py). Row `r` of step `s` has the global index g = s * global_batch
-+ r, and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts, and any process can
-make any rows. This module and `check` import no jax; only `Batches` imports it, through grain.
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with loss bits (one bit for each token)
+has rows of whole conversations or pairs in place of windows (windows.py). Row `r` of step `s` has the global index
+g = s * global_batch + r, and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts,
+and any process can make any rows. This module and `check` do not import jax; only `Batches` imports jax, through grain.
 
-If a run has several sources, its mixture assigns each global index to a row of one of them (mixture.py).
+If a run has several sources, its mixture assigns each global index to a row of one source (mixture.py).
 """
 
 import dataclasses
@@ -42,19 +42,19 @@ class Batches:
     Attributes:
       vocab_size: one more than the tokenizer's largest id.
       tokenizer: name, sha256, vocab_size, eot.
-      bytes_per_token: UTF-8 bytes of text per token whose prediction counts; None if unknown.
+      bytes_per_token: UTF-8 bytes of text per token that counts in the loss; None if unknown.
       synthetic: whether the data is synthetic.
-      tokens_per_epoch: tokens of all sources.
-      masked_fraction: fraction of the tokens that `data.max_segments` masks.
-      max_segments: documents in a row at most; a user's own source may lack this attribute.
-      truncated: number of conversations longer than a row, tokens that these lose, tokens of all conversations.
-      sparse: files with much padding because of `max_segments` -> fraction of their rows that is not padding.
+      tokens_per_epoch: tokens in all rows of all sources, with padding.
+      masked_fraction: fraction of the tokens that are masked because their row has more than `data.max_segments` documents.
+      max_segments: the most documents in a row; a user's own source may lack this attribute.
+      truncated: number of conversations cut to fit a row, tokens that were cut off, tokens of all conversations.
+      sparse: name of each file with much padding because of `max_segments` -> fraction of its rows that is not padding.
       fingerprint: a JSON dict for receipts: source, split, settings, and hashes of the files.
       pairs: whether rows are pairs.
-      left_out: number of pairs longer than a row.
+      left_out: number of pairs that are never read because they are longer than a row.
       references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
-      sources: each source that the run has read or will read, by number.
-      mixture: ranges of steps with the weights of the sources, which decide the source of each row (mixture.py).
+      sources: the rows of each source that the run has read or will read, by number.
+      mixture: the phases of the run and their weights of the sources, which decide the source of each row (mixture.py).
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Batches:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
     def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int, row_at: Callable[[int], int]) -> bool:
-        """Set the mixture of a run that resumes after `step` steps: each source continues from its last position.
+        """Set the mixture of a run that begins, or that resumes after `step` steps: a source continues from its last position.
 
         Args:
-          stored: the data's entries in the checkpoint's meta.json; None or {} for a new run.
-          begin: the global index of the first row of the first unread batch; a range of skipped batches may begin here.
+          stored: the entry `data` of the checkpoint's meta.json; None or {} for a new run.
+          begin: the global index of the first row of the first unread batch. The run may skip this batch and later ones.
           row_at: returns the global index of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
-          Whether the weights differ from those of the checkpoint, although the schedule has no change at this step.
+          Whether the weights differ from those of the checkpoint, although the schedule begins no phase at `step`.
         """
         stored = stored or {}
         before, tokens = stored.get("mixture"), stored.get("tokens", 0)  # a user's own source stores no mixture
@@ -127,15 +127,15 @@ class Batches:
         return self.mixture.changed
 
     def labels(self) -> list[str]:
-        """Return a short name of each source by number: the name of its file, or its path if two files have one name."""
+        """Return a short name of each source, by number: the file's name, or its path if two files have the same name."""
         names = [source["name"] for source in self.mixture.sources]
         return [s.name if names.count(name) > 1 else name for s, name in zip(self.sources, names, strict=True)]
 
     def sources_read(self, step: int) -> list[dict[str, Any]]:
-        """Return a line of metrics.jsonl for each source of a mixture, when the batches before `step` were read.
+        """Return a line of metrics.jsonl for each source, counted over the batches before `step`; [] if there is one source.
 
-        The keys are `source`: its label; `tokens` and `epoch`: read so far; `weight`: its weight in the newest phase that has
-        begun. The list is empty if there is one source.
+        The keys are `source` (its label), `tokens` and `epoch` (both read so far), and `weight` (in the newest phase that has
+        begun).
         """
         if len(self.sources) == 1:
             return []
@@ -148,11 +148,11 @@ class Batches:
         return lines
 
     def epoch(self, step: int) -> float:
-        """Return the tokens read before optimizer step `step`, divided by the tokens of all sources."""
+        """Return the tokens read before optimizer step `step`, divided by `tokens_per_epoch`."""
         return step * self.global_batch * self.seq_len / self.tokens_per_epoch
 
     def window_numbers(self, source: int, index_R: np.ndarray) -> np.ndarray:
-        """Return the window number of each row index within a source. Every epoch is another permutation of all windows."""
+        """Return the number of the window at each row index of a source. Each epoch has another permutation of all windows."""
         n = self.sources[source].windows
         numbers = [self._shuffle(i % n, n - 1, self._epoch_seed(source, i // n), 4) for i in index_R.tolist()]
         return np.asarray(numbers, np.int64)
@@ -160,7 +160,10 @@ class Batches:
     def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
         """Return the batch of optimizer step `step`: arrays (global_batch, seq_len), keys and types of shapes.BATCH_KEYS.
 
-        rows: a slice or an index array, to make only those rows of the batch.
+        A batch of pairs also has shapes.PAIR_KEYS.
+
+        Args:
+          rows: a slice or an array of row numbers; only these rows of the batch are returned. None: all rows.
         """
         row_R = np.arange(self.global_batch, dtype=np.int64)[slice(None) if rows is None else rows]
         index_R = step * self.global_batch + row_R
@@ -199,16 +202,17 @@ class Batches:
 
 
 class _Removed:
-    """A source that the run has read and that is no longer in the run's data. Later phases read no row of this source."""
+    """A source that the run read before, and that its config no longer names. Later phases read no row of this source."""
 
     def __init__(self, name: str):
         self.name = name
 
 
 def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
-    """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems). One source without a name has the name "".
+    """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems).
 
-    A name has only letters, digits, _ and -. If a number follows the `=`, the item is a file with a weight, not a name.
+    A single source may have no name; its key is then "". A name has only letters, digits, _ and -. If a number follows
+    the `=`, the text before the `=` is a file, not a name.
     """
     sets: dict[str, str] = {}
     items = [item for part in text.split(";") if (item := part.strip())]
@@ -278,7 +282,7 @@ def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
 
 
 def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int) -> list[TokenFile]:
-    """Open token files. Raises ConfigError with the problems of all files."""
+    """Open the token files that config key `key` names. Raises ConfigError with the problems of all files."""
     files: list[TokenFile] = []
     problems = []
     for path in (each.path for each in named):
@@ -324,7 +328,7 @@ def open_mixture(
       The files, and (steps before the phase, weight of each file) of each phase. The weights of a phase sum to 1.
 
     Raises:
-      ConfigError: with all problems.
+      ConfigError: a file or the text of `source` or `schedule` is wrong. The error lists all problems.
     """
     named, problems = parse_files(source, key)
     later, wrong = parse_schedule(schedule)
@@ -350,14 +354,14 @@ def open_mixture(
 
 
 def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY) -> list[config.Problem]:
-    """Return the problems of a run's data, before any file is made or any device is used. Reads headers only.
+    """Return the problems of a run's data, before any file is made or any device is used. Of files, only headers are read.
 
-    The types and ranges of the keys themselves are checked before (jaxtrain/validate).
+    jaxtrain/validate has checked the types and ranges of the keys before.
 
     Args:
       model_vocab: model.vocab_size.
       need_eval: whether the run evaluates, and needs held-out data.
-      loss: its name decides whether the data must be pairs. A user's own loss supports both.
+      loss: section `loss` of the config. `loss.name` decides whether the data must be pairs; a user's own loss supports both.
     """
     problems, largest = [], 0
     pairs = None if ":" in loss.name else loss.of_pairs
@@ -414,7 +418,7 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
 
 
 def prepare_command(tokenizer: str, text: str = "FILE.jsonl", pairs: str | None = None) -> str:
-    """Return the command that makes a token file for a config with this tokenizer. pairs: further options, for pairs."""
+    """Return the command that makes a token file with this tokenizer. pairs: None, or further options for a file of pairs."""
     options = "" if pairs is None else f"--preference {pairs}"
     options += "" if tokenizer == "byte" else f"--tokenizer={tokenizer} "
     inputs = f"'{text}/*.jsonl'" if Path(text).is_dir() else text
@@ -430,7 +434,7 @@ def token_file_of(text: str) -> Path:
 
 
 def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> config.Problem | None:
-    """Return the problem of a file with pairs for a loss without pairs, or without pairs for a loss of pairs; or None."""
+    """Return the problem of a file with pairs if `pairs` is False, or without pairs if `pairs` is True; None otherwise."""
     if file.pairs and pairs is False:
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
         return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
@@ -442,7 +446,7 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
 
 
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
-    """Return each problem once. A wrong tokenizer or length occurs once for every file."""
+    """Return the problems without repetition: every file of a run repeats the problem of a wrong tokenizer or length."""
     kept: dict[object, config.Problem] = {}
     for problem in problems:
         own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
@@ -458,7 +462,7 @@ def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.
 
 
 def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
-    """Return the run with `data.max_segments` = 0 replaced by the most documents that a row of these batches may have.
+    """Return the run with `data.max_segments` = 0 replaced by the largest number of documents in a row of any source.
 
     opened: every source of the run, from `open_source`. A user's own source without `max_segments` counts as
     config.MOST_DOCUMENTS. Raises config.ConfigError if a source has more documents in a row than config.MOST_DOCUMENTS.
@@ -482,14 +486,19 @@ def open_source(
     seed: int | None = None,
     seq_len: int | None = None,
 ) -> Batches:
-    """Open a source; stdlib is made if it does not exist. `source` "": the same split of `data.source`.
+    """Return the batches of one split of a source. The token files of stdlib are made if they do not exist.
 
-    `split`: train | validation. `seed` and `seq_len` default to the config's values. `data_dir`: the folder of stdlib's token
-    files. A `package.module:name` is called as `name(data, split, global_batch)` and must return an object with the interface
-    of `Batches`. Raises config.ConfigError.
+    With `data.max_segments` = 0, `Batches.max_segments` follows from the documents in the files, up to config.MOST_DOCUMENTS.
 
-    With `data.max_segments` = 0, the number of documents in a row follows from the offsets in the files, up to
-    config.MOST_DOCUMENTS.
+    Args:
+      source: stdlib, synthetic, token files, or `package.module:name`, which is called as `name(data, split, global_batch)`
+        and must return an object with the interface of `Batches`. "": `data.source`.
+      split: train | validation.
+      data_dir: the folder of stdlib's token files.
+      seed, seq_len: replace the values in `data`; None: those values.
+
+    Raises:
+      config.ConfigError: the source cannot be opened, or it is "" although `data.source` is token files.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split = {split!r}: must be train or validation")

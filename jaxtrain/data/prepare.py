@@ -1,4 +1,4 @@
-"""Corpora to token files, in parallel processes.
+"""Convert corpora to token files, in parallel processes.
 
 The input is divided into parts, and a process turns each part into a small token file. An interrupted run continues from the
 finished parts, which are joined at the end. The division depends on the input and `--shard-mb` alone, so every number of
@@ -6,7 +6,7 @@ processes gives the same file.
 
     NAME.tok.partial/DIGEST/000007.tok, 000007.val.tok, 000007.json      a finished part; the JSON is written last
 
-DIGEST is of inputs (path, size, time of change), options and tokenizer.
+DIGEST is a hash of the inputs (path, size, modification time), the options and the tokenizer.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ Count = Callable[[int, int], None]  # called with bytes of input that were read,
 
 
 class WorkerDied(RuntimeError):
-    """An error: a worker process ended without a result, out of memory or killed."""
+    """An error: a worker process ended without a result, most often because memory ran out or because it was killed."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Job:
     """The input and options of a token file. Equal jobs and equal parts of the input give equal files.
 
     Attributes:
-      text_key: a column, or several with commas between, joined by `separator`.
-      validation: fraction of the documents that go to NAME.val.tok.
-      chat: rows are conversations, written by the tokenizer's chat template or the template in the file `chat_template`.
-      loss: the tokens of conversations that count (template.LOSSES).
+      text_key: a column, or several with commas between. `separator` joins their texts.
+      validation: fraction of the documents that are written to NAME.val.tok instead of NAME.tok.
+      chat: rows are conversations. The template in the file `chat_template` writes them; "": the tokenizer's own template.
+      loss: the tokens of conversations that count in the loss (template.LOSSES).
       preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
       date: today's date, for templates that use it.
     """
@@ -119,9 +119,9 @@ def prepare(
     say: Say = lambda line: print(line, file=sys.stderr, flush=True),
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Write `output`, and NAME.val.tok if `validation` > 0; both or neither. Return their headers.
+    """Write `output` (NAME.tok), and NAME.val.tok if `validation` > 0. Return the headers of the written files.
 
-    If the input has bad lines and `skip_bad_lines` is False, nothing is written.
+    After an error neither file is written. Bad lines in the input are an error if `skip_bad_lines` is False.
 
     Args:
       inputs: globs, or data sets hf:DATASET.
@@ -129,7 +129,7 @@ def prepare(
       force: replace existing outputs.
       processes: number of processes; 0: the number of cores.
       shard_mb: MB of input in a part. Finished parts of an interrupted run are reused.
-      say: prints a line about bad lines or progress.
+      say: called with each line of text for the user, except the lines of `Progress`.
       options: fields of `Job`.
 
     Raises:
@@ -223,7 +223,8 @@ def find_inputs(patterns: list[str]) -> list[Path]:
 def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
     """Return the parts of all inputs, and the state of each input. Raises PrepareError.
 
-    The state is [path, bytes, time of change in ns], or [name, number of parts, description of the contents] for a data set.
+    The state of a file is [path, bytes, modification time in ns]. For a data set: [name, number of parts, description of the
+    contents].
     """
     cuts: list[Cut] = []
     state: list[list[Any]] = []
@@ -245,7 +246,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
 
 
 def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
-    """Join small inputs into parts of up to about `part_bytes` each; a file of a data set is always its own part."""
+    """Return the cuts in parts, small cuts joined up to `part_bytes`. Each file of a data set is a part by itself."""
     parts: list[list[Cut]] = []
     size = 0
     for cut in cuts:
@@ -262,9 +263,9 @@ def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
     """Yield the folder for the finished parts of a command, locked for this process. The parts are kept after an error.
 
     Args:
-      described: the inputs and options that the parts depend on.
+      described: the inputs and options of the command. Finished parts of other inputs or options are deleted.
 
-    Raises TokenFileError.
+    Raises TokenFileError if another process writes the parts.
     """
     path = output.with_name(output.name + ".partial")
     folder = path / hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
@@ -298,7 +299,7 @@ def result_file(folder: Path, number: int) -> Path:
 
 
 def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[str, Any] | None:
-    """Return the result of a part that an earlier run finished; None if its files changed or it has bad lines to report."""
+    """Return the result of an earlier run for a part; None: the part is missing or changed, or has bad lines to report."""
     try:
         found = json.loads(result_file(folder, number).read_text())
         files = [TokenFile.open(path).header["content_sha256"] for path in names(folder, number, job)]
@@ -311,16 +312,16 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
 
 
 def in_validation(piece: Piece, fraction: float) -> bool:
-    """Return whether a document belongs to validation, by a hash of its text (of the first piece of a long file).
+    """Return whether a document belongs to validation, by a hash of its text. For a long file, pass its first piece.
 
-    So the result is the same in every run, for any order of the documents. fraction: 0 to 1.
+    So the result is the same in every run, for any order of the documents. fraction: fraction of validation, 0 to 1.
     """
     digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
 def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces in lists of about BATCH_BYTES, the rejected member of a pair after the chosen one."""
+    """Yield pieces in lists of about BATCH_BYTES. The rejected member of a pair follows the chosen member in the same list."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -352,17 +353,17 @@ def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.n
 def end_counts(piece: Piece, loss: str) -> bool:
     """Return whether the end-of-text token of a document with loss flags counts in the loss.
 
-    It counts if the last part of the document counts and is text, so that no control token has ended the turn. With loss "all"
-    it also counts after a control token.
+    It counts if the last part of the document counts and is text: then no control token has ended the turn. With loss "all"
+    it also counts if the last part is a control token that counts.
     """
     return bool(piece.parts) and piece.parts[-1].loss and (loss == "all" or piece.parts[-1].control < 0)
 
 
 def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
-    """Write a part, and return the contents of its JSON.
+    """Write the token files and the JSON file of a part, and return the contents of the JSON file.
 
     The keys are `files` (hashes), `bad` (the number of bad lines), and `lines` (the first bad lines, with reasons). If there
-    are bad lines that are not skipped, the part is not marked as finished.
+    are bad lines and `skip_bad_lines` is False, no file is written.
     """
     tok, rows = job.load()
     lines: list[str] = []
@@ -409,7 +410,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
 
 
 class Progress:
-    """The progress of `prepare`: prints bytes read and tokens made, a line every ten seconds."""
+    """The progress of `prepare`. Every LINE_SECONDS it prints a line with bytes read and tokens made."""
 
     def __init__(self, total: int, done: int):
         """Start the clock. total: bytes of the input, 0 if unknown. done: bytes that an earlier run has read."""
@@ -421,7 +422,7 @@ class Progress:
         self.show(self.done + done, self.tokens + tokens)
 
     def show(self, done: int, tokens: int) -> None:
-        """Print a line if LINE_SECONDS have passed. done, tokens: bytes read and tokens made by this run so far."""
+        """Print a line if LINE_SECONDS have passed since the last one. done, tokens: bytes read and tokens made in this run."""
         self.done, self.tokens = done, tokens
         now = time.monotonic()
         if now - self.last < LINE_SECONDS:
@@ -437,7 +438,7 @@ class Progress:
 
 
 def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
-    """Make the parts that an earlier run did not finish. Return the number of bad lines; `say` prints the first bad lines.
+    """Make the parts that an earlier run did not finish. Return the number of bad lines, and call `say` with the first SHOWN.
 
     Raises PrepareError after the first part with bad lines, unless they are skipped.
     """
@@ -476,7 +477,7 @@ def count_lines(bad: int) -> str:
 def make_parts(
     job: Job, folder: Path, parts: dict[int, Part], processes: int, skip_bad_lines: bool, progress: Progress
 ) -> Generator[dict[str, Any]]:
-    """Yield the results of `make_part` in the order of the parts. Several parts are made at a time.
+    """Yield the results of `make_part` in the order of the parts. Up to `processes` parts are made at a time.
 
     The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and WorkerDied.
     """
@@ -511,7 +512,7 @@ _made: Any = None  # in a worker: bytes read and tokens made by all processes, s
 
 
 def _begin_worker(made: Any) -> None:
-    """Set up a worker process."""
+    """Set up a worker: it shares the counters `made`, ignores Ctrl-C, uses one core, and ends when its parent ends."""
     global _made
     _made = made
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
@@ -526,7 +527,7 @@ def _begin_worker(made: Any) -> None:
 
 
 def _work(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool) -> dict[str, Any]:
-    """Make a part in a worker."""
+    """Call `make_part` in a worker, and add its counts to those shared with the parent."""
 
     def count(done: int, tokens: int) -> None:
         with _made.get_lock():

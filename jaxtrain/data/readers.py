@@ -38,12 +38,12 @@ OTHER_FORMATS = {  # suffix of a file that is not read -> remedy; {0} is the fil
 
 
 class PrepareError(ValueError):
-    """An error: the command or its input is wrong. The message names the file or option."""
+    """An error: the command or its input is wrong. The message names the wrong option or file."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of one input for one process: the complete file, lines that start in bytes begin..end-1, row groups, or files."""
+    """A part of an input for one process: a complete file, the lines that start in bytes begin..end-1, row groups, or files."""
 
     path: str
     kind: str  # text | jsonl | parquet | dataset
@@ -54,7 +54,7 @@ class Cut:
 
 @dataclass
 class Input:
-    """A part that is being read: the bytes read so far and the number of bad lines."""
+    """A part that is being read, with counts of the bytes and bad lines so far."""
 
     cut: Cut
     rows: Rows
@@ -69,7 +69,7 @@ class Input:
 
     @functools.cached_property
     def lines_before(self) -> int:
-        """Return the number of lines of the file before the part, counted at the first bad line."""
+        """Return the number of lines of the file before the part. They are counted when the first bad line is reported."""
         count, left = 0, self.first
         with self.path.open("rb") as f:
             while left > 0 and (data := f.read(min(left, 1 << 22))):
@@ -86,7 +86,7 @@ class Input:
 
 
 def read(source: Input) -> Iterator[Piece]:
-    """Yield the documents of a part of any kind. Raises PrepareError if the part cannot be read to its end."""
+    """Yield the pieces of the documents of a part (Cut.kind). Raises PrepareError if the part cannot be read to its end."""
     try:
         if source.cut.kind == "text":
             yield from read_text(source)
@@ -109,7 +109,7 @@ def read(source: Input) -> Iterator[Piece]:
 
 
 def detect_format(path: Path) -> str:
-    """Return text, jsonl or parquet, by the file's name. Raises PrepareError for the names of other formats."""
+    """Return text, jsonl or parquet, by the file's suffix. Raises PrepareError for the suffixes in OTHER_FORMATS."""
     name = path.name.lower()
     for packed in COMPRESSED:
         name = name.removesuffix(packed)
@@ -126,7 +126,7 @@ def detect_format(path: Path) -> str:
 
 
 def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
-    """Return the file `raw`, decompressed if the name in `path` has a suffix of COMPRESSED."""
+    """Return the file `raw`, or a file that decompresses `raw` if the suffix of `path` is in COMPRESSED."""
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.open(raw))
@@ -142,7 +142,7 @@ def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 def read_text(source: Input) -> Iterator[Piece]:
-    """Yield the file as one document, in pieces."""
+    """Yield the file as one document, in pieces of PIECE_BYTES and the rest of a line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
         line, started = 1, False
@@ -169,7 +169,7 @@ Row = dict[str, Any] | RowError
 
 
 def read_jsonl(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (line number from the part's beginning, row) of every line; blank lines are skipped."""
+    """Yield (number of the line, row) of each line that is not blank. The first line of the part has the number 1."""
     begin, end = source.cut.begin, source.cut.end
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
         if begin:  # skip to the first line that starts in the part: the byte before `begin` ends a line, or is within a line
@@ -198,7 +198,7 @@ def _row(line: bytes) -> Row:
 
 
 def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (row number in the file, row) of every row. BATCH_ROWS decoded rows are in memory at a time."""
+    """Yield (number of the row, row) of each row of the part. The first row of the file has the number 1."""
     import pyarrow
     import pyarrow.parquet
 
@@ -226,7 +226,7 @@ def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
 
 
 def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
-    """Return the parts of a file that processes can read at the same time, in order, each of about `part_bytes` or less.
+    """Return the parts of a file, in order, each of about `part_bytes` or less. Processes can read them at the same time.
 
     A text file is one part, because it is one document. A compressed file is one part, because it can only be read from its
     beginning.
@@ -253,7 +253,7 @@ def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
 
 
 def dataset_name(spec: str) -> tuple[str, str | None, str]:
-    """Return (name or folder, config, split) of hf:DATASET[:CONFIG][:SPLIT]. Raises PrepareError."""
+    """Return (name or folder, config, split) of hf:DATASET[:CONFIG][:SPLIT]. Raises PrepareError for another form."""
     name, *rest = spec.removeprefix(DATASET).split(":")
     if not name or len(rest) > 2:
         raise PrepareError(f"--input={spec}: is written {DATASET_FORM}")
@@ -262,7 +262,7 @@ def dataset_name(spec: str) -> tuple[str, str | None, str]:
 
 
 def open_dataset(spec: str, rows: Rows) -> Any:
-    """Open a data set for streaming: only the rows and columns that are read are fetched. Raises PrepareError."""
+    """Open a data set for streaming: a row is fetched when it is read, with only the columns of `rows`. Raises PrepareError."""
     name, config, split = dataset_name(spec)
     try:
         import datasets
@@ -287,7 +287,7 @@ def _reason(e: Exception) -> str:
 
 
 def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
-    """Return the number of a data set's parts (files), and a text that changes with its contents. Raises PrepareError."""
+    """Return (number of a data set's files, a text that changes with its contents). A part is a file. Raises PrepareError."""
     count = open_dataset(spec, rows).num_shards
     import datasets
 
@@ -299,7 +299,7 @@ def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
 
 
 def read_dataset(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (row number in the part, row) of every row of a part of a data set."""
+    """Yield (number of the row, row) of each row of a part of a data set. The first row of the part has the number 1."""
     spec, part = source.cut.path, source.cut.begin
     data = open_dataset(spec, source.rows)
     try:

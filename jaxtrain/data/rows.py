@@ -37,13 +37,13 @@ CHAT_COLUMNS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of a document, and whether the document ends with it.
+    """A document, or a piece of a document that is too long to encode at once.
 
     Attributes:
-      text: the text. Both members of a pair have the text of both members, so that --validation puts them into one file.
-      num_bytes: UTF-8 bytes of the text.
+      text: the text. Each member of a pair has the text of both members, so that --validation puts both into one file.
+      num_bytes: UTF-8 bytes of the text, without control tokens and without the other member of a pair.
       end: whether the document ends with this piece.
-      parts: the parts that are encoded separately, for a conversation or a member of a pair.
+      parts: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
       rejected: for the chosen member of a pair, the rejected member, which is the next document.
     """
 
@@ -55,10 +55,11 @@ class Piece:
 
 
 class TextRows:
-    """Rows of text: one column, or several columns with `separator` between those that are not empty.
+    """Rows of text, in one column, or in several columns. `separator` joins the columns that are not empty.
 
     `columns` returns the columns to read from a table, and raises RowError if a column is missing. `piece` returns the
-    document of a row, None if the row has no text, and raises RowError. ChatRows and PairRows have the same methods.
+    document of a row, or None if the row has no text, and raises RowError for a bad row. ChatRows and PairRows have the same
+    methods.
     """
 
     def __init__(self, keys: list[str], separator: str):
@@ -83,7 +84,7 @@ class TextRows:
 
 
 class ChatRows:
-    """Rows of conversations, written by a chat template. loss: the tokens that count (template.LOSSES)."""
+    """Rows of conversations, written by a chat template. loss: the tokens that count in the loss (template.LOSSES)."""
 
     def __init__(self, template: ChatTemplate, loss: str):
         self.template = template
@@ -104,13 +105,13 @@ class ChatRows:
 
 
 class PairRows:
-    """Rows of pairs: two completions of one prompt, the first preferred. The prompt with each completion is a document.
+    """Rows of pairs: two completions of one prompt, `chosen` preferred to `rejected`.
 
-    Only the completions count in the loss.
+    A pair has two documents, each the prompt with one completion. Only the completions count in the loss.
 
     Args:
       template: writes rows of messages; None: rows are plain text.
-      bos: ids that begin a plain text.
+      bos: ids that begin each document of plain text.
     """
 
     def __init__(self, template: ChatTemplate | None, bos: Sequence[int]):
@@ -168,7 +169,7 @@ PAIRS = (
 
 
 def _shared_words(chosen: str, rejected: str) -> str:
-    """Return the beginning that two texts share, up to the last word border: no token has parts of two words."""
+    """Return the beginning that two texts share, up to its last complete word, so that no token spans prompt and completion."""
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same, and without a 'prompt' nothing is left of either")
     shared = os.path.commonprefix([chosen, rejected])
@@ -206,7 +207,7 @@ FORMS = (
 
 
 def form(names: Iterable[str]) -> str | None:
-    """Return the first form of conversation that matches a row with these keys; None if no form matches."""
+    """Return the key that decides how a row's conversation is read (FORMS); None without one. names: the row's keys."""
     names = set(names)
     for key in ("messages", "conversations"):
         if key in names:
@@ -218,7 +219,7 @@ def form(names: Iterable[str]) -> str | None:
 
 
 def conversation(row: dict[str, Any]) -> Conversation:
-    """Return the conversation of a row in any of the forms. Raises RowError.
+    """Return the conversation of a row in any form of FORMS. Raises RowError.
 
     If prompt and completion are both lists of messages, only the completion counts in the loss.
     """
@@ -253,7 +254,7 @@ def conversation(row: dict[str, Any]) -> Conversation:
 
 
 def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return `tools` and `chat_template_kwargs` of a row, which may be JSON text. Raises RowError."""
+    """Return (`tools`, `chat_template_kwargs`) of a row. Each may be JSON text in the row. Raises RowError."""
     tools, variables = (
         _json(row.get("tools") or None, "'tools'"),
         _json(row.get("chat_template_kwargs"), "'chat_template_kwargs'"),
@@ -269,7 +270,7 @@ def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, 
 
 
 def _json(value: Any, what: str) -> Any:
-    """Return the value of a JSON text, or any other value unchanged. Raises RowError, also for half of a surrogate pair."""
+    """Return the value of a JSON text, or any other value unchanged. Raises RowError for bad JSON or a lone surrogate."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -320,7 +321,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _counts(item: dict[str, Any], what: str) -> bool:
-    """Return whether a message may count in the loss, by axolotl's key `train` and OpenAI's key `weight`. Raises RowError."""
+    """Return False if the key `train` (axolotl) or `weight` (OpenAI) keeps a message from the loss. Raises RowError."""
     for key, rule in (("train", "true or false"), ("weight", "0 or 1")):
         value = item.get(key)
         if value is not None and not (isinstance(value, bool) if key == "train" else value in (0, 1)):
@@ -329,7 +330,7 @@ def _counts(item: dict[str, Any], what: str) -> bool:
 
 
 def _tool_call(call: Any, what: str) -> dict[str, Any]:
-    """Return a call of a function with its arguments as an object, as templates expect it. Raises RowError."""
+    """Return a tool call in the form of templates: its arguments are an object, not JSON text. Raises RowError."""
     function = call.get("function") or call if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"{what} has a tool call without the name of its function")

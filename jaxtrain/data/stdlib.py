@@ -1,4 +1,4 @@
-"""The embedded corpus: the source of the Python standard library on this machine. Real text, no download."""
+"""The corpus of data.source=stdlib: source code of the Python standard library on this machine."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ VALIDATION = 0.05
 
 
 def list_files() -> list[tuple[str, Path]]:
-    """Return (path relative to the library, path) of every module that is not empty, sorted."""
+    """Return (path relative to the library, path) of every module that is not empty and not in a SKIPPED folder, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -31,15 +31,15 @@ def list_files() -> list[tuple[str, Path]]:
 
 
 def is_validation(relative: str) -> bool:
-    """Return whether a file belongs to validation, by its path alone. So it stays in its split when the library changes."""
+    """Return whether a file belongs to validation, by its path alone. So a file stays in its split if its contents change."""
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
-    """Return the train and validation token files (bytes), made on first use.
+    """Return (training, validation): token files of the byte tokenizer, made on first use.
 
-    The name has a fingerprint of the Python version, the file format, the list of files and their sizes. Several processes may
-    make them at the same time: each writes its own temporary file, and the first that is complete gets the name.
+    A file's name has a fingerprint of the Python version, the file format, and the names and sizes of the modules. Several
+    processes may make a file at the same time: each writes a temporary file, and the first complete one gets the name.
     """
     data_dir = Path(data_dir).expanduser()
     files = list_files()

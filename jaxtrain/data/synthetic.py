@@ -1,8 +1,8 @@
 """Synthetic tokens that a model can learn, for tests and for runs that measure speed.
 
 256 symbols have one fixed random cyclic order. A document begins at a random symbol and continues with its own stride of 1 to 4
-in this order; one symbol in sixteen is replaced by a random one. So a model must first learn the order, then infer the stride
-from the context. A row is a pure function of (seed, row index), computed for all rows at once.
+in this order. One symbol in sixteen is replaced by a random symbol. So a model must first learn the order, then infer the
+stride from the context. A row is a pure function of (seed, row index). numpy computes all rows of a batch at once.
 """
 
 import numpy as np
@@ -17,14 +17,14 @@ _CIRCLE = np.random.Generator(np.random.PCG64(20)).permutation(SYMBOLS)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Return 64 well-mixed bits from a counter: splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    """Return 64 pseudorandom bits for each counter in x: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Synthetic:
-    """A source of rows with the interface of `windows.FileWindows`."""
+    """A source of synthetic rows. `name`, `windows` and `rows` are as in `windows.FileWindows`."""
 
     name = "synthetic"
     windows = ROWS
@@ -35,7 +35,10 @@ class Synthetic:
         self.documents = max(1, min(DOCUMENTS, max_segments, self.length // 8))
 
     def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, None]:
-        """Return tokens (R, T+1) of the rows, and (row, column) of each document's first token inside its row. No padding."""
+        """Return a `windows.Read`: tokens (R, T+1), then row and column of each start of a later document in a row.
+
+        The two None: every target counts in the loss, and no row has padding.
+        """
         R, n, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
         bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))

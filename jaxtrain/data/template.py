@@ -1,9 +1,9 @@
-"""Chat templates: write a conversation as text, find its control tokens and the parts that count in the loss.
+"""Chat templates: write a conversation as text, and find its control tokens and the parts that count in the loss.
 
-A template is Jinja2, run in a sandbox. The template may write control tokens, and the data may not. To distinguish them in the
-rendered text, a mark (a Unicode noncharacter) is put into each string of the data that could be read as a control token, or as
-the end or the beginning of one. The marks are removed after the text is cut at its control tokens. The text without marks must
-be the text that the template writes for the unmarked data, or the row is refused.
+A template is Jinja2, run in a sandbox. The template may write control tokens, and the data may not. So a mark (a Unicode
+noncharacter) is put into each string of the data that could be read as a control token, or as the end or beginning of one. The
+marks are removed after the rendered text is cut at its control tokens. If the text without marks differs from the text that the
+template writes for the unmarked data, the row is refused.
 """
 
 import datetime
@@ -39,7 +39,7 @@ BYTE_TEMPLATE = """{%- for message in messages -%}
 
 
 class RowError(ValueError):
-    """An error: a row cannot be read. The message has the reason, and the caller adds the file and the line."""
+    """An error: a row cannot be read. The message has the reason; the caller adds file and line to the message."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Conversation:
     """The data of a chat template.
 
     Attributes:
-      messages: with `role`, `content` and other keys that the template reads: `tool_calls`, `reasoning_content` and so on. An
+      messages: dicts with `role`, `content` and other keys of templates, such as `tool_calls` and `reasoning_content`. An
         assistant's message with `train` false does not count in the loss.
       tools: descriptions of functions, as JSON schemas; None if there are none.
       variables: further variables of the template, such as `enable_thinking`.
-      prompt: number of messages of the prompt. Assistant turns in it do not count.
+      prompt: number of messages of the prompt. Assistant turns in the prompt do not count in the loss.
     """
 
     messages: list[dict[str, Any]]
@@ -64,7 +64,7 @@ class Conversation:
         return replace(self, messages=self.messages[:count])
 
     def without(self, *keys: str) -> "Conversation":
-        """Return the conversation without some keys of its messages."""
+        """Return the conversation with these keys removed from all its messages."""
         return replace(self, messages=[{key: x for key, x in m.items() if key not in keys} for m in self.messages])
 
 
@@ -146,7 +146,7 @@ class ChatTemplate:
         self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
 
     def describe(self, loss: str) -> str:
-        """Return a line about the tokens that count in the loss. loss: one of LOSSES."""
+        """Return a line of text that names the tokens that count in the loss. loss: one of LOSSES."""
         turns, last = "answers and the tokens that end them", "the last answer and the token that ends it"
         if self.marks_turns:
             turns, last = "its {% generation %} blocks", "tokens of its last {% generation %} block"
@@ -177,10 +177,10 @@ class ChatTemplate:
         return guarded
 
     def _guard_all(self, value: Any, joins: bool) -> Any:
-        """Return data with marks in all its strings except roles.
+        """Return nested data with marks (`guard`) in all strings except roles.
 
-        joins: as in `guard`. If False, it still holds for strings below the keys TEXTS: templates compare only other strings,
-        such as types. It never holds for keys.
+        joins: passed to `guard` for the values. For values below the keys in TEXTS it is always True, because templates compare
+        only other strings, such as types. For keys it is always False.
         """
         if isinstance(value, str):
             return self.guard(value, joins)
@@ -192,7 +192,7 @@ class ChatTemplate:
         return [self._guard_all(item, joins) for item in value] if isinstance(value, list | tuple) else value
 
     def _guarded(self, talk: Conversation) -> tuple[Conversation, str]:
-        """Return the conversation with marks, and the text that the template writes for it. Raises RowError."""
+        """Return (the conversation with marks, its text by the template, with marks). Raises RowError."""
         for joins in (True, False):
             found = replace(
                 talk,
@@ -217,7 +217,8 @@ class ChatTemplate:
     def _check_written(self, talk: Conversation, plain: str) -> None:
         """Raise RowError if the template does not write the tools, the tool calls, or the thoughts of a conversation.
 
-        The check renders the conversation without each of these: the text must differ.
+        The check renders the conversation once without the tools, once without the calls, and once without the thoughts. Each
+        time the text must differ from the complete text.
 
         Args:
           plain: the text of the whole conversation.
@@ -249,13 +250,13 @@ class ChatTemplate:
         Assistant turns are the `{% generation %}` blocks of the template if it has such blocks. Otherwise turns are found by
         rendering:
 
-        - A turn is the text that its message adds to the earlier conversation with the generation prompt, up to and including
-          the control token that ends the turn.
+        - A turn is the text that the assistant's message adds to the earlier conversation with the generation prompt, up to and
+          including the control token that ends the turn.
         - A template may write earlier messages differently when more messages follow: some leave out earlier reasoning. Then a
           turn begins after each generation prompt in the text, and ends with the control token that ends an answer.
 
         Args:
-          loss: the turns that count (LOSSES).
+          loss: the turns that count in the loss (LOSSES).
 
         Raises:
           RowError: the template cannot write the conversation, it leaves out a part, or the turns cannot be found.
@@ -297,7 +298,7 @@ class ChatTemplate:
         return plain, self._cut(whole, spans)
 
     def _added_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
-        """Return the text that each assistant message adds to the text before it, as (begin, end)."""
+        """Return (begin, end) of each assistant turn in the text: the text that its message adds to the earlier messages."""
         spans = []
         for i, message in enumerate(talk.messages):
             if message["role"] != "assistant":
@@ -323,10 +324,11 @@ class ChatTemplate:
         return spans
 
     def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
-        """Return the text after each generation prompt, up to the control token that ends an answer, as (begin, end).
+        """Return (begin, end) of each assistant turn in the text: from a generation prompt to the token that ends the answer.
 
-        Returns [] if the turns are not certain. They are certain if the text has the generation prompt, or a beginning of it
-        that includes a control token, exactly once for each assistant message, and not before the first assistant message.
+        Return [] if the turns are not certain. Turns are certain under two conditions: the text has the generation prompt
+        exactly once for each assistant message, and not before the first assistant message. A beginning of the generation
+        prompt is enough if it includes a control token.
         """
         turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
         asked = talk.first(turns[0])
@@ -386,7 +388,7 @@ class ChatTemplate:
 
 
 def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
-    """Return a regular expression for control tokens, in their order. Group i + 1 is token i; matches may include spaces."""
+    """Return a regular expression for control tokens. Group i + 1 is token i; the match also has the spaces that it absorbs."""
     groups = [
         rf"{r'\s*' if token.lstrip else ''}({re.escape(token.text)}){r'\s*' if token.rstrip else ''}" for token in control
     ]
@@ -413,9 +415,9 @@ def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str) -> ChatTemplate:
-    """Return the template in `file`, or else in chat_template.jinja or tokenizer_config.json beside the tokenizer.json.
+    """Return the template in `file`; None: chat_template.jinja, or else tokenizer_config.json, beside the tokenizer.json.
 
-    Raises TokenizerError.
+    For the byte tokenizer None is BYTE_TEMPLATE. Raises TokenizerError if there is no template, or it cannot be read.
     """
     control = tokenizer.control_tokens()
     if spec == "byte":
@@ -444,7 +446,7 @@ def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str)
 
 
 def _settings(spec: str) -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json, {} if there is none."""
+    """Return the contents of tokenizer_config.json beside the tokenizer.json; {} if there is no such file."""
     data = read_beside(spec, "tokenizer_config.json")
     try:
         settings = json.loads(data or b"{}")

@@ -4,15 +4,15 @@
     tokens         uint16 or uint32, little-endian; each document begins with the tokenizer's own first token, if there is one
                    (with --chat: as the template writes the document), and ends with the end-of-text id
     padding        to a multiple of 8
-    loss           in files made with --chat: one bit a token, lowest bit first, set if the token counts as a target;
-                   padding to a multiple of 8
-    documents      int64 offsets into the tokens: the start of each document, then the end of the last
+    loss           in files made with --chat or --preference: one bit a token, lowest bit first, set if the token counts as
+                   a target; padding to a multiple of 8
+    documents      int64 offsets into the tokens: the start of each document, then the end of the last document
     checksums      uint32, the crc32 of each 16 KiB block of the file up to here; the first block excludes the preamble
     header         JSON: counts, tokenizer, sources, and the crc32 of the checksums
 
 The header comes last because the counts are complete only after the last document. The preamble is written after the header,
-and the file gets its name after that, so a file that was cut off is never read as complete. checked.py compares blocks with
-their checksums.
+and then the file gets its name. So a file that was cut off is never read as complete. checked.py compares blocks with their
+checksums.
 """
 
 import array
@@ -47,12 +47,12 @@ def _align(n: int) -> int:
 
 
 def loss_bytes(tokens: int) -> int:
-    """Return the number of bytes of the loss bits of `tokens` tokens, without padding."""
+    """Return the size in bytes of the loss bits of `tokens` tokens, without the padding to a multiple of 8 bytes."""
     return -(-tokens // 8)
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """Open an empty file for writing, locked against other processes. Contents that a killed process left are discarded."""
+    """Open a file for writing, empty and locked against other processes. Raises TokenFileError if another process has it."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "wb")
         try:
@@ -71,18 +71,16 @@ def open_locked(path: Path) -> BinaryIO:
 
 
 class TokenWriter:
-    """A writer of a token file: it streams documents, in constant memory.
+    """A writer of a token file: it streams documents to the disk, in almost constant memory.
 
-    Finish with `close` (`seal`, then `publish`), or with `abort`.
-
-    Writes `path + suffix` and renames that file when it is completely on the disk. As a context manager the writer closes, or
-    aborts on an exception.
+    Finish with `close` (`seal`, then `publish`), or with `abort`. At the end of a `with` block the writer closes; after an
+    exception it aborts. The file has the name `path + suffix` until it is completely on the disk.
 
     Args:
       tokenizer: the result of `tokenizer.info`.
-      sources: the inputs, for the header.
-      loss: the file has loss bits, and every `write` needs loss flags.
-      made: the dict `made` in the header.
+      sources: names of the inputs, for the header.
+      loss: whether the file has loss bits. If True, every `write` needs loss flags.
+      made: options that made the file, for the header.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class TokenWriter:
         self._offsets.write(struct.pack("<q", 0))
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Write bytes, and update the checksums of blocks."""
+        """Append bytes to the file, and update the checksums of its blocks."""
         self._file.write(data)
         view = memoryview(data).cast("B")
         while len(view):
@@ -137,9 +135,11 @@ class TokenWriter:
             self._put(data)
 
     def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """Write loss flags. first: the number of True flags on the first token of a document.
+        """Append loss flags, and add to the counts of the header. Without loss bits, do nothing.
 
-        num_bytes: bytes of the text of the tokens that count.
+        Args:
+          first: number of True flags on first tokens of documents.
+          num_bytes: bytes of the text of the tokens that count in the loss.
         """
         if self.loss is None:
             return
@@ -158,8 +158,8 @@ class TokenWriter:
         Args:
           ids: token ids, (N,).
           source_bytes: bytes of the text that the ids encode.
-          loss: bool (N,), whether each token counts as a target. Given if and only if the file has loss bits.
-          loss_bytes: bytes of the text of the tokens that count.
+          loss: bool (N,), whether each token counts as a target. None if and only if the file has no loss bits.
+          loss_bytes: bytes of the text of the tokens that count as targets.
         """
         found = np.asarray(ids)
         if (loss is None) != (self.loss is None) or (loss is not None and loss.shape != found.shape):
@@ -182,9 +182,9 @@ class TokenWriter:
         self.source_bytes += source_bytes
 
     def end_document(self, loss: bool = False, once: bool = False) -> None:
-        """Write the end-of-text id; with `once`, only if the document does not end with it already.
+        """End the current document with the end-of-text id. `once`: add no second one if the document already ends with it.
 
-        loss: whether the end-of-text token counts, in a file with loss bits.
+        loss: whether the added end-of-text token counts as a target, in a file with loss bits.
         """
         if not (once and self._ended):
             self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
@@ -196,7 +196,7 @@ class TokenWriter:
         self._offsets.write(struct.pack("<q", self.tokens))
 
     def append(self, file: "TokenFile") -> None:
-        """Append all documents of another file with the same tokenizer. Raises TokenFileError if that file is damaged."""
+        """Append all documents of another token file with the same tokenizer. Raises TokenFileError if `file` is damaged."""
         if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
         for first in range(0, file.header["tokens"], COPIED):
@@ -215,13 +215,13 @@ class TokenWriter:
         self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
-        """Write the complete file to the disk, then rename it to `path`. Returns the header."""
+        """Write the complete file to the disk, then rename it to `path`. Return the header."""
         header = self.seal()
         self.publish()
         return header
 
     def seal(self) -> dict[str, Any]:
-        """Write the complete file to the disk, still under the temporary name. Returns the header."""
+        """Write the complete file to the disk, still under the temporary name. Return the header."""
         self._put(bytes(_align(self.tokens * self.dtype.itemsize)))
         if self.loss is not None:
             self._loss.write(np.packbits(self._loss_rest, bitorder="little").tobytes())
@@ -259,7 +259,7 @@ class TokenWriter:
     def publish(self, keep: bool = False) -> None:
         """Rename the file from the temporary name to `path`, after `seal`.
 
-        keep: leave an existing file of that name, which other processes may be reading.
+        keep: if `path` exists, keep that file, which other processes may be reading, and delete this one.
         """
         try:
             if keep:
@@ -273,7 +273,7 @@ class TokenWriter:
         self._files.close()
 
     def abort(self) -> None:
-        """Remove the temporary file, also if closing fails because the disk is full."""
+        """Delete the temporary file, even if closing it fails because the disk is full."""
         try:
             self._files.close()
         finally:
@@ -295,7 +295,7 @@ class TokenFile:
     """An open token file: its header, and its arrays, memory-mapped (`Column`). Made by `TokenFile.open`.
 
     Attributes: `tokens` (tokens,), uint16 or uint32; `doc_offsets` (documents + 1,), int64; `loss_bits` (ceil(tokens / 8),),
-    uint8, None if every token counts.
+    uint8, None if every token counts as a target.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], blocks: Blocks):
@@ -335,7 +335,7 @@ class TokenFile:
 
 
 def layout(header: dict[str, Any]) -> dict[str, range]:
-    """Return the range of bytes of tokens, loss, documents and checksums, by these names."""
+    """Return name -> range of bytes in the file, for tokens, loss, documents and checksums."""
     sizes = {
         "tokens": header["tokens"] * np.dtype(header["dtype"]).itemsize,
         "loss": 0 if header["loss"] is None else loss_bytes(header["tokens"]),
@@ -373,7 +373,7 @@ def _header(file: OpenFile) -> dict[str, Any]:
 
 
 def verify(path: Path | str) -> list[str]:
-    """Read the complete file. Return its faults, a line each: damaged blocks, or else contradictions to the header."""
+    """Read the complete file. Return a line for each damaged block range; without damage, the result of `contradictions`."""
     path = Path(path).expanduser()
     try:
         file = TokenFile.open(path)

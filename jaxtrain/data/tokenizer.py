@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any Hugging Face `tokenizer.json`."""
+"""Convert text to token ids and back, by bytes or by any Hugging Face `tokenizer.json`."""
 
 import functools
 import hashlib
@@ -23,12 +23,12 @@ NOT_FETCHED = (
 
 
 class TokenizerError(ValueError):
-    """An error: a tokenizer cannot be loaded or used. The message has its name and a remedy."""
+    """An error: a tokenizer cannot be loaded or used. The message names the tokenizer and a remedy."""
 
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A token that only a template writes. lstrip, rstrip: the token absorbs white space before, or after, it."""
+    """A token that only a template writes. lstrip: it absorbs the white space before it; rstrip: the white space after it."""
 
     text: str
     id: int
@@ -42,7 +42,7 @@ class ByteTokenizer:
     Attributes (of every tokenizer):
       name: the spec from which the tokenizer was loaded.
       vocab_size: one more than the largest id.
-      bos: ids before every document of plain text; most tokenizers have one or none. A chat template writes its own.
+      bos: ids before every document of plain text, mostly one or none. Chat templates write the first tokens themselves.
       eot: the id that ends every document.
       sha256: hash of the tokenizer's definition. Equal hashes give equal ids.
     """
@@ -57,20 +57,20 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint16 array of ids per text. places: unused."""
+        """Return a uint16 array of ids for each text. `places` has no effect on bytes."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
-        """Return the end-of-text token, under the name that templates write."""
+        """Return the only control token, end-of-text, with the text that templates write for it."""
         return (ControlToken("<|endoftext|>", self.eot),)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text. Bytes that are not UTF-8 become U+FFFD; end-of-text ids are left out."""
+        """Return the text of the ids. Bytes that are not UTF-8 become U+FFFD; end-of-text ids are left out."""
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` run by the `tokenizers` package.
+    """A tokenizer defined by a `tokenizer.json`, run by the `tokenizers` package.
 
     Control tokens are never read from text: `</s>` in a corpus is encoded as ordinary characters.
     """
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         self.bos = self._find_bos(vocab)
 
     def _find_bos(self, vocab: dict[str, int]) -> tuple[int, ...]:
-        """Return the ids that the tokenizer's post-processor puts before a text, found with the first text that has a token."""
+        """Return the ids that the tokenizer's post-processor puts before a text, taken from an encoded example."""
         for text in ("a", *vocab):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
             own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
@@ -113,12 +113,11 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint32 array per text; the package uses all cores.
+        """Return a uint32 array of ids for each text. The package uses all cores.
 
         Args:
-          places: the place of each text: start (of a document), after (a control token), or inner (after other text). The ids
-            are those that the package gives for the whole document, except that no token spans two texts. (): all texts are at
-            the start.
+          places: the place of each text: start (of a document), after (a control token), or inner (after other text). Then the
+            ids are those of the complete document, except that no token spans two texts. (): all texts are at the start.
         """
         out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
         for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():
@@ -130,7 +129,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _placed(self) -> dict[str, Any]:
-        """Return a tokenizer for each place in `encode_batch`. Some tokenizers put a space before texts at some places only."""
+        """Return place -> tokenizer, for `encode_batch`. Some tokenizers put a space before a text at some places only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
@@ -162,7 +161,8 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
     """Return a part of a tokenizer.json, changed so that the tokenizer puts no space before a text.
 
-    Only the values in `schemes` of `prepend_scheme` change; with `everywhere`, also all other settings that put a space.
+    A `prepend_scheme` with a value in `schemes` becomes "never". With `everywhere`, all other settings that put a space change
+    too.
     """
     if isinstance(part, list):
         return [_without_prefix(p, schemes, everywhere) for p in part]
@@ -184,7 +184,7 @@ def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = Fals
 def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str] = ()) -> int:
     """Return the id of the token that ends a document: the token `eot`, or else the first of EOT_NAMES in the vocabulary.
 
-    Control tokens go before other tokens: in the vocabulary of Gemma, `</s>` is an ordinary token for HTML.
+    Names of control tokens are tried first: in the vocabulary of Gemma, `</s>` is an ordinary token for HTML.
     """
     if eot:
         if eot not in vocab:
@@ -208,7 +208,7 @@ def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
 
 
 def local_path(spec: str, file: str = "") -> Path:
-    """Return the path of the tokenizer.json of a local `spec`, or of another file of its folder. Raises OSError."""
+    """Return the path of the tokenizer.json of a local `spec`, or of `file` in the same folder. Raises OSError."""
     path = Path(spec).expanduser()
     if file or path.is_dir():
         path = (path if path.is_dir() else path.parent) / (file or DEFINITION)
@@ -216,9 +216,9 @@ def local_path(spec: str, file: str = "") -> Path:
 
 
 def read_beside(spec: str, file: str = "") -> bytes | None:
-    """Return the bytes of the tokenizer.json of `spec`, or of another file of its folder, local or from the hub.
+    """Return the bytes of the tokenizer.json of `spec`, local or from the hub. file: another file of the same folder.
 
-    Returns None if there is no such file. Raises TokenizerError if the hub fails, or if the file cannot be read.
+    Return None if there is no such file. Raises TokenizerError if the hub fails, or if the file cannot be read.
     """
     if not spec.startswith("hf:"):
         try:
@@ -242,7 +242,7 @@ def read_beside(spec: str, file: str = "") -> bytes | None:
 
 
 def read_definition(spec: str) -> bytes:
-    """Return the bytes of a tokenizer.json. Raises TokenizerError."""
+    """Return the bytes of the tokenizer.json of `spec`. Raises TokenizerError if it cannot be read."""
     found = read_beside(spec)
     if found is None and spec.startswith("hf:"):
         raise TokenizerError(f"tokenizer {spec!r}: {DEFINITION} {NOT_FETCHED}")
@@ -265,15 +265,15 @@ def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
 
 
 def info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the attributes of a tokenizer that token files and receipts record."""
+    """Return name, sha256, vocab_size and eot of a tokenizer, which token files and receipts record."""
     return {k: getattr(tokenizer, k) for k in ("name", "sha256", "vocab_size", "eot")}
 
 
 def differs(spec: str, recorded: dict[str, Any]) -> str:
-    """Return how the tokenizer `spec` differs from the tokenizer in a token file's header; "" if they are equal. No network.
+    """Return how the tokenizer `spec` differs from the tokenizer in a token file's header; "" if they are equal.
 
-    An `hf:NAME` that is not on this machine is compared by name alone: nodes of a cluster often have no network, and
-    training needs only the ids.
+    No network is used, since nodes of a cluster often have none. An `hf:NAME` that is not on this machine is compared by name
+    alone, since training needs only the ids.
     """
     if spec == "byte":
         sha256 = ByteTokenizer.sha256

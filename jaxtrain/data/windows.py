@@ -1,8 +1,8 @@
 """Rows of a token file, and their conversion to a batch: segments, positions, weights.
 
-A file without loss bits is one long text, cut into windows (`FileWindows`). A file with loss bits has conversations, and an
-answer needs its prompt: the rows are filled with whole conversations (`PackedRows`). With data.packing=best_fit all rows are
-filled with whole documents.
+A file without loss bits is one long text, cut into windows (`FileWindows`); with data.packing=best_fit its rows are filled with
+whole documents (`PackedRows`). A file with loss bits has conversations or pairs. An answer needs its prompt, so the rows are
+filled with whole conversations (`PackedRows`) or whole pairs (`PairRows`).
 """
 
 import functools
@@ -26,7 +26,7 @@ class FileWindows:
     """The windows of a token file without loss bits. `rows` raises TokenFileError if a block that it reads is damaged."""
 
     def __init__(self, file: TokenFile, seq_len: int):
-        """Check the blocks of the documents' offsets once. The offsets stay on the disk, memory-mapped."""
+        """Compare the blocks of the documents' offsets with their checksums. The offsets stay on the disk, memory-mapped."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
@@ -52,7 +52,7 @@ class FileWindows:
         return self._tokens_WS[index_R], row, self._starts[nth] - begin_R[row], None, None
 
     def borders(self, max_segments: int) -> tuple[int, int]:
-        """Return (most documents in a window, tokens that `max_segments` masks); see the module's function `borders`."""
+        """Return (largest number of documents in a window, tokens that `max_segments` masks), by `windows.borders`."""
         return borders(self._starts, self.windows, self.seq_len, max_segments)
 
 
@@ -60,18 +60,18 @@ class PackedRows:
     """Rows of whole documents (`pack`). `rows` checks the bytes that it reads, and raises TokenFileError for a damaged file.
 
     Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens. So rows are a function of file,
-    length and seed, and every document of at most T + 1 tokens is in one row. Every epoch is another order of these rows:
-    packing the whole file once leaves less padding than packing a shuffled window of documents, and the number of a row is
-    enough to resume.
+    T, max_segments and seed, and every document of at most T + 1 tokens is in one row. Every epoch reads these rows in another
+    order. Packing the whole file once leaves less padding than packing a shuffled part of it, and a row's number is enough to
+    resume.
 
-    A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens, the last one shorter, where each
-    piece begins with the last target of the previous one: every token is a target once. A conversation (in files with loss
-    bits) ends with its last turn that fits; a first turn that does not fit is cut where the row ends. `truncated` counts these
-    conversations, `truncated_tokens` the tokens that they lose.
+    A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens (the last piece may be shorter).
+    Each piece begins with the last target of the previous piece, so every token is a target once. A conversation (in files
+    with loss bits) is cut after its last turn that fits. A first turn that does not fit is cut where the row ends. `truncated`
+    counts these conversations, `truncated_tokens` the tokens that were cut off.
     """
 
     def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
-        """Read the documents' offsets once, and keep 12 bytes a document. max_segments: most documents in a row; None: any."""
+        """Pack the file. 12 bytes a document stay in memory. max_segments: largest number of documents in a row; None: any."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
@@ -90,7 +90,7 @@ class PackedRows:
         self._fill(begin[:, None], length[:, None], max_segments, seed)
 
     def _fill(self, begin_NG: np.ndarray, length_NG: np.ndarray, max_segments: int | None, seed: int) -> np.ndarray:
-        """Pack N groups of G documents; a group stays in one row. Return the groups' numbers in the order of the rows, (N,)."""
+        """Pack N groups of G documents, each group into one row. Return the groups' indices in the order of the rows, (N,)."""
         N, G = length_NG.shape
         length_N = length_NG.sum(1)
         key = mix(np.asarray([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
@@ -132,15 +132,15 @@ class PairRows(PackedRows):
     Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member of its pair p. Pairs of equal length are shuffled
     by `seed` before they are packed.
 
-    A pair of more than T + 1 tokens is left out: `left_out` counts these pairs. If a completion were cut, the loss would
-    compare texts that no preference was given for.
+    A pair of more than T + 1 tokens is left out: `left_out` counts these pairs. A preference holds for complete texts, so no
+    completion is cut.
 
     Attributes:
-      longest: tokens of the longest pair.
+      longest: number of tokens of the longest pair.
     """
 
     def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
-        """Read the documents' offsets once, and keep 32 bytes a pair. max_segments: most documents in a row; None: any."""
+        """Pack the file. 32 bytes a pair stay in memory. max_segments: largest number of documents in a row; None: any."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
@@ -154,7 +154,7 @@ class PairRows(PackedRows):
         self._pair = fits_N[self._fill(begin_N2[fits_N], length_N2[fits_N], max_segments, seed)]
 
     def documents_of(self, row: int) -> np.ndarray:
-        """Return the file's numbers of a row's documents, in the order of the row's segments."""
+        """Return the numbers in the file of a row's documents, in the order of the row's segments."""
         pair = self._pair[self._first[row] // 2 : self._first[row + 1] // 2]
         return (2 * pair[:, None] + np.arange(2)).ravel()
 
@@ -162,7 +162,7 @@ class PairRows(PackedRows):
 def open_windows(
     file: TokenFile, seq_len: int, max_segments: int | None, seed: int, packing: str = "documents"
 ) -> FileWindows | PackedRows:
-    """Return the rows of a token file for `data.packing`. Pairs and conversations (with loss bits) are always packed whole."""
+    """Return the rows of a token file. A file with loss bits (conversations or pairs) is packed whole for every `packing`."""
     if file.loss_bits is None and packing != "best_fit":
         return FileWindows(file, seq_len)
     return (PairRows if file.pairs else PackedRows)(file, seq_len, max_segments, seed)
@@ -172,7 +172,10 @@ Windows = FileWindows | PackedRows | Synthetic  # numbered rows of T + 1 tokens
 
 
 def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (begin, length) of pieces of at most seq_len + 1 tokens, which overlap by one token, in the order of the text."""
+    """Cut documents (begin, length) into pieces of at most seq_len + 1 tokens. Return (begin, length) of the pieces, in order.
+
+    Successive pieces of a document overlap by one token.
+    """
     pieces_N = np.maximum(1, -(-(length_N - 1) // seq_len))
     number = np.arange(pieces_N.sum()) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)  # of a piece in its document
     begin, rest = (np.repeat(x_N, pieces_N) + sign * number * seq_len for x_N, sign in ((begin_N, 1), (length_N, -1)))
@@ -180,10 +183,10 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
 
 
 def whole_turns(flags: np.ndarray) -> int:
-    """Return the number of tokens to keep from the beginning of a conversation that is longer than a row.
+    """Return the number of tokens of a conversation longer than a row that are kept from its beginning.
 
-    An answer ends at its last token with a loss flag. If no answer ends within the row, the conversation fills the row. If no
-    target in the row has a flag, the conversation is left out (0).
+    An answer ends at its last token with a loss flag. The tokens up to the last end of an answer in the row are kept. If no
+    answer ends in the row, the conversation fills the row. If no target in the row has a flag, no token is kept.
 
     flags: loss flags of the tokens that fit into a row, and of the next token.
     """
@@ -195,13 +198,13 @@ def whole_turns(flags: np.ndarray) -> int:
 
 
 def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
-    """Return the row of each item, int64 (N,): by best fit, or evenly if that needs fewer rows.
+    """Return the row of each item, int64 (N,): by `pack_best_fit`, or by `pack_evenly` if that needs fewer rows.
 
-    Best fit puts items of similar lengths into one row. If rows of short items then reach `most`, they are not full, and an
-    equal mix of short and long items in each row needs fewer rows.
+    Best fit puts items of similar lengths into one row. Rows of short items may then reach `most` items before they are full.
+    In this case an equal mix of short and long items in each row needs fewer rows.
 
     Args:
-      length_N: 1 to `size` tokens each.
+      length_N: number of tokens of each item, 1 to `size`.
       size: tokens of a row.
       most: largest number of items in a row; None for any number.
     """
@@ -219,9 +222,13 @@ def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray
 
 
 def pack_evenly(length_N: np.ndarray, size: int, most: int, rows: int) -> np.ndarray | None:
-    """Return the row of each item, int64 (N,), with `rows` rows; None if an item does not fit.
+    """Return the row of each item, int64 (N,), packed into `rows` rows; None if some item fits into no row.
 
-    The longest items come first, each into the row with the fewest tokens (LPT, Graham 1969). Other arguments: as in `pack`.
+    The longest items come first, each into the row with the fewest tokens (LPT, Graham 1969).
+
+    Args:
+      rows: number of rows.
+      length_N, size, most: as in `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     open_rows = [(0, row, 0) for row in range(rows)]  # a heap of (tokens, row, items)
@@ -239,11 +246,11 @@ def pack_evenly(length_N: np.ndarray, size: int, most: int, rows: int) -> np.nda
 
 
 def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
-    """Return the row of each item, int64 (N,), by best fit: the longest items first, each into the fullest row that fits it.
+    """Return the row of each item, int64 (N,), by best fit decreasing: longest first, each into the fullest row that has space.
 
-    Items of one length, and rows with one amount of free space, are handled together, so the time grows with the number of
-    different lengths. Best fit decreasing is within 22% of the fewest rows in theory (Johnson et al. 1974). The arguments are
-    as in `pack`.
+    Items of equal length, and rows with equally many free tokens, are handled together. So the time grows with the number of
+    different lengths. Best fit decreasing needs at most 22% more rows than the optimum (Johnson et al. 1974), for large numbers
+    of items. The arguments are as in `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     by_length = np.argsort(-length_N, kind="stable")
@@ -282,7 +289,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Return the number of windows of seq_len inputs. Each window needs one more token, its last target."""
+    """Return the number of windows of seq_len inputs in `tokens` tokens. The last target of a window is one token more."""
     return max(0, (tokens - 1) // seq_len)
 
 
@@ -297,8 +304,8 @@ def make_batch(
 ) -> dict[str, np.ndarray]:
     """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
 
-    Documents beyond `max_segments` in a row are masked like padding: segment 0, position 0, weight 0. Work is per document,
-    not per token, except for one `np.repeat` and one subtraction. masks_documents: False if each row is one segment.
+    Documents beyond `max_segments` in a row are masked like padding: segment 0, position 0, weight 0. The time is
+    mostly per document, not per token. masks_documents: if False, each row is one segment.
     """
     R, T = tokens_RS.shape[0], tokens_RS.shape[1] - 1
     weights_RT = np.ones((R, T), np.float32) if loss_RT is None else loss_RT.astype(np.float32)
@@ -338,7 +345,7 @@ def make_batch(
 
 @functools.lru_cache(maxsize=8)
 def _columns(R: int, T: int) -> np.ndarray:
-    """Return 0, 1, ..., R * T - 1, int32 (R * T,)."""
+    """Return 0, 1, ..., R * T - 1, int32 (R * T,): the index of each token in a flattened batch."""
     return np.arange(R * T, dtype=np.int32)
 
 
@@ -347,8 +354,9 @@ def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -
 
     A document that spans several windows counts in each window. The first number is at least 1.
 
-    starts: the starts of all documents, sorted; those after the last window are ignored. The starts of WINDOWS windows are
-    read at a time.
+    Args:
+      starts: the starts of all documents, sorted. Starts after the last window are ignored. To save memory, the starts of
+        WINDOWS windows are read at a time.
     """
     most, masked = 1, 0
     for first in range(0, windows, WINDOWS):

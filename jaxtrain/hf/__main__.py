@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.hf`: Hugging Face checkpoints in and out, their logits, and the published sizes."""
+"""`python -m jaxtrain.hf`: import and export of Hugging Face checkpoints, their logits, and the published sizes."""
 
 import argparse
 import dataclasses
@@ -36,19 +36,19 @@ PYTHON = "JAXTRAIN_REFERENCE_PYTHON"
 
 
 def size(text: str) -> str:
-    """Return a size such as 5GB, as huggingface_hub reads it."""
+    """Return the text of a size such as 5GB, after a check that huggingface_hub can parse it."""
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number with KB, MB, GB or TB, as 5GB")
     return text
 
 
 def path(text: str) -> Path:
-    """Return a path. Expand ~, which shells leave in --out=~/x."""
+    """Return a path with ~ expanded, because shells do not expand the ~ in --out=~/x."""
     return Path(text).expanduser()
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Return (key, value) of a setting of config.json such as rope_theta=10000.0."""
+    """Return (key, value) of a setting of config.json such as rope_theta=10000.0. A value that is not JSON is text."""
     key, given, value = text.partition("=")
     if not given:
         raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as rope_theta=10000.0")
@@ -59,7 +59,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `python -m jaxtrain.hf`."""
+    """Return the argument parser of `python -m jaxtrain.hf`."""
     top = ArgumentParser(
         spelled("python -m jaxtrain.hf"),
         description="Hugging Face checkpoints in and out.",
@@ -200,7 +200,7 @@ def run_logits(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Compare a checkpoint's logits with the logits of transformers. Return the exit code, 1 if they differ."""
+    """Compare a checkpoint's logits with those of transformers. Return 1 if they differ by more than --tolerance, else 0."""
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
@@ -256,7 +256,10 @@ def run_presets(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0; 1: `check` found a difference, or the disk failed; 2: wrong input, nothing was written."""
+    """Run the command and return its exit code.
+
+    0: success. 1: `check` found a difference, or the disk failed. 2: wrong command or input, nothing was written.
+    """
     args = parser().parse_args(argv)
 
     def act() -> int:

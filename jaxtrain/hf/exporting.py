@@ -1,4 +1,4 @@
-"""A checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
+"""Export a checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,7 @@ Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
 
 def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """Return config.json of a model. Raises HuggingFaceError if the family's format cannot represent the model.
+    """Return config.json of a model as a dict. Raises HuggingFaceError if the family's format cannot represent the model.
 
     Args:
         run: the config of the model's run.
@@ -81,7 +81,7 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
 
 
 def longest(run: RunConfig) -> int:
-    """Return the larger data.seq_len of this run and of its init.from, the run or model with its first weights."""
+    """Return max_position_embeddings of an export: the larger data.seq_len of this run and of the run or model `init.from`."""
     with contextlib.suppress(CheckpointError, HuggingFaceError):  # those weights may be deleted by now
         if run.init.from_:
             return max(run.data.seq_len, open_origin(run.init.from_).meta["config"]["data"]["seq_len"])
@@ -89,7 +89,10 @@ def longest(run: RunConfig) -> int:
 
 
 def in_force(m: config.Model) -> config.Model:
-    """Return the model with defaults for settings without effect, and with the values that 0 and "" select."""
+    """Return an equivalent model that can be compared with others: settings without effect have their defaults.
+
+    Settings of 0 or "" that stand for a computed value have that value.
+    """
     default, local = config.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
@@ -120,22 +123,23 @@ def export(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write config.json, generation_config.json, safetensors files and the tokenizer's files to a folder.
+    """Write a checkpoint as config.json, generation_config.json, safetensors files and the tokenizer's files to a folder.
 
-    The folder gets its name when it is complete.
+    The folder has the name OUT.partial until it is complete.
 
     Args:
         path: a run's folder, or one of its checkpoints.
         out: the folder to write.
-        dtype: dtype of the tensors: f32 | bf16 | auto, the dtype of the stored matrices.
-        shard_size: most bytes of a safetensors file, such as 5GB. Host memory needs the tensors of one file.
-        tokenizer: a folder or file; "": the run's tokenizer.
-        base: the folder of the adapters' base, if it was moved.
-        force: replace an existing folder. The old folder has the name OUT.replaced until the new folder has its name.
+        dtype: dtype of the tensors: f32 | bf16 | auto, which is bf16 if all stored matrices are bfloat16, else f32.
+        shard_size: largest size of a safetensors file, such as 5GB. The tensors of one file must fit into host memory.
+        tokenizer: folder or tokenizer.json of the tokenizer; "": the run's tokenizer.
+        base: for a run with adapters, the folder of their base model, if it was moved; "": its path in the checkpoint.
+        force: replace an existing folder after the new one is complete. If the process is killed meanwhile, the old folder may
+            have the name OUT.replaced.
         say: called with each line of the report.
 
     Raises:
-        HuggingFaceError, CheckpointError: before anything is written.
+        HuggingFaceError, CheckpointError: the checkpoint cannot be exported. `out` is unchanged.
     """
     source = open_origin(path)
     run = source.run()
@@ -220,7 +224,7 @@ def write_tensors(
 ) -> int:
     """Write the safetensors files and, if there are several, their index. Return the number of files.
 
-    Host memory needs the tensors of one file. An array of experts in two files is read twice.
+    The tensors of one file must fit into host memory. An array of experts whose tensors are in two files is read twice.
     """
     places: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
@@ -253,7 +257,7 @@ def write_tensors(
 def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
     """Return a reader of a run's weights with its adapters merged into the base.
 
-    Device memory needs base and adapters. wide: read base and adapters in float32.
+    Base and adapters must fit into device memory. wide: read both in float32.
     """
     run = dataclasses.replace(run, precision="f32") if wide else run
     params = read_params(source, run, *placed(run), base)
@@ -273,7 +277,7 @@ def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
 
 
 def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Yield weights in their stored dtypes. Arrays are read together until they have AT_ONCE bytes."""
+    """Yield (entry, array in its stored dtype) of all wanted tensors. At least AT_ONCE bytes are read at a time."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU

@@ -1,4 +1,4 @@
-"""A folder with a Hugging Face model: config.json, safetensors files, the tokenizer's files. No jax."""
+"""A folder with a Hugging Face model: config.json, safetensors files, the tokenizer's files. Imports no jax."""
 
 import contextlib
 import dataclasses
@@ -49,18 +49,18 @@ class Stored:
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """Return the dtype of the tensor after reading: bfloat16 for FP8 with scales."""
+        """Return the dtype of the tensor after reading: bfloat16 for a tensor in FP8, otherwise its dtype in the file."""
         return DTYPES["BF16"] if self.scale else self.dtype
 
     @property
     def bytes(self) -> int:
-        """Return the size of the tensor's data in the file, in bytes; for MXFP4, of the unpacked tensor."""
+        """Return the size of the tensor's data in the file, in bytes; for MXFP4, the size of the unpacked tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed(Stored):
-    """A tensor in MXFP4. Its dtype and shape are those of the unpacked array (hf/mxfp4.py)."""
+    """A tensor in MXFP4, stored as blocks and scales. `dtype` and `shape` are those of the unpacked array (hf/mxfp4.py)."""
 
     blocks: Stored
     scales: Stored
@@ -68,7 +68,7 @@ class Packed(Stored):
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A model's folder."""
+    """A folder with a Hugging Face model, and the model as jaxtrain's config."""
 
     path: Path
     settings: Mapping[str, Any]  # config.json
@@ -76,7 +76,7 @@ class Folder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Return the tensors by name, without reading them. Raises HuggingFaceError for files that are missing or damaged."""
+        """Return the tensors' descriptions by name. Raises HuggingFaceError for files that are missing or damaged."""
         return with_packed(with_scales(list_tensors(self.path), self.path))
 
     @property
@@ -85,7 +85,7 @@ class Folder:
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "auto") -> RunConfig:
-        """Return the config of a run with this model and its tokenizer. dtype: dtype of the weights; auto: as stored."""
+        """Return the config of a run with this model and tokenizer. dtype: f32 | bf16 | auto (`self.dtype` of all tensors)."""
         dtype = self.dtype(self.tensors) if dtype == "auto" else dtype
         tree = config.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
@@ -106,11 +106,11 @@ class Folder:
         return longest if isinstance(longest, int) else 0
 
     def dtype(self, names: Iterable[str]) -> str:
-        """Return the smaller dtype that represents these tensors without rounding: bf16 | f32."""
+        """Return bf16 if all these tensors are bfloat16 after reading, else f32, so that no tensor is rounded."""
         return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor as stored; FP8 is multiplied by its scales and rounded to bfloat16, MXFP4 is unpacked to bfloat16.
+        """Return a tensor as stored. FP8 is multiplied by its scales and rounded to bfloat16. MXFP4 is unpacked to bfloat16.
 
         Raises HuggingFaceError if the file ends early.
         """
@@ -122,7 +122,7 @@ class Folder:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return (rows, columns) of a block of tensors in FP8. Raises HuggingFaceError if config.json has no block size."""
+        """Return (rows, columns) of the blocks that share a scale in FP8. Raises HuggingFaceError if config.json lacks them."""
         given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
         if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
             rule = "weight_block_size must be the rows and columns of a block"
@@ -158,7 +158,7 @@ def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is hf:NAME, or a Hugging Face model's folder. A run's config.json has no model_type."""
+    """Return whether a path is hf:NAME, or a folder whose config.json has model_type: a Hugging Face model's, not a run's."""
     if os.fspath(path).startswith("hf:"):
         return True
     try:
@@ -169,7 +169,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(name: str) -> Path:
-    """Return the folder of a local path, or of a model's name in the hub's cache on this machine. Raises HuggingFaceError."""
+    """Return a model's folder, by its path or by its name in the hub's cache on this machine. Raises HuggingFaceError."""
     path = Path(name.removeprefix("hf:")).expanduser()
     if not name.startswith("hf:") and path.is_dir():
         return path
@@ -190,11 +190,11 @@ def locate(name: str) -> Path:
 
 
 def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Folder:
-    """Return a model's folder.
+    """Open a model's folder.
 
     Args:
-        name: a folder, or a model's name in the hub's cache.
-        changes: keys of config.json to replace.
+        name: path of the folder, or the model's name in the hub's cache.
+        changes: keys of config.json to add or replace.
 
     Raises:
         HuggingFaceError: config.json is missing or damaged, or jaxtrain does not support the model.
@@ -211,7 +211,7 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return config.json of a folder."""
+    """Return the contents of a folder's config.json. Raises HuggingFaceError if it cannot be read."""
     try:
         found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -249,7 +249,7 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
 
 
 def list_tensors(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a folder's safetensors files by name, after a check of the files' lengths and of the index."""
+    """Return the tensors of a folder's safetensors files by name. Raises HuggingFaceError for a damaged file or wrong index."""
     if (path / INDEX).exists():
         try:
             named = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].items())
@@ -284,7 +284,7 @@ def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
 
 
 def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Return a matrix times the scale of each of its blocks, in bfloat16: multiplied in float32 and rounded once.
+    """Return a matrix in bfloat16, each block multiplied by its scale in float32 and rounded once.
 
     Raises HuggingFaceError unless there is one scale for each block.
     """
@@ -300,7 +300,7 @@ def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarr
 def list_file(file: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file by name.
 
-    The file has eight bytes with the length of a header, the header in JSON, and the data.
+    The file begins with the length of its header (eight bytes) and the header (JSON). The data follows.
     """
     try:
         length = file.stat().st_size
@@ -333,10 +333,10 @@ def list_file(file: Path) -> dict[str, Stored]:
 def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConfig:
     """Return the config in a step's meta.json. step: the step's folder.
 
-    A relative `data.tokenizer`, as an imported model has, is resolved within the run's folder.
+    An imported model has a relative `data.tokenizer`. It becomes a path in the run's folder.
 
     Raises:
-        HuggingFaceError: the config is not one of this version.
+        HuggingFaceError: this version of jaxtrain does not support the config.
     """
     run, problems = config.resolve(meta["config"])
     if problems:
@@ -352,7 +352,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         path: a Hugging Face folder, hf:NAME, a run's folder, or one of its checkpoints. No tensor is read.
 
     Raises:
-        HuggingFaceError, CheckpointError: `path` has no model, or its config is not one of this version.
+        HuggingFaceError, CheckpointError: `path` has no model, or this version of jaxtrain does not support its config.
     """
     if is_folder(path):
         run = open_folder(path).run("f32")
@@ -367,7 +367,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of TOKENIZER and GENERATION that are in a folder."""
+    """Copy the tokenizer's files (TOKENIZER) and generation_config.json to `target`, those that `source` has."""
     target.mkdir(parents=True, exist_ok=True)
     for name in (*TOKENIZER, GENERATION):
         if (source / name).is_file():
@@ -377,7 +377,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def write_tokenizer(spec: str, eot: int, target: Path) -> None:
     """Write the files of the tokenizer that `load_tokenizer(spec)` loads, so that transformers gives the same ids.
 
-    Without tokenizer_config.json, transformers would choose a tokenizer by the model's type and add its tokens.
+    Without tokenizer_config.json, transformers would choose a tokenizer by model_type and add the tokens of that tokenizer.
     """
     if spec == "byte":
         return write_byte_tokenizer(target)
@@ -396,7 +396,7 @@ def write_tokenizer(spec: str, eot: int, target: Path) -> None:
 
 
 def write_byte_tokenizer(target: Path) -> None:
-    """Write jaxtrain's byte tokenizer as a tokenizer.json with the same ids, and the chat template of its training data."""
+    """Write jaxtrain's byte tokenizer as a tokenizer.json with the same ids, and its chat template (BYTE_TEMPLATE)."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -421,5 +421,5 @@ def write_byte_tokenizer(target: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file in the style of transformers."""
+    """Write a JSON file with the indentation that transformers uses."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder onto devices, as a run's first weights or as a checkpoint of jaxtrain.
+"""Read weights of a Hugging Face folder onto devices, as a run's first weights or as a checkpoint of jaxtrain.
 
 Tensors are read one after the other. Host memory has the current tensor and the next tensor, which a thread reads meanwhile.
-The experts of a layer are one array here and many tensors in the folder, which are read together.
+The experts of a layer are one array in jaxtrain, and often one tensor each in the folder. These tensors are read together.
 """
 
 import concurrent.futures
@@ -45,12 +45,12 @@ class Origin:
     """The weights of a model: a step of a run, or a Hugging Face folder. No tensor is read yet.
 
     Attributes:
-        name: the weights' name in log lines.
+        name: a name of the weights for log lines.
         path: the folder of the step, or the Hugging Face folder.
         hugging_face: whether the weights are in a Hugging Face folder.
         step: the step; 0 for a Hugging Face folder.
         meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
-        stored: shape and dtype of every tensor, by the names of checkpoints.
+        stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
     """
 
@@ -68,12 +68,12 @@ class Origin:
         return "base" in self.meta
 
     def run(self) -> RunConfig:
-        """Return the config of the weights' run. Raises HuggingFaceError for a config of another version."""
+        """Return the config of the weights' run. Raises HuggingFaceError if this version does not support that config."""
         return stored_run(self.meta, self.path)
 
 
 def open_origin(path: str) -> Origin:
-    """Return the weights of a run's folder, one of its checkpoints, a Hugging Face folder, or hf:NAME in the hub's cache.
+    """Open the weights of a run (its newest checkpoint), a checkpoint, a Hugging Face folder, or hf:NAME in the hub's cache.
 
     Raises CheckpointError or HuggingFaceError if the weights cannot be read.
     """
@@ -94,7 +94,7 @@ def open_origin(path: str) -> Origin:
 
 
 def came_from(folder: Folder) -> dict[str, Any]:
-    """Return the part of meta.json that names the Hugging Face folder of an import."""
+    """Return the entry `hugging_face` of meta.json, with the path and the config.json of an imported folder."""
     return {"hugging_face": {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}}
 
 
@@ -102,7 +102,7 @@ def came_from(folder: Folder) -> dict[str, Any]:
 
 
 def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors of a folder's model, and the unused tensors with reasons. Raises HuggingFaceError for a misfit."""
+    """Return (jaxtrain's name -> entry, unused tensor -> reason) of a folder. Raises HuggingFaceError for a wrong tensor."""
     shapes = {name: stored.shape for name, stored in folder.tensors.items()}
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
@@ -125,9 +125,9 @@ def load(
 
     Args:
         folder: an opened folder.
-        found: the tensors of its model, from `matched`.
+        found: the entries of the folder's model, from `matched`.
         wanted: shape, dtype and sharding of each array, by jaxtrain's names.
-        progress: called with the name and the bytes of each tensor that is on the devices.
+        progress: called with name and bytes of each tensor, when it is on the devices.
 
     Raises:
         HuggingFaceError: a tensor is missing, has another shape, or differs from its copy.
@@ -166,10 +166,10 @@ def load(
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
-    """Return a sharding over all devices along the first dimension that their number divides, else replicated.
+    """Return a sharding over all devices, along the first dimension that is a multiple of their number; else replicated.
 
-    A dimension with one element per device, such as experts, is the last choice: a save copies such shards in host memory
-    first.
+    A dimension with one element per device, such as experts, is used only if no other fits. A save would first copy such
+    shards in host memory.
     """
     mesh = jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
     even = [i for i, size in enumerate(shape) if size % len(devices) == 0]
@@ -183,11 +183,11 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     Args:
         folder: an opened folder.
         out: the run's folder to make.
-        dtype: dtype of the weights: f32 | bf16 | auto, the smaller that represents all tensors without rounding.
+        dtype: dtype of the weights: f32 | bf16 | auto, which is bf16 if all tensors are bfloat16, else f32.
         say: called with each line of the report.
 
     Raises:
-        HuggingFaceError: before anything is written.
+        HuggingFaceError: the folder cannot be imported, and nothing is written.
     """
     check_new(out)
     found, unused = matched(folder)
@@ -232,7 +232,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
 
 def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
-    """Write the folder of a run with a checkpoint of step 0. more: further keys of meta.json."""
+    """Write a run's folder, with config.json and a checkpoint of step 0. more: further keys of the checkpoint's meta.json."""
     plain = config.to_dict(run)
     meta = {
         "config": plain,
@@ -250,7 +250,7 @@ def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -
 
 
 def check_new(out: Path) -> None:
-    """Raise HuggingFaceError if a folder to write is not empty."""
+    """Raise HuggingFaceError if the folder `out` exists and is not empty."""
     if out.exists() and any(out.iterdir()):
         raise HuggingFaceError(f"{out}: is there already, and not empty. Name another --out, or remove it.")
 

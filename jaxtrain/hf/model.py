@@ -1,4 +1,4 @@
-"""A model with its weights, from a run, one of its checkpoints, or a Hugging Face folder; and its logits."""
+"""Weights and logits of a model, from a run, one of its checkpoints, or a Hugging Face folder."""
 
 import dataclasses
 import functools
@@ -27,14 +27,14 @@ Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def read_params(source: Origin, run: RunConfig, definition: Definition, placement: Placement, base: str = "") -> Params:
-    """Return the weights of a model on its devices; for a run with adapters, the weights of base and adapters.
+    """Return the weights of a model, sharded by `placement`. A run with adapters has the weights of base and adapters.
 
     Args:
-        source: the weights.
+        source: the weights, not read yet.
         run: the run's config.
         definition: the model's definition.
-        placement: the placement of its parameters.
-        base: the folder of the adapters' base, if it was moved.
+        placement: the placement of the model's parameters.
+        base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
@@ -53,7 +53,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
 
 
 def base_digest(params: Params) -> str:
-    """Return `lora.digest` of the base weights."""
+    """Return `lora.digest` of the base weights: all parameters that are no adapters."""
     return lora.digest(part(params, jax.tree.map(lambda name: not is_adapter(name), names(params))))
 
 
@@ -70,7 +70,7 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
 
 
 def placed(run: RunConfig) -> tuple[Definition, Placement]:
-    """Return the model of a run, and its placement on the devices of this process by `alone`, with tokens replicated."""
+    """Return (definition, placement) of a run's model, with weights sharded over the devices of this process by `alone`."""
     devices = jax.local_devices()
     spread = alone(run, devices)
     placement = make_placement(spread, devices[: spread.mesh.fsdp])
@@ -80,9 +80,9 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
-    """Return the run with weights sharded over these devices if their number divides d_model, else on one device.
+    """Return the run with weights sharded over these devices, or on one device if d_model is no multiple of their number.
 
-    Each device has all tokens.
+    Every device gets all tokens.
     """
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
     # Every device has all tokens, and with these rules a shard of every expert, so it computes a partial sum for each token. If
@@ -96,7 +96,10 @@ def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
 
 
 def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and documents, int32 (B, T), from .npy files of integers (B, T) or (T,). Raises HuggingFaceError."""
+    """Return (token ids, document numbers), int32 (B, T) each, from .npy files of integers (B, T) or (T,).
+
+    segments: the file of document numbers; None: each row is one document. Raises HuggingFaceError.
+    """
 
     def rows(path: Path) -> np.ndarray:
         try:
@@ -120,7 +123,7 @@ def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarr
 
 
 def positions_of(segments_BT: np.ndarray) -> np.ndarray:
-    """Return positions, int32 (B, T), from 0 in each run of one segment."""
+    """Return the position of each token in its segment, from 0, int32 (B, T)."""
     at = np.broadcast_to(np.arange(segments_BT.shape[1]), segments_BT.shape)
     starts = np.concatenate([np.ones_like(segments_BT[:, :1]), np.diff(segments_BT, axis=1) != 0], axis=1)
     return (at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)).astype(np.int32)
@@ -130,9 +133,9 @@ def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunCo
     """Return a function from (tokens, segments), each int32 (B, T), to the logits of a model, f32 (B, T, V).
 
     Args:
-        source: the weights.
-        precision: precision of the arithmetic, f32 | bf16. With f32 the weights are read in f32, too, without rounding.
-        base: the folder of the adapters' base, if it was moved.
+        source: the weights. They are read at the function's first call.
+        precision: precision of the arithmetic, f32 | bf16. For f32 the weights are also read in f32, without rounding.
+        base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
         run: the run's config; None: the config stored with the weights.
     """
     run = run or source.run()

@@ -9,9 +9,9 @@ BIAS = 127  # of the scales, E8M0
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return experts' weights in bfloat16, which represents them exactly: (E, inputs, outputs).
+    """Return experts' weights, bfloat16 (E, inputs, outputs). Nothing is rounded: bfloat16 represents MXFP4 numbers exactly.
 
-    blocks, scales: uint8 (E, outputs, inputs / 32, BYTES) and (E, outputs, inputs / 32), as GPT-OSS is published.
+    blocks, scales: uint8 (E, outputs, inputs / 32, BYTES) and (E, outputs, inputs / 32), as in the published GPT-OSS.
     """
     numbers = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)
     byte = np.arange(256)

@@ -24,7 +24,7 @@ SHOWN = 12  # problems named one by one
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of jaxtrain, and the checkpoint's tensors with its values: one tensor and its copies, or one per expert."""
+    """A tensor of jaxtrain, and the Hugging Face tensors with its values: one tensor and its copies, or a tensor per expert."""
 
     ours: str  # the name in jaxtrain's checkpoints
     theirs: tuple[str, ...]  # the names in the Hugging Face checkpoint
@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """Return the shape of each of the checkpoint's tensors."""
+        """Return the shape of each Hugging Face tensor in `theirs`."""
         return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
 
     @property
@@ -48,16 +48,16 @@ class Entry:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Return the names in `theirs` without copies."""
+        """Return the names in `theirs` that are not copies."""
         return self.theirs[: len(self.theirs) - len(self.copies)]
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
 
         Args:
-            stored: the arrays of the tensors in `read`. Experts outside of `index` are not used.
+            stored: the array of each tensor in `read`. Experts outside of `index` are not used.
             dtype: dtype of the result.
-            index: a slice of each axis of jaxtrain's array.
+            index: the shard, as a slice of each axis of jaxtrain's array.
         """
         if not self.how.each_expert:
             return copied(self._turned(stored[0])[index]).astype(dtype, copy=False)
@@ -65,10 +65,10 @@ class Entry:
         return np.stack([copied(self._turned(x)[tuple(rest)]).astype(dtype, copy=False) for x in stored[experts]])
 
     def to_theirs(self, x: np.ndarray, at: int = 0, other: np.ndarray | None = None) -> np.ndarray:
-        """Return array number `at` of the checkpoint, contiguous, from jaxtrain's global array: the inverse of `to_ours`.
+        """Return the contiguous array of tensor `theirs[at]` from jaxtrain's global array: the inverse of `to_ours`.
 
-        other: if an array of the checkpoint contains two of jaxtrain's arrays, the result for the first of the two. The second
-        is written into `other` in place.
+        other: for a Hugging Face tensor that contains two of jaxtrain's arrays. For the first array pass None. For the second
+        array pass the first result: the second array is written into it.
         """
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
@@ -81,7 +81,7 @@ class Entry:
         return both
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of one of the checkpoint's arrays, reshaped and transposed to jaxtrain's axes."""
+        """Return the array of a Hugging Face tensor, reshaped and transposed to jaxtrain's axes."""
         theirs, ours = flat(self.how.theirs), flat(self.how.each)
         x = x.reshape([self.sizes[a] for a in theirs])
         if "2" in theirs:
@@ -90,7 +90,7 @@ class Entry:
         return self._ordered(x.transpose([theirs.index(a) for a in ours]), ours)
 
     def _ordered(self, x: np.ndarray, axes: list[str], back: bool = False) -> np.ndarray:
-        """Return an array with rotary dimensions as two halves, if the checkpoint has interleaved pairs. back: the inverse."""
+        """Return an array with rotary pairs as two halves, if the Hugging Face tensor interleaves them. back: the inverse."""
         if not self.how.interleaved:
             return x
         order = halves_of_pairs(self.sizes[self.how.interleaved], self.sizes["rotary"])
@@ -98,23 +98,23 @@ class Entry:
         return np.take(words, np.argsort(order) if back else order, axes.index(self.how.interleaved)).view(x.dtype)
 
     def called(self, at: int) -> str:
-        """Return jaxtrain's name of the checkpoint's tensor number `at`: layers.0.mlp.gate[3], or layers.0.mlp_norm.scale."""
+        """Return jaxtrain's name of tensor `theirs[at]`: layers.0.mlp_norm.scale, or layers.0.mlp.gate[3] for expert 3."""
         return self.ours.removeprefix(PREFIX) + (f"[{at}]" if self.how.each_expert else "")
 
 
 def halves_of_pairs(width: int, rotary: int) -> np.ndarray:
-    """Return the index in a checkpoint of each of `width` numbers, if its last `rotary` numbers are interleaved pairs."""
+    """For each of `width` channels, return its index in a tensor whose last `rotary` channels are interleaved pairs."""
     before = width - rotary
     return np.concatenate([np.arange(before), before + np.arange(0, rotary, 2), before + np.arange(1, rotary, 2)])
 
 
 def flat(axes: str) -> list[str]:
-    """Return the letters of axes in their order: N, H, D for "(N H) D"."""
+    """Return the letters of all axes in order: [N, H, D] for "(N H) D"."""
     return axes.replace("(", "").replace(")", "").split()
 
 
 def grouped(axes: str) -> list[list[str]]:
-    """Return the letters of each axis: [N, H] and [D] for "(N H) D"."""
+    """Return the letters of each axis, merged axes in one list: [[N, H], [D]] for "(N H) D"."""
     return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
@@ -123,10 +123,11 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
 
     Args:
         model: the model whose tensors are returned.
-        stored: the names of a folder's tensors, which show whether all experts of a layer are in one tensor.
+        stored: the names of a folder's tensors. They decide whether a layer has one tensor for all experts, or one for each.
+            None: the family's format decides.
 
     Raises:
-        HuggingFaceError: the model's family is from outside the package.
+        HuggingFaceError: the model's family is not one of jaxtrain's.
     """
     if model.family not in FAMILIES:
         raise HuggingFaceError(f"model.family = {model.family!r}: only jaxtrain's own families have Hugging Face names.")
@@ -169,13 +170,14 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
 def match(
     wanted: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], rule: str, model: Model | None = None
 ) -> dict[str, str]:
-    """Return the unused tensors of a folder, each with a reason.
+    """Check the tensors of a folder. Return the name of each unused tensor -> reason.
 
     Args:
         wanted: `entries` of the model.
         shapes: shapes of the folder's tensors by name.
         rule: the first line of the error.
-        model: tensors of layers after the model's last layer may be unused (`Format.beyond`). None: no tensor may be unused.
+        model: the model whose family decides whether tensors of layers after its last layer may be unused (`Format.beyond`).
+            None: they may not.
 
     Raises:
         HuggingFaceError: tensors are missing, or have wrong shapes or unknown names. The error lists these tensors.
@@ -207,7 +209,7 @@ def match(
 
 
 def copied(view: np.ndarray) -> np.ndarray:
-    """Return a contiguous copy of a view with its axes in another order."""
+    """Return a contiguous copy of a view whose axes may have been transposed."""
     # The copy is of integers, because numpy copies unknown dtypes element by element.
     words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
     if words.flags.c_contiguous or words.ndim < 2:

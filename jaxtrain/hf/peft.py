@@ -42,7 +42,10 @@ OFF = (None, False, "none", {}, [])  # the values of all other keys that are acc
 
 
 def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
-    """Return the entries of both adapter matrices of every linear layer, by jaxtrain's names. `theirs` has PEFT's names."""
+    """Return an entry for each adapter matrix of a weight in EQUATIONS except experts, by jaxtrain's name.
+
+    `theirs` has the matrix's name in PEFT.
+    """
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
         if weight.ours.rpartition(".")[2] not in EQUATIONS or weight.how.each_expert:
@@ -62,11 +65,11 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
     """Write an adapter for PEFT and return the names of its tensors.
 
     Args:
-        folder: the folder to write, without an adapter.
-        adapters: all adapters of the model, by jaxtrain's names.
+        folder: the folder to write.
+        adapters: all adapter matrices of the model, by jaxtrain's names.
         model: a model of one of jaxtrain's families.
-        how: rank and alpha.
-        base: the base's name for users of PEFT.
+        how: the settings with rank and alpha.
+        base: the base model's name or path in adapter_config.json.
 
     Raises:
         HuggingFaceError: the folder has an adapter already.
@@ -98,7 +101,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
 
 
 def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray], list[str]]:
-    """Return the settings of an adapter, its arrays in float32 by jaxtrain's names, and notes on converted or ignored keys.
+    """Return (settings, float32 arrays by jaxtrain's names, notes on converted or ignored settings) of PEFT's adapter.
 
     Raises:
         HuggingFaceError: the folder has no adapter, or the adapter has settings or tensors that jaxtrain does not support.
@@ -143,7 +146,7 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
 
 
 def weight_of(adapter: str) -> str:
-    """Return the name of an adapter's weight: wq of layers.0.attention.lora.wq_a."""
+    """Return the name of the weight that an adapter matrix changes: wq for layers.0.attention.lora.wq_a."""
     return adapter.rpartition(".")[2].rpartition("_")[0]
 
 
@@ -151,15 +154,15 @@ def weight_of(adapter: str) -> str:
 
 
 def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
-    """Write the adapters of a run's newest checkpoint, or of one checkpoint, for PEFT. Return the step and the tensors' names.
+    """Write the adapters of a checkpoint for PEFT. Return (step, the tensors' names).
 
     Args:
-        path: a run's folder, or a checkpoint.
+        path: a checkpoint, or a run's folder for its newest checkpoint.
         folder: the folder to write.
-        base: the base's name, as in `write`. For "" and for the folder of a run, `base_name` finds the name.
+        base: the base model's name, as in `write`. "" or a run's folder: `base_name` finds the name.
 
     Raises:
-        CheckpointError, HuggingFaceError: before anything is written.
+        CheckpointError, HuggingFaceError: the adapters cannot be exported, and nothing is written.
     """
     source = open_origin(path)
     run = source.run()
@@ -180,7 +183,7 @@ def base_name(path: str) -> str:
         path: path of the base: a Hugging Face folder, or a step of a run that was imported from such a folder.
 
     Raises:
-        CheckpointError: there is no base in `path`.
+        CheckpointError: `path` does not exist, or has no weights.
         HuggingFaceError: the base is a run that jaxtrain trained, or the folder it was imported from is gone.
     """
     found = Path(path)
@@ -211,7 +214,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         out: the run's folder to make.
 
     Raises:
-        CheckpointError, HuggingFaceError: before anything is written.
+        CheckpointError, HuggingFaceError: the adapters cannot be imported, and nothing is written.
     """
     check_new(out)
     source = open_origin(base)

@@ -1,4 +1,4 @@
-"""Logits of a Hugging Face folder by transformers, in float32 on a CPU: `python torch_logits.py DIR TOKENS.npy OUT.npy`.
+"""Compute logits of a Hugging Face folder by transformers, in float32 on a CPU: `torch_logits.py DIR TOKENS.npy OUT.npy`.
 
 This program is separate: it imports nothing from jaxtrain, and runs in any Python that has transformers and torch.
 """

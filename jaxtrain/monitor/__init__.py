@@ -1,4 +1,4 @@
-"""Watches the GPUs of this process during training: a thread samples the driver, the loop writes lines and warnings.
+"""Watch the GPUs of this process during training: a thread samples them, and the loop writes lines and warnings.
 
     with Monitor({d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}, 10.0) as monitor:
         ...
@@ -7,9 +7,9 @@
         for text in monitor.alerts():
             console.warn(text)
 
-Without a GPU the monitor does nothing. If sampling fails, the monitor logs one warning, and the run continues unmonitored. The
-threads log a lost GPU or an unresponsive driver themselves, because the training loop may hang then. The module does not import
-jax: callers pass functions that return memory statistics.
+Without a GPU the monitor does nothing. If sampling fails, the monitor logs one warning, and the run continues unmonitored.
+Threads of the monitor log a lost GPU or an unresponsive driver, because the training loop may hang then. The module does not
+import jax: callers pass functions that return memory statistics.
 """
 
 import contextlib
@@ -38,17 +38,17 @@ Pools = Mapping[int, Callable[[], Mapping[str, int] | None]]
 
 
 class Monitor:
-    """The GPUs of one process. A context manager: sampling runs inside the block.
+    """The GPUs of one process. A context manager: a thread samples the GPUs inside the `with` block.
 
     Args:
-        pools: index of a GPU among the visible GPUs (jax's local_hardware_id) -> the device's method memory_stats. Empty: no
-            GPU is watched.
+        pools: index of a GPU among the visible GPUs (jax's local_hardware_id) -> the method memory_stats of its jax device.
+            Only these GPUs are watched.
         every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
-        process: index of this process, written to the lines.
+        process: index of this process, for the lines.
         nvml: pynvml, or an object with the same functions.
-        environ: environment variables, of which CUDA_VISIBLE_DEVICES is used.
+        environ: environment variables. CUDA_VISIBLE_DEVICES selects the visible GPUs.
         sample_s: seconds between samples.
-        clock: returns seconds; tests replace it.
+        clock: returns the time in seconds. Tests pass another clock.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Monitor:
                 LOGGER.warning("%s", text)
 
     def sample(self) -> None:
-        """Sample each GPU once."""
+        """Read a sample of each GPU that is not lost. A GPU that becomes lost is logged."""
         for place, card in self._cards.items():
             if place in self._gone:
                 continue
@@ -168,8 +168,8 @@ class Monitor:
     def lines(self, step: int) -> list[dict[str, Any]]:
         """Return a line for each GPU from the samples since its last line: metrics.GPU_KEYS without `kind` and `time_unix`.
 
-        Call it after every step. It returns [] until `every_s` seconds have passed since the last lines. A GPU without samples
-        has no line.
+        Call it after every step. Until `every_s` seconds have passed since the last lines, the result is []. A GPU without
+        samples has no line.
         """
         if not self._cards or self._clock() - self._written < self._every_s:
             return []
@@ -212,7 +212,7 @@ class Monitor:
         }
 
     def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
-        """Return (sent, received) GB/s over NVLink since the last sample of the previous line.
+        """Return (sent, received) GB/s of a GPU over NVLink, since the last sample of its previous line.
 
         place: index of the GPU among the visible GPUs.
         """
@@ -225,11 +225,11 @@ class Monitor:
         return sent, received
 
     def alerts(self) -> list[str]:
-        """Return the warnings since the last call: a warning for each condition that has begun or ended."""
+        """Return the warnings since the last call: a text for each condition that has begun or ended."""
         return self._episodes.take()
 
 
 def gib(stats: Mapping[str, int], name: str) -> float | None:
-    """Return a figure of JAX's memory_stats in GiB; None if it is unknown. jaxlib reports -1 for unknown figures."""
+    """Return the figure `name` of JAX's memory_stats in GiB; None if it is missing, or -1, jaxlib's value for unknown."""
     value = stats.get(name, -1)
     return value / 2**30 if value >= 0 else None

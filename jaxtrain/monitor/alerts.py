@@ -1,4 +1,4 @@
-"""Warnings about the GPUs of a run: a warning when a condition begins, and another when it ends."""
+"""Warnings about the GPUs of a run: one when a condition, such as throttling, begins, and one when it ends."""
 
 import collections
 import statistics
@@ -26,27 +26,30 @@ LOOK = {
 
 
 class Episodes:
-    """Conditions that begin and end. There is one message when a condition begins, and one when it ends."""
+    """Conditions, such as throttling of a GPU, with a message when a condition begins and another when it ends."""
 
     def __init__(self):
         self._open: set[str] = set()
         self.said: list[str] = []
 
     def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
-        """Update condition `key`. wrong: whether the condition holds; None: unchanged. begun, over: the two messages."""
+        """Update condition `key`. wrong: whether the condition holds now; None: not known, so nothing changes.
+
+        begun, over: the messages for its begin and its end.
+        """
         if wrong is None or wrong == (key in self._open):
             return
         self._open ^= {key}
         self.said.append(begun if wrong else over)
 
     def take(self) -> list[str]:
-        """Return the messages since the last call."""
+        """Return the messages of all conditions since the last call."""
         said, self.said = self.said, []
         return said
 
 
 class GpuAlerts:
-    """Checks lines of kind "gpu" for throttling, power limits, memory errors, and memory outside the pool."""
+    """Checks lines of kind "gpu" for throttling, lowered power limits, memory errors, and memory outside JAX's pool."""
 
     def __init__(self, episodes: Episodes):
         self._episodes = episodes
@@ -55,7 +58,7 @@ class GpuAlerts:
         self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
     def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
-        """Check a line (metrics.GPU_KEYS). default_limit_w: the board's default power limit; None if unknown."""
+        """Check a line with metrics.GPU_KEYS. default_limit_w: the board's default power limit in W; None if unknown."""
         gpu = line["gpu"]
         self._throttling(gpu, line)
         self._power(gpu, line["power_limit_w"], default_limit_w)
@@ -118,12 +121,12 @@ class GpuAlerts:
 class MfuAlert:
     """Warns when the MFU of a run falls below a fraction of the lowest expected MFU.
 
-    Measured and expected MFU count the same FLOPs, so their ratio is the ratio of the step times. The median of the last LINES
-    lines counts, so single slow lines are ignored.
+    Measured and expected MFU count the same FLOPs, so their ratio is the inverse ratio of the step times. The measured step
+    time is the median of the last LINES lines, so that a single slow line causes no warning.
 
     Args:
-        longest_s: longest expected step time (plan.expect.Expected.longest_s); None for no warnings.
-        part: the fraction, log.mfu_alert; 0 for no warnings.
+        longest_s: longest expected step time in seconds (plan.expect.Expected.longest_s); None: no warnings.
+        part: the fraction (log.mfu_alert); 0: no warnings.
     """
 
     LINES = 8
@@ -135,7 +138,7 @@ class MfuAlert:
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
-        """Add a train line's `step_time_s`. Return a warning when MFU becomes low, a message when it recovers, else None."""
+        """Add a train line's `step_time_s`. Return a warning if MFU becomes low, a message if it recovers, else None."""
         if step_s is None or not self._part or not self._longest:
             return None
         self._steps.append(step_s)

@@ -1,4 +1,4 @@
-"""Readings of one GPU through NVML. Does not import jax, since NVML reads the driver and does not use the devices."""
+"""Readings of one GPU through NVML. Imports no jax, because NVML uses the driver only."""
 
 import dataclasses
 import math
@@ -24,12 +24,12 @@ MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVa
 
 
 class Lost(RuntimeError):
-    """The driver cannot reach this GPU until the GPU is reset."""
+    """An error: the driver cannot reach this GPU until the GPU is reset."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The readings of a GPU at one time. None: unknown."""
+    """The readings of a GPU at one time. A reading is None if the driver does not report it."""
 
     at: float  # time in seconds of the monitor's clock
     utilization: float | None  # 0 to 1: fraction of the driver's last period in which a kernel ran
@@ -45,7 +45,7 @@ class Sample:
 
 
 class Card:
-    """A GPU by its NVML handle. The constructor raises nvml.NVMLError if the GPU's index cannot be read."""
+    """A GPU, given by its NVML handle. The constructor raises nvml.NVMLError if the GPU's index cannot be read."""
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml, self._handle = nvml, handle
@@ -55,10 +55,10 @@ class Card:
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
 
     def sample(self, at: float) -> Sample | None:
-        """Return a sample; None if no call had an answer. at: time in seconds of the monitor's clock.
+        """Return a sample; None if every NVML call failed. at: time in seconds on the monitor's clock.
 
         Raises Lost if the driver reports that the GPU has fallen off the bus or needs a reset, or after MUTE consecutive
-        samples without any answer.
+        samples in which every call failed.
         """
         nvml = self._nvml
         found = Sample(
@@ -84,7 +84,7 @@ class Card:
         return None
 
     def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
-        """Return the result of an NVML function, converted by `reading`; None if the GPU or driver does not support it."""
+        """Return the result of an NVML function, converted by `reading`; None if the call fails. Raises Lost for a lost GPU."""
         try:
             return reading(question(self._handle, *args))
         except self._nvml.NVMLError as error:
@@ -104,7 +104,7 @@ class Card:
 
 
 def named(bits: int) -> tuple[str, ...]:
-    """Return the names of the THROTTLING reasons in NVML's bits."""
+    """Return the names of the reasons in THROTTLING whose bits NVML has set in `bits`."""
     return tuple(name for bit, name in THROTTLING.items() if bits & bit)
 
 

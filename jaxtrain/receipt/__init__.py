@@ -1,9 +1,9 @@
 """receipt.json: code, settings, data and hardware of a run.
 
-It is written before the first step and completed at the end, so a killed run has a receipt too. The top level of the file is
-the newest attempt. `attempts` has a summary of every other attempt. An attempt that starts after the last step is moved to
-`attempts` when it ends; the attempt that trained is the top level again. An attempt without `exit_code` was killed or still
-runs. docs/observing.md describes the contents.
+The receipt is written before the first step and completed at the end, so a killed run has a receipt too. The top level of the
+file describes the newest attempt, and `attempts` has a summary of every other attempt. An attempt that starts after the last
+step is moved to `attempts` when it ends, and the last attempt that trained is the top level again. An attempt without
+`exit_code` was killed or still runs. docs/observing.md describes the contents.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ class Receipt:
 
     Attributes:
       fields: the contents of receipt.json.
-      preflight: all findings of preflight before this start; None if it did not run.
-      took_no_step: callers set it to True if all steps were done before this attempt. See the module's docstring.
+      preflight: all findings of preflight before this attempt; None if preflight did not run.
+      took_no_step: whether all steps were done before this attempt. Callers set it; `finish` reads it.
     """
 
     def __init__(self, workdir: str | Path, *, process_index: int = 0, nvml: Any = pynvml):
@@ -57,7 +57,7 @@ class Receipt:
         self._saves: list[Mapping[str, Any]] = []
 
     def start(self, fields: Mapping[str, Any], config_file: str | Path | None = None) -> None:
-        """Write the receipt of this attempt: the facts of this process and node, and `fields`.
+        """Write the receipt of this attempt: `fields`, and facts about this process and node that this method collects.
 
         Args:
           fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
@@ -105,13 +105,13 @@ class Receipt:
         self._set(found)
 
     def _continue(self, before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the attempts of an earlier receipt. Return the number of this attempt, and its changes.
+        """Keep the attempts of the existing receipt. Return the fields `attempt` (a number) and `changed` of this attempt.
 
-        Changes are differences from the newest attempt that saved, since this attempt resumes its checkpoint. An attempt that
-        ended before its first save has no effect on the result.
+        `changed` has the differences from the newest attempt that saved a checkpoint, because this attempt resumes from that
+        checkpoint. An attempt that ended before its first save has no effect on the result.
 
         Args:
-          before: the earlier receipt.
+          before: the existing receipt.
           found: the fields of this attempt.
         """
         every = sorted([*before.pop("attempts"), before], key=lambda one: one["attempt"])
@@ -123,15 +123,15 @@ class Receipt:
         return {"attempt": len(every) + 1, "changed": [(d.group, d.name, d.a, d.b) for d in at_start]}
 
     def update(self, **fields: Any) -> None:
-        """Add or replace fields, and write the receipt."""
+        """Add fields to the receipt, or replace fields of these names, and write the file."""
         self._set(self.fields | fields)
 
     def began(self, loaded: Mapping[str, Any] | None) -> None:
-        """Write the origin of the first state of this attempt. Later calls are ignored, since a run may roll back.
+        """Write the origin of the first state of this attempt. Later calls (after a rollback) are ignored.
 
         Args:
-          loaded: `from` (path), `step` and `saved_by` (id of a receipt) of a checkpoint, and `digest` of its tensors. For
-            weights of init.from, `step` and `saved_by` are None. None if the state was made from the seed.
+          loaded: `from` (path), `step` and `saved_by` (id of the saving attempt) of the loaded checkpoint, and `digest` of its
+            tensors. For weights of init.from, `step` and `saved_by` are None. None: the state was made from train.seed.
         """
         if "loaded" not in self.fields:
             savers = {one["id"]: one for one in self._earlier}
@@ -145,9 +145,9 @@ class Receipt:
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end of the attempt, figures from its metrics and ledger (speed, memory, loss, goodput), and GPU clocks.
+        """Write the end of the attempt, its figures (speed, memory, loss, goodput), and GPU clocks.
 
-        If the attempt took no step, only its summary is written, and the attempt that trained is the top level again.
+        With `took_no_step`, only a summary of this attempt is written. The last attempt that trained is the top level again.
 
         Args:
           fields: further fields to write.
@@ -186,5 +186,5 @@ class Receipt:
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a resolved config (`config.to_dict`). The order of keys does not change it."""
+    """Return the SHA-256 of a resolved config (`config.to_dict`), which does not depend on the order of the keys."""
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()

@@ -34,7 +34,7 @@ COMMAND = Command(
 
 
 def check(parsed: Parsed) -> list[Problem]:
-    """Return the problems of the action (show, list or diff) and of the number of runs."""
+    """Return the problems of the command line: the action (show, list or diff), the number of runs, and --json."""
     action, *runs = parsed.arguments or ("",)
     if not action:
         return []
@@ -49,7 +49,7 @@ def check(parsed: Parsed) -> list[Problem]:
 
 
 def act(parsed: Parsed) -> int:
-    """Run one action and return its exit code. Raises ReceiptError."""
+    """Run the action (show, list or diff) and return its exit code. Raises ReceiptError."""
     action, *targets = parsed.arguments
     console = make_console()
     if action == "list":
@@ -69,7 +69,7 @@ def act(parsed: Parsed) -> int:
 
 
 def _open(path: Path) -> Run | tuple[str, str]:
-    """Return a run for the list; (name, error) for a receipt that cannot be read, so that the list still has other runs."""
+    """Return a run, or (name, error) if its receipt cannot be read: `list` then shows the error and continues."""
     try:
         run = open_run(path)
         _ = run.figures, run.goodput, run.losses
@@ -95,7 +95,7 @@ def show(run: Run, console: Console) -> None:
 
 
 def show_attempts(run: Run, console: Console) -> None:
-    """Print one line for each attempt."""
+    """Print a table with a row for each attempt of a run."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("attempt", "started", "ended", "resumed from step", "exit code", "reason", "changed"):
         table.add_column(name, overflow="fold", no_wrap=name in ("started", "ended"))
@@ -108,7 +108,7 @@ def show_attempts(run: Run, console: Console) -> None:
 
 
 def show_list(runs: Sequence[Run | tuple[str, str]], console: Console) -> None:
-    """Print one line for each run; (name, error) for a receipt that cannot be read."""
+    """Print a table with a row for each run. A run given as (name, error) has a row with the error."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "attempts", "end", "step", "loss", *COLUMNS):
         table.add_column(name, justify="left" if name in ("run", "end") else "right", overflow="fold")

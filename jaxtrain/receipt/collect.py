@@ -1,4 +1,4 @@
-"""The software of a run: packages, driver, container, environment variables, source files, and the findings of run.sh."""
+"""The software of a run: plugin versions, container, environment variables, source files, and facts that run.sh found."""
 
 import hashlib
 import importlib
@@ -56,12 +56,12 @@ def plugin_versions() -> dict[str, str] | None:
 
 
 def container(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the container's image, JAXTRAIN_IMAGE (deploy/Dockerfile sets it); None outside of containers."""
+    """Return the image's name in a container, from JAXTRAIN_IMAGE (set by deploy/Dockerfile); None outside of containers."""
     return environ.get("JAXTRAIN_IMAGE") or ("unnamed image" if any(path.exists() for path in CONTAINERS) else None)
 
 
 def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return commit, `dirty` and class of the host as run.sh found them; None if run.sh did not start this run."""
+    """Return `commit`, `dirty` and `host_class` from the variables that run.sh set; None if run.sh did not start this run."""
     if variables.HOST_CLASS not in environ:
         return None
     dirty = {"yes": True, "no": False}.get(environ.get(variables.DIRTY, ""))
@@ -69,7 +69,7 @@ def launch(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def read_preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return all findings of preflight; None if it did not run."""
+    """Return all findings of preflight, from the file that preflight wrote; None if preflight did not run."""
     path = environ.get(variables.PREFLIGHT)
     try:
         return json.loads(Path(path).read_text()) if path else None
@@ -78,7 +78,7 @@ def read_preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return preflight's findings without passed checks, since every save writes the receipt again."""
+    """Return preflight's findings without passed checks: the receipt must be short, since every save rewrites it."""
     if not found or "nodes" not in found:
         return dict(found) if found else None
     nodes = [{**node, "checks": [c for c in node.get("checks", ()) if c.get("state") != "ok"]} for node in found["nodes"]]
@@ -86,7 +86,7 @@ def shorten_preflight(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict[str, Any]:
-    """Return commit, local changes and file digests of the source code of this process.
+    """Return commit, local changes and file digests of the source code that this process runs.
 
     Args:
       package: the folder of jaxtrain.
@@ -94,9 +94,9 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
       own: files of the user's code that the config names as package.module:name.
 
     Returns:
-      `commit` and `dirty` (null if git does not track the code; `error` if git failed), `patch` (git diff HEAD of the
-      package and the configs), `patch_cut` (characters left out at the patch's end), `files` (path from the repository's root
-      -> SHA-256), and `config_file` (path -> SHA-256).
+      `commit` and `dirty` (None if git does not track the code, or git failed), `error` (only if git failed), `patch` (git
+      diff HEAD of the package and the configs), `patch_cut` (number of characters left out at the patch's end), `files` (path
+      from the repository's root -> SHA-256), and `config_file` (path -> SHA-256).
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}
@@ -112,7 +112,7 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
 
 
 def _digests(paths: Iterable[Path], root: Path) -> dict[str, str]:
-    """Return path from `root` -> SHA-256. A file outside of `root` has only its name, since its folder may be private."""
+    """Return path relative to `root` -> SHA-256. The key of a file outside of `root` is its name: its folder may be private."""
     out = {}
     for path in (path.resolve() for path in paths if path.is_file()):
         name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
@@ -131,9 +131,9 @@ def own_files(resolved: Mapping[str, Any]) -> list[Path]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit and whether tracked files differ from it; None if git does not track the code in `folder`.
+    """Return `commit`, and `dirty`: whether tracked files differ from the commit. None: git does not track `folder`.
 
-    If git is missing or fails (for example, if another user owns the checkout), the result is {"error": ...}.
+    If git is missing or fails (for example, because another user owns the checkout), the result is {"error": ...}.
     """
     try:
         head = _git(folder, "rev-parse", "HEAD")

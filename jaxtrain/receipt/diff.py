@@ -1,7 +1,8 @@
 """The differences between two runs that can explain different results or speed, and the results that differ.
 
-Both receipts are flattened, and PREFIXES selects facts and their group. Facts that cannot explain a difference are left out:
-times, ids, names of hosts, paths, settings of output (IGNORED, and keys without an effect in `jaxtrain.resume.TABLE`).
+Both receipts are flattened. PREFIXES selects the facts to compare, and the group of each fact. Facts that cannot explain a
+difference are left out: times, ids, names of hosts, paths, settings of output. IGNORED lists most of them; config keys are left
+out if `jaxtrain.resume.TABLE` gives them no effect.
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ Facts = dict[tuple[str, str], Any]  # (group, name) -> value
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One fact that differs. lines: the changed lines, if the fact is a source file."""
+    """A fact that differs between runs A and B. lines: the changed lines, if the fact is a source file."""
 
     group: str
     name: str
@@ -91,7 +92,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One result of both runs. ratio: comparison of `a` and `b` as text; for the loss, the first step that differs."""
+    """A result of run A and of run B. ratio: B's value divided by A's, as text; for the loss, the first step that differs."""
 
     name: str
     a: str
@@ -101,7 +102,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The comparison of two runs, from A to B."""
+    """The comparison of two runs: their names `a` and `b`, the facts that differ, and their results."""
 
     a: str
     b: str
@@ -110,7 +111,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Return the comparison of two runs, from A to B. Raises ReceiptError if a file next to a receipt cannot be read."""
+    """Compare two runs. Raises ReceiptError if a file next to a receipt (metrics.jsonl) cannot be read."""
     found = differences(a.receipt | a.figures, b.receipt | b.figures)
     return Comparison(a.name, b.name, tuple(found), tuple(_outcomes(a, b)))
 
@@ -140,7 +141,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def _facts(receipt: Mapping[str, Any]) -> Facts:
-    """Return (group, name) -> value of the facts that can explain a difference, without token files."""
+    """Return (group, name) -> value of the facts in a receipt that can explain a difference, except token files (`_files`)."""
     out: Facts = {}
     for path, value in flatten({key: value for key, value in receipt.items() if key != "attempts"}):
         prefix = next((p for p in PREFIXES if path.startswith(p)), None)
@@ -156,7 +157,7 @@ def _facts(receipt: Mapping[str, Any]) -> Facts:
 
 
 def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that can explain a difference. XLA_FLAGS is split into flags."""
+    """Return the environment variables that can explain a difference. Each flag of XLA_FLAGS is a variable of its own."""
     env = receipt.get("env") or {}
     found = {**receipt.get("environment", {}), **env.get("inherited", {}), **env.get("set", {})}
     for flag in found.pop("XLA_FLAGS", "").split():
@@ -166,7 +167,7 @@ def _variables(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return throttling and new ECC errors of the run, and the lowest rate among nodes or GPUs of each preflight check."""
+    """Return throttling and new ECC errors of the run's GPUs, and the lowest rate that each preflight check measured."""
     out: dict[str, Any] = {}
     for gpu in receipt.get("throttled") or ():
         if gpu["share"] >= THROTTLED:  # the threshold of the monitor's alerts, since short throttling explains nothing
@@ -186,9 +187,9 @@ def _conditions(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(receipt: Mapping[str, Any]) -> Facts:
-    """Return `changed` (changes on resume) of each attempt whose steps are in the result.
+    """Return `changed` (changes at a resume) of each attempt whose steps are part of the final state.
 
-    The newest attempt is the first. Each earlier one saved the checkpoint from which the next one resumed.
+    These attempts are the newest one, the attempt that saved the checkpoint from which it resumed, and so on.
     """
     savers = {one.get("id"): one for one in receipt.get("attempts", ())}
     out: Facts = {}
@@ -199,10 +200,10 @@ def _changes(receipt: Mapping[str, Any]) -> Facts:
 
 
 def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
-    """Return the token files of training and held-out data: name -> size, hash and weight; and their order.
+    """Return facts about the token files of training and held-out data: size, hash and weight of each file, and their order.
 
     Args:
-      names: SHA-256 -> name of the file in run A, since a file may have another name in run B.
+      names: SHA-256 of contents -> name of the file in run A. Run B may have the same file under another name.
     """
     out: Facts = {}
     held_out = {f"eval_data.{name}.": data for name, data in (receipt.get("eval_data") or {}).items()}
@@ -223,7 +224,7 @@ def _files(receipt: Mapping[str, Any], names: Mapping[str, str]) -> Facts:
 
 
 def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
-    """Return the names of facts that are left out because they follow from other facts, which are compared."""
+    """Return the names of facts that need no comparison, because other compared facts decide them."""
     out: set[str] = set()
     if all((side.get("data") or {}).get("files") for side in (a, b)):
         out |= {"data.source", "data.tokenizer"}  # these are paths; the contents are compared
@@ -235,7 +236,7 @@ def _follow(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
 
 
 def changed_lines(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the changed lines of a file that are only in one of two patches; () if the commits differ or a patch is cut.
+    """Return the changed lines of a file that are in one patch only; () if the commits differ or a patch was cut off.
 
     Args:
       name: path of the file from the repository's root.
@@ -258,7 +259,7 @@ def _edits(patch: str, name: str) -> list[str]:
 
 
 def _outcomes(a: Run, b: Run) -> Iterable[Outcome]:
-    """Yield the loss and the figures of A and B, and each other result that differs. Figures that neither has are left out."""
+    """Yield the loss, the figures in MEASURES that a run has, and the end and the values in CHOSEN where A and B differ."""
     if a.end != b.end:
         yield Outcome("end", a.end, b.end)
     yield _compare_losses(a.losses, b.losses)
@@ -287,7 +288,7 @@ def _compare_losses(a: Mapping[int, float], b: Mapping[int, float]) -> Outcome:
 
 
 def _close(x: float | None, y: float | None) -> bool:
-    """Return whether two measurements differ too little to explain a difference, or one is missing."""
+    """Return whether two measurements differ by at most APART, or one of them is missing."""
     return x is None or y is None or abs(x - y) <= APART * abs(y)
 
 

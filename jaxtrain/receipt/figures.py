@@ -1,4 +1,4 @@
-"""Figures of a run, computed from its lines of metrics. A figure that was not measured is None."""
+"""Figures of a run, computed from its metrics.jsonl. A figure that was not measured is None."""
 
 import math
 import statistics
@@ -14,11 +14,11 @@ Line = Mapping[str, Any]
 
 
 def of_run(lines: Sequence[Line], receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of one attempt. Losses are those of the whole run.
+    """Return the figures of the newest attempt, and the losses of the whole run.
 
     Args:
       lines: lines of metrics.jsonl, of all kinds.
-      receipt: the receipt of the attempt.
+      receipt: the receipt, whose top level describes this attempt.
     """
     since = receipt.get("resumed_from_step") or 0
     mine = [line for line in lines if line["step"] > since]
@@ -36,7 +36,7 @@ def speed(lines: Iterable[Line]) -> dict[str, Any]:
     """Return step time in seconds and rates (medians), over the train lines of the returned `window`.
 
     A line's step time is the mean over the steps since the previous line, so percentiles are over lines, not steps.
-    `peak_tflops` is the peak for the MFU of these lines.
+    `peak_tflops` is the device's peak from which the MFU of these lines was computed.
     """
     timed = [line for line in lines if line["kind"] == "train" and line.get("step_time_s") is not None]
     left_out = math.ceil(LEFT_OUT * len(timed))
@@ -62,7 +62,7 @@ def speed(lines: Iterable[Line]) -> dict[str, Any]:
 
 
 def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, float | None]:
-    """Return GiB of one device: peak, in use between steps (median), largest pool of JAX's allocator, peak by the compiler."""
+    """Return memory figures of one device in GiB. compiled: the receipt's `memory_gib`, from XLA's memory analysis."""
     lines = list(lines)
     train = [line for line in lines if line["kind"] == "train"]
     pools = [line.get("pool_gib") for line in lines if line["kind"] == "gpu"]
@@ -75,7 +75,7 @@ def memory(lines: Iterable[Line], compiled: Mapping[str, float]) -> dict[str, fl
 
 
 def throttled(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return the throttled GPUs of process 0, each with the throttled share of its samples, and the reasons."""
+    """Return the throttled GPUs of process 0, each with the fraction of samples in which it was throttled, and the reasons."""
     found: dict[int, list[Line]] = {}
     for line in lines:
         if line["kind"] == "gpu" and line.get("throttled") is not None:
@@ -101,10 +101,10 @@ def loss_at(lines: Iterable[Line]) -> dict[str, float | str]:
 
 
 def saves(done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return count, seconds, GB/s, time that the loop waited, and host memory of an attempt's saves.
+    """Return figures of an attempt's saves: count, seconds, GB/s, seconds that the loop waited, and peak host memory.
 
     Args:
-      done: the saves that are complete on disk, `checkpoint.Saved` as dicts.
+      done: the completed saves, each a `checkpoint.Saved` as a dict.
     """
     return {
         "count": len(done),

@@ -1,4 +1,4 @@
-"""The file receipt.json: its format, reading, and the run that it belongs to."""
+"""The file receipt.json: its format, reading it, and the run of a receipt."""
 
 import dataclasses
 import json
@@ -21,16 +21,16 @@ FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
 
 
 class ReceiptError(ValueError):
-    """A receipt, or a file next to it, cannot be read."""
+    """An error: a receipt, or a file next to it, cannot be read."""
 
 
 def now() -> str:
-    """Return the local time with its UTC offset, in seconds, as ISO 8601 text."""
+    """Return the local time to the second, with its UTC offset, as ISO 8601 text."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the receipt in a file. Raises ReceiptError if the file is not a receipt of this format."""
+    """Return the receipt in a file. Raises ReceiptError if the file is not a receipt, or has another FORMAT."""
     try:
         receipt = json.loads(path.read_text())
         version, attempts = receipt["format"], receipt["attempts"]
@@ -47,8 +47,8 @@ def load(path: Path) -> dict[str, Any]:
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of all values in nested JSON except nulls.
 
-    A list becomes one text that counts equal items, most frequent first: "7 x 700.0, 500.0". A list of objects becomes one such
-    text for each key.
+    A list becomes one text with its items and their counts, most frequent first: "7 x 700.0, 500.0". A list of objects becomes
+    one such text for each key of the objects.
     """
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         keys = dict.fromkeys(key for item in value for key in item)
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return all attempts, oldest first. Earlier attempts may have only a summary. [{}] if the folder has no receipt."""
+        """Return all attempts, oldest first; [{}] without a receipt. Attempts before the newest may have only a summary."""
         return sorted([*self.receipt.get("attempts", ()), self.receipt], key=lambda one: one.get("attempt", 0))
 
     @cached_property
@@ -94,21 +94,21 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the newest attempt from the receipt, or from metrics.jsonl if the run has not ended."""
+        """Return the figures of the newest attempt from the receipt; if the run has not ended, from metrics.jsonl."""
         if "speed" in self.receipt or not self.lines:
             return {name: self.receipt.get(name) for name in figures.NAMES}
         return figures.of_run(self.lines, self.receipt)
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Return step -> training loss, from all lines of metrics.jsonl; without that file, from the receipt's few steps."""
+        """Return step -> training loss, from metrics.jsonl; without that file, of the few steps that the receipt has."""
         if self.lines:
             return {line["step"]: line["loss"] for line in self.lines if line["kind"] == "train"}
         return {int(step): float(loss) for step, loss in (self.figures["loss_at"] or {}).items()}
 
     @cached_property
     def goodput(self) -> dict[str, Any] | None:
-        """Return the goodput from the receipt, or from the ledger if the run has not ended."""
+        """Return the goodput from the receipt; if the run has not ended, from its ledger; None if neither has it."""
         if "goodput" in self.receipt or not self.folder:
             return self.receipt.get("goodput")
         try:
@@ -125,7 +125,7 @@ class Run:
 
 
 def open_run(target: str | Path) -> Run:
-    """Return the run of a folder or of a receipt file. Raises ReceiptError for any other target."""
+    """Return the run of a folder or of a receipt file. Raises ReceiptError if `target` is neither."""
     path = Path(target).expanduser()
     file = path / NAME if path.is_dir() else path
     if not file.exists():
@@ -135,10 +135,10 @@ def open_run(target: str | Path) -> Run:
 
 
 def find_runs(targets: list[str]) -> list[Path]:
-    """Return the targets. A folder of runs is replaced by its runs, sorted by name.
+    """Return the runs that the targets name: run folders and receipt files, and all runs in folders of runs, by name.
 
     Raises:
-      ReceiptError: a target is missing, or has no runs.
+      ReceiptError: a target does not exist, or is a folder without runs.
     """
     out: list[Path] = []
     for path in (Path(target).expanduser() for target in targets):
@@ -153,7 +153,7 @@ def find_runs(targets: list[str]) -> list[Path]:
 
 
 def rows(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, value) of the fields of a run's receipt that are shown, in the order of FIRST."""
+    """Yield (dotted path, value as text) of the fields that `show` prints: those of FIRST first, without HIDDEN fields."""
     receipt = run.receipt | {k: v for k, v in run.figures.items() if v is not None} | {"goodput": run.goodput}
     source = receipt.get("source") or {}
     shown = {name: receipt[name] for name in (*FIRST, *receipt) if name in receipt}

@@ -1,7 +1,7 @@
 """The hardware of a run: the GPUs of this node by NVML, the links between them, the host, and the devices of the mesh.
 
-`nvml` is pynvml, or an object with the same functions. A fact that a GPU does not report is None. A GPU that the driver cannot
-reach is {"index": its number, "lost": True}.
+`nvml` is pynvml, or an object with the same functions. A fact that a GPU does not report is None. For a GPU that the
+driver cannot reach, the facts are {"index": its number, "lost": True}.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ Ask = Callable[..., Any]  # (name of an NVML function without its prefix, argume
 
 @contextlib.contextmanager
 def open_nvml(nvml: Any) -> Iterator[Ask | None]:
-    """Yield a function that calls NVML (see Ask); None if there is no driver."""
+    """Yield a function that calls NVML functions by name (Ask); None if NVML cannot be started."""
 
     def ask(name: str, *args: Any) -> Any:
         try:
@@ -49,7 +49,7 @@ def open_nvml(nvml: Any) -> Iterator[Ask | None]:
 def node_facts(nvml: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (hardware, driver versions) of this node.
 
-    Hardware has `cpu` and `gpus` (in NVML's order). With GPUs it also has `topology`, and `before`: the result of `clocks`
+    Hardware has `cpu` and `gpus` (in NVML's order). A node with GPUs also has `topology`, and `before`: the result of `clocks`
     before training.
     """
     hardware: dict[str, Any] = {"cpu": {"model": cpu_model(), "memory_gib": round(host_gib())}, "gpus": []}
@@ -73,7 +73,7 @@ def clocks(nvml: Any) -> list[dict[str, Any]]:
 
 
 def processors() -> int | None:
-    """Return the number of logical processors that scheduler and container allow this process to use."""
+    """Return the number of logical processors that this process may use (its CPU affinity)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS does not have the call
 
 
@@ -128,7 +128,7 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
-    """Return `nvlinks`, the active links of each GPU, and `pairs`, connection -> number of GPU pairs: {"NVLink": 28}."""
+    """Return `nvlinks`: number of active links by GPU; and `pairs`: connection -> number of GPU pairs, as {"NVLink": 28}."""
     pairs: Counter[str] = Counter()
     for one, other in itertools.combinations(handles, 2):
         direct = ask("DeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK
@@ -139,7 +139,7 @@ def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
 
 
 def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
-    """Return kinds and counts of these devices, and process -> device ids. devices: `jax.devices()`."""
+    """Return platforms, kinds and number of the devices, and process -> ids of its devices. devices: `jax.devices()`."""
     devices = list(devices)
     processes: dict[str, list[int]] = {}
     for device in devices:
@@ -154,9 +154,9 @@ def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
 
 
 def rank_map(devices: Iterable[Any]) -> dict[str, list[int | None]]:
-    """Return id, process, and GPU number on its node of each device. devices: those of the mesh, flattened.
+    """Return three lists: id, process, and number on its node (GPUs only) of each device. devices: the flattened mesh.
 
-    The ranks of a communicator over a mesh axis follow this order.
+    The ranks in an NCCL communicator over a mesh axis have the order of these lists.
     """
     devices = list(devices)
     return {

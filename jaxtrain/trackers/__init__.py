@@ -1,4 +1,4 @@
-"""Copies of a run's metrics in other tools. Each file has a `metrics.Tracker`, and is the only one to import its package."""
+"""Copies of a run's metrics in other tools. Each module has a `metrics.Tracker`, and alone imports its tool."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ __all__ = ["TrackerError", "Trackers", "open_trackers"]
 
 
 class Trackers(NamedTuple):
-    """All trackers of a run, and their entries in its receipt."""
+    """The trackers of a run. facts: entries about the trackers for the run's receipt."""
 
     all: tuple[Tracker, ...]
     facts: dict[str, Any]
 
 
 def open_trackers(workdir: Path, log: Log, *, resumed: bool, process_index: int = 0) -> Trackers:
-    """Return the trackers of the config; none except on process 0. Raises TrackerError if one cannot start."""
+    """Return the trackers that the config names; only process 0 has any. Raises TrackerError if a tracker cannot start."""
     if process_index:
         return Trackers((), {})
     board = (TensorBoard(workdir),) if log.tensorboard else ()

@@ -1,4 +1,4 @@
-"""TensorBoard: `tb/` in the run's folder, the same numbers and texts as in metrics.jsonl and samples.txt.
+"""TensorBoard: event files in the run's `tb/`, with the numbers of metrics.jsonl and the texts of samples.txt.
 
 A resumed run writes the event files again from metrics.jsonl and samples.txt. TensorFlow is not needed.
 """
@@ -19,7 +19,7 @@ FLUSH_S = 5.0  # a flush waits for the disk; lines lost in a kill are restored f
 
 
 class TensorBoard:
-    """A `metrics.Tracker`. Numbers are scalars; samples, config and receipt are texts."""
+    """A `metrics.Tracker` for TensorBoard: numbers become scalars; samples, config and receipt become texts."""
 
     def __init__(self, workdir: str | Path):
         self.folder = Path(workdir) / "tb"
@@ -27,9 +27,9 @@ class TensorBoard:
         self._step = 0  # of the newest line, for facts
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Write the event files again from lines and samples, including events that a kill lost before they were flushed.
+        """Write all lines and samples to a new event file, also those that a killed process had not flushed.
 
-        The old files are left empty until the next rewind. Event files of other programs are unchanged.
+        The old event files are emptied now, and deleted at the next rewind. Event files of other programs are unchanged.
         """
         stale = sorted(self.folder.glob(f"*{SUFFIX}*"))
         wall = 0.0
@@ -78,7 +78,7 @@ class TensorBoard:
 
 
 class _EventFile:
-    """One TensorBoard event file, written in the caller's thread. Each line of metrics.jsonl is one record."""
+    """A TensorBoard event file, written in the caller's thread. The file has one record for each line of metrics.jsonl."""
 
     def __init__(self, folder: Path, restart_at: int | None = None):
         from tensorboardX.event_file_writer import EventsWriter
@@ -100,7 +100,7 @@ class _EventFile:
         self._writer.write_event(self._event(step=step, wall_time=wall_time, summary=summary))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Write a text, indented by four spaces: TensorBoard shows Markdown, in which indented text is a code block."""
+        """Write a text indented by four spaces, since TensorBoard renders Markdown: indented text is a code block."""
         from tensorboardX import summary
 
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))

@@ -1,9 +1,9 @@
 """Weights & Biases: the lines of metrics.jsonl, the samples, config and receipt of a run, sent to a server or kept for later.
 
-wandb's own variables configure it (online or offline, server, key): WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
-trainer is one W&B run across resumes; its id is in `wandb.json`. W&B cannot delete logged data. So the x axis of its charts is
-the trainer's step, not W&B's count of calls, and repeated steps appear twice, distinguished by `attempt`. metrics.jsonl has
-each step once. A new W&B run gets all lines of metrics.jsonl.
+wandb's own variables select online or offline, server and key: WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
+trainer is one W&B run across resumes; the id of the W&B run is in `wandb.json`. W&B cannot delete logged data. So the x axis of
+its charts is the trainer's step, not W&B's count of calls. Steps that a resumed run repeats appear twice, distinguished by
+`attempt`; in metrics.jsonl each step appears once. A new W&B run gets all lines of metrics.jsonl.
 """
 
 import functools
@@ -25,11 +25,11 @@ LOGGER = logging.getLogger("jaxtrain")
 
 
 class TrackerError(ValueError):
-    """W&B cannot be started as configured; the message has the reason and the remedy."""
+    """An error: W&B cannot be started as configured. The message has the reason and a remedy."""
 
 
 def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
-    """Return the method with errors of W&B caught. The first is logged and ends logging to W&B, not the trainer's run."""
+    """Return the method with its errors caught. The first error is logged and ends logging to W&B, not the trainer's run."""
 
     @functools.wraps(method)
     def call(self: "WandB", *args: Any) -> None:
@@ -46,10 +46,11 @@ def _never_fails(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class WandB:
-    """A `metrics.Tracker`. Constructing it starts or continues the W&B run; raises TrackerError if that fails.
+    """A `metrics.Tracker` for W&B. The constructor starts or continues the W&B run. Raises TrackerError if that fails.
 
-    where: PROJECT or ENTITY/PROJECT. resumed: the trainer's run resumes from a checkpoint. Its W&B run then continues too, if
-    `where` is unchanged.
+    Args:
+      where: PROJECT or ENTITY/PROJECT.
+      resumed: whether the trainer's run resumes from a checkpoint. Then its W&B run continues if `where` is unchanged.
     """
 
     def __init__(self, workdir: Path, where: str, *, resumed: bool):
@@ -91,7 +92,7 @@ class WandB:
 
     @_never_fails
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Log all lines and samples so far to a new W&B run. A continued W&B run has them already."""
+        """Log all lines and samples so far to a new W&B run. A continued W&B run has these lines and samples already."""
         if self._new:
             for line in lines:
                 self._log(line)
@@ -118,7 +119,7 @@ class WandB:
 
     @_never_fails
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Set the config as W&B's config; save the receipt as a file of the W&B run."""
+        """Set W&B's config if `name` is config. Save other facts, such as the receipt, as a file of the W&B run."""
         if name == "config":
             self._run.config.update(dict(facts), allow_val_change=True)
             return
@@ -141,7 +142,7 @@ class WandB:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the contents of a wandb.json. Raises TrackerError if the file is not valid, or of another format."""
+    """Return the contents of a wandb.json. Raises TrackerError if the file is not valid, or has another FORMAT."""
     try:
         known = json.loads(path.read_text())
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
