@@ -81,8 +81,8 @@ class Peers:
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
         """Return every process's value, by process index.
 
-        All processes must make the same number of calls with each name, in the same order. A call deletes the values of the
-        previous call with its name.
+        For each name, all processes must make the same number of calls. A call deletes the values of the previous call with
+        this name.
 
         Args:
           timeout_s: seconds to wait for the other processes to make the same call.

@@ -92,7 +92,8 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
 def _await_free_port(cluster: Cluster) -> None:
     """Wait until no other program listens on process 0's port. Raises ClusterError after PORT_S.
 
-    JAX does not check the port. It would crash at the port of another program, and would share the port of another run.
+    JAX does not check the port. If another program has the port, JAX crashes. If another run has the port, JAX shares it with
+    that run.
     """
     port = int(cluster.coordinator.rpartition(":")[2])
     both = socket.has_dualstack_ipv6()

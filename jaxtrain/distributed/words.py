@@ -1,4 +1,4 @@
-"""Write processes and their errors as text, for logs."""
+"""Format processes and their errors as text, for logs."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ def this_process() -> str:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return processes as text, up to 8 by index: "process 1", "processes 1 and 2", "processes 0, 1, ..., 6 and 40 more"."""
+    """Return processes as text, shortened if there are more than 8: "processes 1 and 2", "processes 1, ..., 7 and 40 more"."""
     shown = [str(i) for i in (processes if len(processes) <= 8 else processes[:7])]
     if len(shown) < len(processes):
         shown.append(f"{len(processes) - len(shown)} more")

@@ -34,7 +34,7 @@ Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical a
 
 
 def dims(axes: Axes) -> tuple[int, int]:
-    """Return (number of leading dimensions, number of row dimensions) of a weight; its other dimensions are the columns.
+    """Return (number of leading dimensions, number of row dimensions) of a weight. The remaining dimensions are the columns.
 
     Leading dimensions (layers, experts) count matrices. "heads" and "head_dim" together are the rows or the columns: (layers,
     embed, heads, head_dim) is a stack of matrices (embed, heads x head_dim). (0, 0): the weight is not a matrix.
@@ -108,7 +108,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
 
 
 def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
-    """Return `stacked` of a stack of matrices that is sharded over devices, in the same sharding."""
+    """Apply `stacked`, which needs complete matrices, to a stack of matrices that are sharded over devices."""
     before = dims(axes)[0]
     of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
     of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}

@@ -1,4 +1,4 @@
-"""The optimizers and their schedule, on optax.
+"""Build the optimizers and their learning-rate schedule, with optax.
 
 An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies the direction by -lr(step).
 So the optimizer state has no learning rate: the rate is a function of the step, also in a resumed run.
@@ -26,7 +26,7 @@ from jaxtrain.sharding import Axes, Placement
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the step, from 0.
+    """Return the learning rate as a function of the step, counted from 0.
 
     The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last warm-up step. Without warm-up, step 0
     has lr. `cosine` and `linear` then decay over decay_steps steps (0: all steps that are left) to lr_min. `wsd` stays at lr
@@ -70,7 +70,7 @@ def decayed(axes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The optimizer's settings for one parameter: from its name, its axes and the config."""
+    """The optimizer's settings for one parameter, chosen by the parameter's name, its axes and the config."""
 
     muon: bool  # by Muon, not by AdamW
     lr: float  # factor of the schedule's learning rate

@@ -1,4 +1,4 @@
-"""Arrays in 8 bits: block-wise dynamic quantization after Dettmers et al. 2022 (arXiv:2110.02861), for Adam's moments.
+"""Store Adam's moments in 8 bits, by the block-wise dynamic quantization of Dettmers et al. 2022 (arXiv:2110.02861).
 
 A block of values shares one float32 scale, its largest magnitude. The scaled values in [-1, 1] are rounded to the nearest of
 the 256 values of a map, which are spread over seven decades, evenly within each decade. In the paper's format, the number of a

@@ -1,4 +1,4 @@
-"""Stochastic rounding of updated master weights to bfloat16.
+"""Round updated master weights to bfloat16, by stochastic rounding.
 
 Rounding to nearest loses every update below 2**-9 of the weight; at small learning rates, all updates are that small.
 Stochastic rounding keeps updates on average: it rounds up with a probability equal to the truncated fraction (Gupta et al.
@@ -40,7 +40,7 @@ class Rounding:
     layers: tuple[int | None, ...] | None = None  # the layer in each slot of a stack (None: empty); None: slot i has layer i
 
     def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
-        """Return the updated weights `exact`, f32, in the dtypes of `params`, stochastically rounded where that is bfloat16.
+        """Return the updated weights `exact`, f32, in the dtypes of `params`. Rounding to bfloat16 is stochastic.
 
         step: int32 (), the step's number. layer: int32 (), the layer's index if stacks are updated layer by layer; None:
         `exact` has all layers.

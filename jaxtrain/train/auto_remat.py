@@ -1,4 +1,4 @@
-"""remat.policy=auto: the activations to save in the available memory.
+"""Choose the activations to save in the available memory, for remat.policy=auto.
 
 The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
 fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
@@ -51,7 +51,8 @@ def expert_room(run: RunConfig, ranks: int) -> float:
 def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
     """Return the number of rounds of a layer's dispatch, if the load of the busiest expert is `load` times an even load.
 
-    All other experts share the remaining tokens equally. With a capacity, or if a device has all experts, there is one round.
+    All other experts share the remaining tokens equally. With a capacity factor, or if experts are not sharded, there is one
+    round.
     """
     if run.moe.capacity_factor or ranks == 1:
         return 1
@@ -118,10 +119,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
 
 
 def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Return the bytes on a device of the saved activations with these names, of one microbatch.
-
-    In a pipeline, return the bytes of all microbatches in flight.
-    """
+    """Return the bytes of these saved activations on a device: of one microbatch, or in a pipeline of all those in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
@@ -143,7 +141,7 @@ def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Re
 def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
     """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
 
-    Full recomputation saves 0 bytes here, so the result is None only if `most_bytes` is negative.
+    Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
     """
     one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
     found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))

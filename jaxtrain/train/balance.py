@@ -53,7 +53,7 @@ class Balance:
         return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
-        """Return name (shapes.EXPERT_METRICS) -> the experts' metric, f32 (), from the statistics of a step."""
+        """Return name in shapes.EXPERT_METRICS -> value of the metric, f32 (), from the statistics of a step."""
         of_layers = statistics[self._all_rows]
         loads_LE = of_layers[:, len(COLUMNS) :]
         values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count

@@ -20,13 +20,13 @@ POLL_S = 0.05  # between two checks whether a batch is still wanted
 
 
 class BatchFeed:
-    """The batches of a run, read ahead in a thread. Every process reads the rows that its own devices hold."""
+    """Reads the batches of a run ahead, in a thread. Every process reads only the rows for its own devices."""
 
     def __init__(self, source: Any, first: int, abstract: Batch, context: Context, prefetch: int = 1, count: int | None = None):
-        """Start to read.
+        """Start to read batches.
 
         Args:
-          source: `.batch(i)` returns batch `i`, and `.batch(i, rows)` returns these rows of it.
+          source: `.batch(i)` returns batch `i`, and `.batch(i, rows)` returns only these rows of batch `i`.
           first: the index `i` of the first batch.
           abstract: shapes, dtypes and shardings of a batch on the devices.
           prefetch: number of batches that are read ahead.

@@ -1,4 +1,4 @@
-"""Compilation of the train step for training, benchmarks and plans: XLA's options on GPUs, each with its reason.
+"""Compile the train step for training, benchmarks and plans, with XLA's options for GPUs and the reason for each option.
 
 Options are passed with the program and not through XLA_FLAGS, so they are part of the executable, its cache key and the
 receipt.
@@ -98,7 +98,7 @@ EVIDENCE = 90
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """XLA's options for a program, and the reasons for them."""
+    """XLA's options for a program, the origin of the options, and the options that are left out."""
 
     options: dict[str, str | bool]
     why: str  # origin of the options, for the log; "" without a choice

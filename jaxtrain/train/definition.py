@@ -73,7 +73,7 @@ def for_inference(run: RunConfig) -> RunConfig:
 def fp8_weights(run: RunConfig, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is multiplied in FP8.
 
-    With `precision=fp8` the weights of linear layers and experts are, except those in `fp8.exclude`; otherwise no weight is.
+    With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
     paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
@@ -87,7 +87,7 @@ def fp8_weights(run: RunConfig, definition: Definition) -> Params:
 def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is trained.
 
-    With LoRA only the adapters are trained, otherwise all parameters except routers' biases and matches of `train.freeze`.
+    With LoRA only the adapters are trained; otherwise all parameters, except routers' biases and those that match train.freeze.
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """

@@ -1,8 +1,8 @@
 """Skip steps with a loss or gradient norm that is not finite, or far above those of the last applied steps.
 
 The compiled step itself decides whether it is skipped, from numbers that are the same on every device. The guard is part of the
-train state, so a resumed run decides as an uninterrupted run would. A skipped step leaves parameters and moments unchanged, bit
-for bit.
+train state, so a resumed run skips the same steps as an uninterrupted run. A skipped step leaves parameters and moments
+unchanged, bit for bit.
 
 The step after a skipped step is HELD: it changes nothing, not even the count of steps. The training loop reads metrics one step
 late, when the next step is already dispatched. Since that step is held, the loop still has the weights from before the skipped

@@ -9,8 +9,8 @@ log-probability of each document's completion, so no second set of weights is ev
 
 The file is written during the pass, so a killed run continues from it. If weights, model or precision of the reference differ
 from `about`, the file is computed again, as long as the reference's weights exist. After training without adapters they no
-longer exist. Then `check` refuses a run whose files are missing, before anything is compiled. Files of another precision are
-then used too.
+longer exist. In this case, `check` refuses a run whose files are missing, before anything is compiled, and files of another
+precision are used.
 """
 
 import collections

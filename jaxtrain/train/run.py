@@ -1,7 +1,7 @@
 """A training run, from its config to its exit code. `train_attempt` has the main sequence of an attempt.
 
 `run` is for Python programs and notebooks. The command line (main.py) reports mistakes before jax is imported, then calls
-`attempt`. Checks of data, devices, checkpoints, shapes and shardings come first, and may refuse the run: only then are files
+`attempt`. Checks of data, devices, checkpoints, shapes and shardings come first. If a check refuses the run, no file is
 written. The step is compiled next, and device memory is allocated only if the compiled step fits.
 """
 
@@ -84,8 +84,8 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
-        before, but nothing may have been computed on GPUs: JAX allocates their memory (`train.memory_fraction`) at its first
-        use of them.
+        before, but nothing may have been computed on GPUs: JAX allocates GPU memory (`train.memory_fraction`) when it first
+        uses the GPUs.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
@@ -301,7 +301,7 @@ ALIKE = {
 
 
 def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return the facts of ALIKE for this process."""
+    """Return name in ALIKE -> the fact as this process has it."""
     return {
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,

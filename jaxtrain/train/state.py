@@ -153,7 +153,7 @@ def create_state(
 
 
 def _name(path: Any) -> str:
-    """Return a dotted name of attributes and dict keys, without positions in tuples."""
+    """Return the dotted name of a leaf from its path: attributes and dict keys, without positions in tuples."""
     parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
     return ".".join(p for p in parts if p)
 

@@ -117,7 +117,7 @@ def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def count(number: float) -> str:
-    """Return a number as text, from 1000 on with a unit and three significant digits: 2097152 as '2.1 M'."""
+    """Return a number as text, from 1000 on with a unit and at most three digits: 2097152 as '2.1 M'."""
     for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"

@@ -400,7 +400,7 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem for a setting that multi-token prediction excludes, and for loss.mtp_weight without such modules."""
+    """Yield a problem if another setting excludes multi-token prediction, or if loss.mtp_weight is set without it."""
     m, key = run.model, "model.mtp_layers"
     if bad & {key, "loss.mtp_weight"}:
         return

@@ -21,7 +21,7 @@ PALLAS_SM = 90  # compute capability (times ten) of the GPUs that the Pallas ker
 def check_experts(
     run: RunConfig, devices: Devices, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """Yield the problems of a model with experts; in a model without experts, yield the keys of experts that are set.
+    """Yield the problems of a model with experts; in a model without experts, a problem for each key of experts that is set.
 
     sizes: sizes of the mesh axes. table: logical axis -> mesh axes of size above 1 that shard it. bad: keys that have an
     invalid value.
