@@ -316,7 +316,7 @@ class Peers:
         return self._reason
 
     def close(self, failed: str = "") -> None:
-        """Leave the service together with the other processes, or report to them that this one has failed.
+        """Leave the service together with the other processes, or report to them that this process has failed.
 
         Without `failed`, it waits until all processes have called it (EXIT_S at most). Process 0 leaves last: the others would
         abort if process 0's store ended before they have left. Only the first call has an effect.

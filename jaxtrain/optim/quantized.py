@@ -1,9 +1,9 @@
 """Store Adam's moments in 8 bits, by the block-wise dynamic quantization of Dettmers et al. 2022 (arXiv:2110.02861).
 
 A block of values shares one float32 scale, its largest magnitude. The scaled values in [-1, 1] are rounded to the nearest of
-the 256 values of a map, which are spread over seven decades, evenly within each decade. In the paper's format, the number of a
-byte's leading zeros is the decade, and the bits after its first 1 are a linear fraction. The signed map spends one bit on the
-sign, and the unsigned map one more bit on the fraction.
+the 256 values of a map. The map's values are spread over seven decades, evenly within each decade. In the paper's format, the
+number of a byte's leading zeros is the decade, and the bits after its first 1 are a linear fraction. The signed map uses one
+bit for the sign, and the unsigned map one more bit for the fraction.
 
 Codes are indices into the map in ascending order, as bitsandbytes stores them. They are computed by comparisons and one
 multiplication, not by a search, and decoded by a look-up. XLA fuses encoding and decoding with the optimizer's update.
@@ -59,8 +59,7 @@ def code_map(signed: bool) -> np.ndarray:
 def _decades(signed: bool) -> list[tuple[int, float]]:
     """Return (number of positive values, power of ten at its upper end) of each decade, the smallest decade first.
 
-    The k-th positive value is in the decade of n values with n <= k < 2 n, where k starts from 1 if signed and from 2
-    otherwise.
+    The k-th positive value is in the decade of n values with n <= k < 2 n. k starts from 1 if signed, and from 2 otherwise.
     """
     first = 1 if signed else 2
     return [(first << d, 10.0 ** (d + 1 - DECADES)) for d in range(DECADES)]

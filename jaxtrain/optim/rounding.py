@@ -5,7 +5,7 @@ Stochastic rounding keeps updates on average: it rounds up with a probability eq
 2015, arXiv:1502.02551, section 3).
 
 The random bits of an element are a function of the run's seed, the step, the parameter's name, the layer's number, and the
-element's index in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So the bits are the
+element's index in the layer's tensor. The index is that in the global array (JAX's partitionable Threefry). So the bits are the
 same on every mesh, with every arrangement of stages, and in a resumed run.
 """
 

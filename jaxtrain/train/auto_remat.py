@@ -119,7 +119,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
 
 
 def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Return the bytes of these saved activations on a device: of one microbatch, or in a pipeline of all those in flight."""
+    """Return the bytes of these saved activations on a device: of one microbatch; in a pipeline, of all in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)

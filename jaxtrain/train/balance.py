@@ -1,9 +1,9 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
-The statistics are those of kernels/experts/routing.py, with one row for each slot of the stack of layers, in the order in which
-a microbatch passes the slots (stages.py). A row has means over a microbatch's tokens without padding. A step sums the
-statistics of its microbatches. Like the loss, the statistics of a microbatch are weighted by the microbatch's fraction of the
-batch's loss weight.
+The statistics (kernels/experts/routing.py) have one row for each slot of the stack of layers. Rows are in the order in which a
+microbatch passes the slots (stages.py). A row has means over a microbatch's tokens without padding. A step sums the statistics
+of its microbatches. Like the loss, the statistics of a microbatch are weighted by the microbatch's fraction of the batch's loss
+weight.
 """
 
 import dataclasses

@@ -161,7 +161,7 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
 
 
 def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the program itself, without those that `for_run` added for the run's folder and watchdog."""
+    """Return the options of the program itself, without the options that `for_run` added for the run's folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
 
 

@@ -87,7 +87,7 @@ def fp8_weights(run: RunConfig, definition: Definition) -> Params:
 def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is trained.
 
-    With LoRA only the adapters are trained; otherwise all parameters, except routers' biases and those that match train.freeze.
+    With LoRA, only the adapters are trained. Otherwise all parameters are, except routers' biases and matches of train.freeze.
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """

@@ -1,4 +1,4 @@
-"""Skip steps with a loss or gradient norm that is not finite, or far above those of the last applied steps.
+"""Skip steps whose loss or gradient norm is not finite, or far above the values of the last applied steps.
 
 The compiled step itself decides whether it is skipped, from numbers that are the same on every device. The guard is part of the
 train state, so a resumed run skips the same steps as an uninterrupted run. A skipped step leaves parameters and moments

@@ -155,7 +155,7 @@ class Loop:
     def _take(self, batch: Any) -> step.Metrics | None:
         """Dispatch a step and return its metrics; None if the metrics of the step before caused a rollback instead.
 
-        These metrics are read here only before a step that is computed twice (train.sdc_check_every).
+        The metrics of the step before are read only if this step is computed twice (train.sdc_check_every).
         """
         every = self.run.train.sdc_check_every
         if every and (self.done + 1) % every == 0:

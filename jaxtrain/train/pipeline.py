@@ -1,10 +1,10 @@
 """Compute the gradients of a step on pipeline stages, by one SPMD program that follows a schedule tick by tick (stages.py).
 
 A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
-runs one group of its layers (Megatron's virtual stage) forward on one microbatch and one group backward on another, and sends
-the results to its neighbours.
-Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: saved activations are
-in buffers with a slot for each pass in flight, and each gradient is added to the sums of the stack at once.
+runs one group of its layers (Megatron's virtual stage) forward on one microbatch, and one group backward on another. Then it
+sends the results to its neighbours.
+Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them. Saved activations are
+in buffers with a slot for each pass in flight. Each gradient is added to the sums of the stack at once.
 
 The embedding and the head are shared by all stages. Their tables are sharded by vocabulary over the stages, as over a tensor
 axis: each stage looks up its rows for the microbatch that enters the pipeline, and computes its shard of the logits of the

@@ -57,7 +57,7 @@ class Saver:
         The call waits until the previous save has ended. The new files are written while the next steps run.
 
         Args:
-          meta: facts for this checkpoint, in addition to those of `remember`.
+          meta: facts for this checkpoint's meta.json, in addition to the facts of `remember`.
 
         Raises CheckpointError after MOST_FAILURES failed saves in a row.
         """
