@@ -2,8 +2,8 @@
 
 `detect` (cluster.py) reads options and the environment; it starts nothing and imports no JAX. `start` (service.py) connects
 this process to JAX's coordination service before JAX's devices are used. `Peers` (peers.py) exchanges messages through the
-service's key-value store in process 0, and never through the devices: this works while the training loop is blocked in a
-collective that another process does not begin.
+service's key-value store in process 0, and never through the devices. So messages arrive even while the training loop is
+blocked in a collective that another process has not begun.
 """
 
 from jaxtrain.distributed.cluster import FIELDS, Cluster, all_devices, detect

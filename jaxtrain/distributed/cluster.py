@@ -14,7 +14,7 @@ ADDRESS_REMEDY = "Give process 0's machine and a free port there, as node1:12321
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, and the index of this one."""
+    """The address and the number of a run's processes, and the index of this process."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
@@ -36,15 +36,15 @@ def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
 
 
 def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Cluster | None, list[Problem]]:
-    """Return the cluster of this process, None for a run of one process, and all problems found.
+    """Return (cluster of this process, or None for a run of one process; all problems found).
 
     Each value comes from its option, else from JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID or
-    JAXTRAIN_LOCAL_DEVICES. A launcher gives the remaining values: torchrun's variables, else Slurm's (under srun), else Open
-    MPI's, else the index of a Kubernetes Job. If torchrun, Slurm or Open MPI starts several processes on a node, each uses the
-    device of its local rank. Otherwise a process uses all devices of its node.
+    JAXTRAIN_LOCAL_DEVICES. The remaining values come from the variables of the first of these launchers that sets them:
+    torchrun, Slurm (under srun), Open MPI, a Kubernetes Job (the index only). If torchrun, Slurm or Open MPI starts several
+    processes on a node, each uses the device of its local rank. Otherwise a process uses all devices of its node.
 
     Args:
-      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", "" if not given.
+      options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", each "" if not given.
     """
     reader = _Reader(options, environ)
     cluster = reader.cluster()
@@ -53,7 +53,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """Values from a launcher. A value is None if the launcher does not give it; `devices` None: all devices of the node."""
+    """Values from a launcher's variables. A value is None if no variable has it; `devices` None: all devices of the node."""
 
     name: str
     coordinator: str | None
@@ -63,7 +63,7 @@ class _Launcher:
 
 
 class _Reader:
-    """Reads options and environment, and collects the problems."""
+    """Reads the cluster's values from options and environment, and collects their problems."""
 
     def __init__(self, options: Mapping[str, str], environ: Mapping[str, str]):
         self.environ = environ
@@ -129,7 +129,7 @@ class _Reader:
         self.wrong(f"--{field}", None, rule, remedy[field])
 
     def read_launcher(self) -> _Launcher | None:
-        """Return the values of the first launcher whose variables are set; None without a launcher."""
+        """Return the values of the first launcher whose variables are set; None if no launcher's are."""
         for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
             found = read()
             if found is not None or self.problems:
@@ -198,7 +198,7 @@ class _Reader:
     def master(self) -> str | None:
         """Return the coordinator's address from MASTER_ADDR and MASTER_PORT.
 
-        Returns None if an option or JAXTRAIN_COORDINATOR gives the address, or if these variables have a problem.
+        Returns None if an option or JAXTRAIN_COORDINATOR gives the address, or if MASTER_ADDR or MASTER_PORT has a problem.
         """
         env = self.environ
         if "coordinator" in self.given:
@@ -214,10 +214,10 @@ class _Reader:
         return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
 
     def local(self, size: str, rank: str) -> tuple[int, ...] | None:
-        """Return the device of this process, one of several on its node, by its local rank.
+        """Return (local rank,) of this process, the index of its device, if there are several processes on its node.
 
         Returns None if this process is alone on its node, or if local-devices gives the devices. size, rank: names of the
-        launcher's variables.
+        launcher's variables for the number of processes on the node and the local rank.
         """
         if "local-devices" in self.given or not (self.environ.get(size) or self.environ.get(rank)):
             return None
@@ -278,7 +278,7 @@ def node_names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of 01-03,07: 01, 02, 03, 07."""
+    """Return the numbers of a list of ranges, with their leading zeros: 01-03,07 -> 01, 02, 03, 07."""
     numbers = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, through JAX's coordination service and never through the devices."""
+"""Exchange messages between the processes of a run, through JAX's coordination service and never through the devices."""
 
 import atexit
 import contextlib
@@ -32,8 +32,8 @@ class Peers:
 
     Every method may be called from any thread. In a run of one process, no method waits.
 
-    Two threads serve a run of several processes. One reads the news, a list to which any process appends requests to stop and
-    failures. The other asks the service which processes are alive.
+    In a run of several processes, each process has two threads. One reads the news, a list to which any process appends
+    requests to stop and failures. The other asks the service which processes are alive.
     """
 
     def __init__(self, process_index: int, count: int, client: Any = None):
@@ -65,8 +65,8 @@ class Peers:
     def of_this_run(cls) -> "Peers":
         """Return the peers that `start` connected, or those of a run of one process.
 
-        A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed; its exit code is
-        1. Another exit code needs `close` and `leave`.
+        A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed, with exit code
+        1. To end with another exit code, call `close` and then `leave`.
         """
         from jax._src import distributed
 
@@ -81,13 +81,14 @@ class Peers:
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
         """Return every process's value, by process index.
 
-        All processes make the same sequence of calls with each name. The values of the previous call are deleted.
+        For each name, all processes must make the same number of calls. A call deletes the values of the previous call with
+        this name.
 
         Args:
           timeout_s: seconds to wait for the other processes to make the same call.
 
         Raises:
-          PeerLost: naming the processes that did not answer.
+          PeerLost: a process did not make the call in time. The message names all such processes.
         """
         if self.count == 1:
             return [value]
@@ -101,14 +102,14 @@ class Peers:
         return values
 
     def _set(self, key: str, value: str) -> None:
-        """Set a key in the store, new or not. Raises PeerLost if process 0 cannot be reached."""
+        """Set a key in the store, or replace its value. Raises PeerLost if process 0 cannot be reached."""
         try:
             self._client.key_value_set(f"jaxtrain/{key}", value, True)
         except RuntimeError as error:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
     def _of_all(self, prefix: str, deadline: float, when: str) -> list[str]:
-        """Return every process's value under a prefix. Raises PeerLost at the deadline."""
+        """Return every process's value under a prefix. Raises PeerLost if a value is missing at the deadline."""
         try:
             values = []
             for i in range(self.count):
@@ -141,7 +142,7 @@ class Peers:
     # The news: a list of entries in the store, [kind, text], that any process appends to and every process reads in order.
 
     def _append(self, kind: str, text: str) -> None:
-        """Append to the news. Raises PeerLost if process 0 cannot be reached."""
+        """Append the entry [kind, text] to the news. Raises PeerLost if process 0 cannot be reached."""
         for k in itertools.count(self._news):
             try:
                 self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
@@ -178,9 +179,9 @@ class Peers:
                 self._begin_to_stop(text)
 
     def _watch_live(self) -> None:
-        """Ask the service again and again which processes are alive, and report dead processes in the news.
+        """Ask the service repeatedly which processes are alive. Report a lost process in the news, and end.
 
-        `get_live_nodes` returns when every living process has called it.
+        `get_live_nodes` returns when every process that is alive has called it.
         """
         everyone = list(range(self.count))
         while True:
@@ -217,7 +218,7 @@ class Peers:
     def listen(self, on_stop: Callable[[str], None]) -> None:
         """Call `on_stop(reason)` once, in another thread, when a process has asked to stop.
 
-        If a process has asked already, call it now, in this thread.
+        If a process has asked already, call `on_stop` now, in this thread.
         """
         with self._agreement:
             self._on_stop, why = on_stop, self._reason
@@ -227,8 +228,9 @@ class Peers:
     def watch(self, lost: Callable[[str], None]) -> None:
         """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
 
-        A process without a heartbeat for HEARTBEAT_S seconds counts as lost; so does a paused one (SIGSTOP). If process 0 is
-        lost, JAX ends this process 6 s later: `lost` must be done by then.
+        If a process is lost already, call `lost` now, in this thread. A process without a heartbeat for HEARTBEAT_S seconds
+        counts as lost, also if it is paused by SIGSTOP. If process 0 is lost, JAX ends this process 6 s later: `lost` must
+        return before.
         """
         with self._reporting:
             self._on_lost, message = lost, self._lost
@@ -239,7 +241,7 @@ class Peers:
     # it, because the loop may be blocked in a step that another process has not begun.
 
     def ask_to_stop(self, why: str) -> None:
-        """Make all processes, this one included, stop after the same step. If there are several requests, the first counts."""
+        """Make all processes, this one included, stop after the same step. Only the first request counts."""
         if self.count > 1:
             with contextlib.suppress(PeerLost):  # reading the news reports it
                 if not self._closed and self._reason is None:
@@ -258,7 +260,10 @@ class Peers:
         threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the step this process has reached. It then starts a later step only after all processes have published."""
+        """Publish the last step that this process has started.
+
+        After that, `may_start` lets this process start a later step only when all processes have published theirs.
+        """
         with self._agreement:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
@@ -276,12 +281,13 @@ class Peers:
             self._agreement.notify_all()
 
     def may_start(self, step: int) -> bool:
-        """Return whether the step with this number, counted from 1, may be dispatched; call it before each.
+        """Return whether the step with this number, counted from 1, may be dispatched. Call it before each step.
 
-        If the result is False, every process has dispatched all steps before `step`, and none dispatches `step` or a later one.
+        If the result is False, no process dispatches `step` or a later step, and all processes dispatch the steps before
+        `step`, except after `stop_here`.
 
         Raises:
-          PeerLost: naming the processes that did not publish the step they have reached.
+          PeerLost: a process did not publish the step it has reached. The message names all such processes.
         """
         with self._agreement:
             if self._stopped:
@@ -296,9 +302,9 @@ class Peers:
             return True
 
     def stop_here(self, why: str) -> None:
-        """Start no further step, even if the agreed last step is later.
+        """Make `may_start` return False from now on, even if the agreed last step is later.
 
-        All processes call it between the same two steps, for the same reason.
+        All processes must call it between the same two steps, for the same reason.
         """
         with self._agreement:
             self._reason = self._reason or why
@@ -306,18 +312,18 @@ class Peers:
 
     @property
     def stop_reason(self) -> str | None:
-        """Return the reason to stop; None until this process has read that a process asked to stop."""
+        """Return the reason of the request to stop; None until this process has read a request."""
         return self._reason
 
     def close(self, failed: str = "") -> None:
-        """Leave the service together with the other processes, or report to them that this one has failed.
+        """Leave the service together with the other processes, or report to them that this process has failed.
 
-        Without `failed`, it waits until all processes have called it (EXIT_S at most), and process 0 leaves last: the others
-        abort if its store ends before they have left. Only the first call counts.
+        Without `failed`, it waits until all processes have called it (EXIT_S at most). Process 0 leaves last: the others would
+        abort if process 0's store ended before they have left. Only the first call has an effect.
 
         Args:
-          failed: the reason why this process must end; `leave` should follow. If a collective failed, the end of another
-            process is the likely cause: `close` first waits 30 s, so that `watch` can report the lost one instead.
+          failed: the reason why this process must end; "": it has not failed. Call `leave` next. If a collective failed, the
+            likely cause is the end of another process: `close` first waits 30 s, so that `watch` can report that process.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
             if not self._closed:

@@ -18,20 +18,21 @@ MARGIN_S = 30  # JAX's own timeout at the start, which aborts the process, comes
 
 
 class ClusterError(RuntimeError):
-    """The processes of a run did not connect to each other."""
+    """The processes of a run could not connect to each other."""
 
 
 def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
-    """Connect this process to the others; call it before JAX's devices are used.
+    """Connect this process to the other processes of the run. Call it before JAX's devices are used.
 
-    The tasks of the service are "recoverable": if a process is lost, JAX does not abort the other processes. `Peers` ends the
-    run and reports the name of the lost process.
+    The tasks of the service are "recoverable": if a process is lost, JAX does not abort the other processes. `Peers.watch`
+    reports the lost process instead.
 
     Args:
       init_timeout_s: seconds until all processes must be connected.
 
     Raises:
-      ClusterError: the processes are not all connected in time, process 0's port is in use, or the counts differ.
+      ClusterError: the processes are not all connected in time, process 0's port is in use, or `num_processes` differs between
+        processes.
     """
     import jax
     from jax._src import distributed  # its client has no public name
@@ -89,9 +90,10 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
 
 
 def _await_free_port(cluster: Cluster) -> None:
-    """Wait until no other program listens on process 0's port.
+    """Wait until no other program listens on process 0's port. Raises ClusterError after PORT_S.
 
-    JAX does not check the port: JAX crashes if another program has the port, and shares the port with another run.
+    JAX does not check the port. If another program has the port, JAX crashes. If another run has the port, JAX shares it with
+    that run.
     """
     port = int(cluster.coordinator.rpartition(":")[2])
     both = socket.has_dualstack_ipv6()
@@ -111,11 +113,12 @@ def _await_free_port(cluster: Cluster) -> None:
 
 
 def _delay_abort() -> None:
-    """Give this process 6 s between an abort and its end.
+    """Delay the end of this process by 6 s after an abort.
 
-    JAX aborts when it loses the connection to process 0, and the service with it. The handler of SIGABRT is C's sleep(); its
-    argument, the signal's number 6, is the delay in seconds. The threads of `Peers` report the loss meanwhile and exit with 75.
-    Every other abort ends as before, 6 s later. No Python runs in the handler, because the aborting thread may hold the GIL.
+    JAX aborts this process when it loses the connection to process 0. The handler of SIGABRT is C's sleep(); its argument, the
+    signal's number 6, is the delay in seconds. In this time, the threads of `Peers` report the loss of process 0, and the run
+    exits with 75. Every other abort ends the process as before, 6 s later. No Python runs in the handler, because the aborting
+    thread may hold the GIL.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -125,9 +128,9 @@ def _delay_abort() -> None:
 
 
 def is_aborting() -> bool:
-    """Return whether a thread of this process is in the handler that `_delay_abort` sets: Linux blocks SIGABRT in it meanwhile.
+    """Return whether a thread of this process is in the handler that `_delay_abort` sets.
 
-    Threads of libraries that block every signal do not count.
+    Linux blocks SIGABRT in a thread while the handler runs there. Threads of libraries that block every signal do not count.
     """
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # the thread has ended

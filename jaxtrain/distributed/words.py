@@ -1,4 +1,4 @@
-"""Text about processes and their errors, for logs."""
+"""Format processes and their errors as text, for logs."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ def this_process() -> str:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return "process 1"; "processes 1 and 2"; "processes 1, 2, 3 and 40 more"."""
+    """Return processes as text, shortened if there are more than 8: "processes 1 and 2", "processes 1, ..., 7 and 40 more"."""
     shown = [str(i) for i in (processes if len(processes) <= 8 else processes[:7])]
     if len(shown) < len(processes):
         shown.append(f"{len(processes) - len(shown)} more")
@@ -18,7 +18,7 @@ def listed(processes: Sequence[int]) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Return the system's text of an error, without Python's prefix."""
+    """Return the system's text of an error in lower case, without the "[Errno N]" that Python adds."""
     known = error.errno is not None and error.errno > 0 and not isinstance(error, socket.gaierror)
     return (os.strerror(error.errno or 0) if known else error.strerror or str(error)).lower()
 

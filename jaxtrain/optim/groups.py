@@ -1,9 +1,9 @@
-"""Parameter groups by name: the text of `optimizer.groups`, and the settings of one parameter.
+"""Parameter groups: parse `optimizer.groups`, and find the settings of a parameter by its name.
 
     PATTERN:SETTING=VALUE[,SETTING=VALUE...][;PATTERN:...]        embed.*:lr=0.1;*.scale:weight_decay=0
 
-A pattern is as in a shell (fnmatch) and must match the whole name, which has no layer number: layers.attention.wq. A parameter
-belongs to the first group whose pattern matches.
+A pattern is as in a shell (fnmatch) and must match the whole name of a parameter. Names have no layer number:
+layers.attention.wq. A parameter belongs to the first group whose pattern matches its name.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Group:
 
 
 def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
-    """Parse `optimizer.groups`: return the groups, and the problems of the text itself."""
+    """Parse `optimizer.groups`. Return (groups, problems of the syntax and of single settings)."""
     groups: list[Group] = []
     problems: list[Problem] = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
@@ -49,7 +49,7 @@ def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
 
 
 def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | None:
-    """Add one NAME=VALUE to `chosen`. Return (problem, remedy), or None."""
+    """Add one NAME=VALUE to `chosen`. Return (problem, remedy); None if the setting is valid."""
     name, given, value = (part.strip() for part in setting.partition("="))
     if not (given and name and value):
         return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
@@ -78,7 +78,7 @@ def group_of(groups: Sequence[Group], name: str) -> Group | None:
 
 
 def moved(text: str) -> list[tuple[str, str]]:
-    """Return (pattern, optimizer) of the groups that set `optimizer`, and so change the tensors of the optimizer state."""
+    """Return (pattern, optimizer) of each group that sets `optimizer`, and so changes the tensors of the optimizer state."""
     return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
 
 
@@ -95,7 +95,7 @@ def problems(text: str, optimizer: str) -> list[Problem]:
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """Return a problem for each group that matches no parameter of a model, or sets muon for a parameter without Muon.
+    """Return a problem for each group without a parameter of the model, or with optimizer=muon for a parameter without Muon.
 
     matrices: name of each parameter -> whether Muon supports the parameter.
     """

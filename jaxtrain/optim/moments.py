@@ -1,4 +1,4 @@
-"""Blocks of Adam's 8-bit moments: the tensors that have blocks, the dimension of the blocks, and their size.
+"""Choose the tensors with 8-bit moments of Adam, the dimension that is cut into blocks, and the size of the blocks.
 
 The blocks depend on the tensor and not on the mesh, so a checkpoint has the same values on every mesh. Blocks are cut along a
 dimension that fsdp does not shard.
@@ -19,7 +19,7 @@ WIDE, SPLIT = "vocab", ("embed", "expert_embed", "experts")
 def block(size: int) -> int:
     """Return the number of values in a block: the largest power of two that divides a dimension's size, at most BLOCK.
 
-    Returns 0 if this power is below SMALLEST_BLOCK.
+    Returns 0 if this number is below SMALLEST_BLOCK.
     """
     most = min(size & -size, BLOCK)
     return most if most >= SMALLEST_BLOCK else 0
@@ -28,10 +28,10 @@ def block(size: int) -> int:
 def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
     """Return the dimension along which a tensor's moments are cut into blocks; None for a tensor that stays in float32.
 
-    Matrices with at least SMALL elements a layer and without a vocabulary axis have blocks. Blocks are cut along the last
+    Matrices with at least SMALL elements a layer and without a vocabulary axis may have blocks. The result is their last
     dimension whose axis is not in SPLIT and for whose size `block` is not 0. Without such a dimension the result is None.
 
-    axes, shape: logical axes and sizes of the parameter, including a first axis "layers".
+    axes: logical axes of the parameter, including "layers" for a stack. shape: sizes of the same dimensions.
     """
     stacked = int(axes[0] == "layers")
     if len(axes) - stacked < 2 or WIDE in axes:

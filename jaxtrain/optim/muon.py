@@ -1,13 +1,13 @@
 """Muon: orthogonalized momentum, matrix by matrix (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-The momentum of a matrix is U S V^T; the update is about U V^T, by five Newton-Schulz iterations, which are matmuls. The update
-is scaled to a root mean square of 0.2, like AdamW's updates (Liu et al. 2025, arXiv:2502.16982, section 2.2). So Muon and AdamW
-share one learning rate and one weight decay.
+The momentum of a matrix is U S V^T. The update is about U V^T, computed by five Newton-Schulz iterations, which are matmuls.
+The update is scaled to a root mean square of 0.2, like AdamW's updates (Liu et al. 2025, arXiv:2502.16982, section 2.2). So
+Muon and AdamW share one learning rate and one weight decay.
 
-Orthogonalization needs complete matrices, and weights are sharded. So an all-to-all over the n devices that shard a stack of
-layers exchanges shards for complete matrices: each device receives 1 / n of the layers. The device orthogonalizes them, and
-another all-to-all returns the shards. A device holds as many elements as before the exchange, and no work is repeated, except
-for padding to a multiple of n. optax has a Muon too (optax.contrib.muon): it multiplies in float32, leaves the sharding to XLA,
+Orthogonalization needs complete matrices, and weights are sharded. So an all-to-all over the n devices that shard the matrices
+of a stack exchanges shards for complete matrices: each device receives 1 / n of the matrices. The device orthogonalizes these,
+and another all-to-all returns the shards. A device holds as many elements as before the exchange, and no work is repeated,
+except for padding to a multiple of n. optax's own Muon (optax.contrib.muon) multiplies in float32, leaves the sharding to XLA,
 and keeps its coefficients in the state.
 """
 
@@ -34,10 +34,10 @@ Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical a
 
 
 def dims(axes: Axes) -> tuple[int, int]:
-    """Return (leading dimensions, row dimensions) of a weight by its logical axes: the last two are rows and columns.
+    """Return (number of leading dimensions, number of row dimensions) of a weight. The remaining dimensions are the columns.
 
-    The heads of a projection are one dimension with their width: (layers, embed, heads, head_dim) is a stack of matrices
-    (embed, heads x head_dim). Leading dimensions (layers, experts) count matrices. (0, 0): the weight is not a matrix.
+    Leading dimensions (layers, experts) count matrices. "heads" and "head_dim" together are the rows or the columns: (layers,
+    embed, heads, head_dim) is a stack of matrices (embed, heads x head_dim). (0, 0): the weight is not a matrix.
     """
     sizes: list[int] = []
     for i, axis in enumerate(axes):
@@ -51,7 +51,7 @@ def dims(axes: Axes) -> tuple[int, int]:
 
 
 def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
-    """Return each matrix of a stack orthogonalized approximately: f32 or compute dtype in, compute dtype out. Zeros stay zeros.
+    """Orthogonalize each matrix of a stack approximately, and return the stack in the compute dtype. Zeros stay zeros.
 
     Matmuls have inputs and results in the compute dtype (bfloat16 in a bf16 run, as published), and sum in float32.
     """
@@ -77,9 +77,9 @@ def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
 def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
     """Return the function (a parameter's momentum, its logical axes) -> the parameter's update, with root mean square RMS.
 
-    Momentum and update are f32, both sharded by these axes.
+    Momentum and update are f32, both sharded by the logical axes.
 
-    placement: None if all arrays are on one device.
+    placement: the placement of the parameters; None if all arrays are on one device.
     """
 
     def stacked(x: jax.Array, axes: Axes) -> jax.Array:
@@ -108,7 +108,7 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
 
 
 def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
-    """Apply `stacked` to a stack of matrices that is sharded over devices."""
+    """Apply `stacked`, which needs complete matrices, to a stack of matrices that are sharded over devices."""
     before = dims(axes)[0]
     of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
     of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}
@@ -147,11 +147,11 @@ def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal)
 def scale_by_muon(
     rest: optax.GradientTransformation, momentum: float, hidden: Callable[[object], bool], made: Callable[..., jax.Array]
 ) -> optax.GradientTransformation:
-    """Return Nesterov momentum, orthogonalized, for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
+    """Return the transformation that is Muon for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
 
     The state is Adam's, in float32. Hidden matrices have their momentum as first moment, and no second moment. The momentum is
-    m' = beta m + (1 - beta) g, and the orthogonalized direction is beta m' + (1 - beta) g. A constant factor of the direction
-    has no effect.
+    m' = beta m + (1 - beta) g. The direction that is orthogonalized is Nesterov's, beta m' + (1 - beta) g; a constant factor
+    of it has no effect.
 
     Args:
       rest: optax's Adam.

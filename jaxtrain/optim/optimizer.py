@@ -1,7 +1,7 @@
-"""The optimizers and their schedule, on optax.
+"""Build the optimizers and their learning-rate schedule, with optax.
 
 An optimizer here is an `optax.GradientTransformation` that returns a direction; the step multiplies the direction by -lr(step).
-So the learning rate has no state: it is a function of the step, also in a resumed run.
+So the optimizer state has no learning rate: the rate is a function of the step, also in a resumed run.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from jaxtrain.sharding import Axes, Placement
 
 
 def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the step, from 0.
+    """Return the learning rate as a function of the step, counted from 0.
 
-    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last warm-up step. The next step begins the
-    decay. `cosine` and `linear` decay over decay_steps steps (0: all steps that are left) to lr_min. `wsd` stays at lr until
-    the last decay_steps, which decay linearly to lr_min (Hu et al. 2024, arXiv:2404.06395). `constant` stays at lr. So one step
-    has the peak rate if a decay follows at once, and the last step of a decay has lr_min. Without warm-up, step 0 has lr.
+    The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last warm-up step. Without warm-up, step 0
+    has lr. `cosine` and `linear` then decay over decay_steps steps (0: all steps that are left) to lr_min. `wsd` stays at lr
+    until the last decay_steps, which decay linearly to lr_min (Hu et al. 2024, arXiv:2404.06395). `constant` stays at lr. With
+    `cosine` and `linear`, only one step has the peak rate. The last step of a decay has lr_min.
     """
     o = optimizer
     first = max(1, o.warmup_steps)  # steps up to the peak: step 0 has lr / warmup_steps, since a rate of 0 would change nothing
@@ -55,9 +55,11 @@ def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
 
 
 def decayed(axes: Any) -> Any:
-    """Return a tree of bools: whether weight decay applies to each parameter. It applies to matrices, not norms and biases.
+    """Return a tree of bools: whether optimizer.weight_decay applies to each parameter. It applies to matrices only.
 
-    `axes` is a tree of logical axes; the stacked layer axis does not count as a dimension, nor do the heads of a bias.
+    Scales of norms and biases are no matrices, whatever their dimensions. The axis "layers" does not count as a dimension.
+
+    axes: tree of the parameters' logical axes.
     """
 
     def is_matrix(path: Any, a: tuple[str | None, ...]) -> bool:
@@ -68,7 +70,7 @@ def decayed(axes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The optimizer's settings for one parameter: from its name, its axes and the config."""
+    """The optimizer's settings for one parameter, chosen by the parameter's name, its axes and the config."""
 
     muon: bool  # by Muon, not by AdamW
     lr: float  # factor of the schedule's learning rate
@@ -76,9 +78,9 @@ class Choice:
 
 
 def choices(optimizer: config.Optimizer, axes: Any) -> Any:
-    """Return a tree of `Choice`, from the parameters' logical axes and the groups that match their names.
+    """Return a tree with the `Choice` of each parameter, from its logical axes and the group that matches its name.
 
-    Muon is for the matrices of layers to which weight decay applies. For any other matrix, a group must set optimizer=muon.
+    With optimizer.name=muon, Muon updates the matrices of layers, and AdamW other parameters, unless a group sets `optimizer`.
     """
     found = groups.parse(optimizer.groups)[0]
 
@@ -96,7 +98,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
 
 
 def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
-    """Raise ConfigError for groups that match no parameter, or that set optimizer=muon for a parameter that is no matrix."""
+    """Raise ConfigError for a group without a parameter, or with optimizer=muon for a parameter that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
     found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
@@ -114,19 +116,19 @@ def _at(tree: Any, path: Any) -> Any:
 
 
 def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
-    """Return optax's Adam with each moment stored in its own dtype."""
+    """Return optax's Adam, with the first moment stored in dtype m and the second in dtype v (`stored`)."""
     return stored(m, v, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
 
 
 def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `adam`, or another transformation with Adam's state, with each moment stored in its own dtype.
+    """Return the transformation `adam` with the first moment stored in dtype m and the second in dtype v.
 
     The update itself is computed in float32, from the new moments before they are rounded.
 
     Args:
       m, v: dtypes of the first and the second moment: f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py).
       axes: logical axes of the parameters. They decide which tensors have blocks; with int8, all others stay in float32.
-      adam: the transformation; its state is an optax.ScaleByAdamState.
+      adam: a transformation with an optax.ScaleByAdamState as its state: optax's Adam, or Muon.
     """
     kinds = {"mu": m, "nu": v}
 
@@ -178,9 +180,9 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 
 
 def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    """Return the transformation that adds weight decay and then multiplies by a factor of the learning rate.
+    """Return the transformation that adds weight decay, and then multiplies by a factor of the learning rate.
 
-    Weight decay and factor of each parameter are in its `Choice`.
+    Each parameter's weight decay and factor are those of its `Choice`.
     """
     chosen = choices(optimizer, axes)
 
@@ -196,7 +198,7 @@ def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformati
 
 
 def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with decay on matrices only."""
+    """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with weight decay by `choices`."""
     o = optimizer
     return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps), scaled(o, axes))
 
@@ -204,7 +206,7 @@ def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> opta
 def muon(
     optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
 ) -> optax.GradientTransformation:
-    """Return Muon (jaxtrain/optim/muon.py) for the matrices of layers, and AdamW for other parameters."""
+    """Return Muon (jaxtrain/optim/muon.py) for the parameters that `choices` selects, and AdamW for other parameters."""
     o, chosen, made = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
     both = scale_by_muon(
         optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps),
@@ -225,7 +227,9 @@ def make_optimizer(
     placement: Placement | None = None,
     numerics: Numerics = FLOAT32,
 ) -> optax.GradientTransformation:
-    """Return the optimizer that `optimizer.name` names. A user's own, `package.module:name`, gets (optimizer, dtypes, axes).
+    """Return the optimizer that `optimizer.name` names: adamw, muon, or the result of a user's own function.
+
+    `package.module:name` names the user's function, which is called with (optimizer, dtypes, axes).
 
     Args:
       axes: logical axes of the parameters.

@@ -1,11 +1,12 @@
-"""Arrays in 8 bits: block-wise dynamic quantization after Dettmers et al. 2022 (arXiv:2110.02861), for Adam's moments.
+"""Store Adam's moments in 8 bits, by the block-wise dynamic quantization of Dettmers et al. 2022 (arXiv:2110.02861).
 
 A block of values shares one float32 scale, its largest magnitude. The scaled values in [-1, 1] are rounded to the nearest of
-256 values that are spread over seven decades, evenly within each decade. A byte's leading zeros are the decade, and the bits
-after its first 1 are a linear fraction. The unsigned map uses the sign bit as one more bit of the fraction.
+the 256 values of a map. The map's values are spread over seven decades, evenly within each decade. In the paper's format, the
+number of a byte's leading zeros is the decade, and the bits after its first 1 are a linear fraction. The signed map uses one
+bit for the sign, and the unsigned map one more bit for the fraction.
 
 Codes are indices into the map in ascending order, as bitsandbytes stores them. They are computed by comparisons and one
-multiplication, not by a search, and read by a look-up: XLA fuses both with the update around them.
+multiplication, not by a search, and decoded by a look-up. XLA fuses encoding and decoding with the optimizer's update.
 """
 
 import dataclasses
@@ -39,10 +40,10 @@ def is_blocks(x: object) -> bool:
 
 
 def code_map(signed: bool) -> np.ndarray:
-    """Return the 256 values of the codes, f64 (256,), ascending: the paper's definition.
+    """Return the 256 values of the signed or the unsigned map, f64 (256,), ascending, by the paper's definition.
 
-    Decade e (0 is the largest) has the middles of equal parts of [0.1, 1] x 10^-e: 2^(6 - e) parts on each side of 0 in the
-    signed map, or twice as many parts on the positive side in the unsigned map. 0 and 1 are values too; -1 is not.
+    Decade e (0 is the largest) has the middles of equal parts of [0.1, 1] x 10^-e. The signed map has 2^(6 - e) parts on each
+    side of 0, and the unsigned map 2^(7 - e) parts on the positive side. 0 and 1 are values too; -1 is not.
     """
     top = DECADES - 1 if signed else DECADES
     positive = [
@@ -56,10 +57,9 @@ def code_map(signed: bool) -> np.ndarray:
 
 
 def _decades(signed: bool) -> list[tuple[int, float]]:
-    """Return (number of values, power of ten) of each decade, the smallest first.
+    """Return (number of positive values, power of ten at its upper end) of each decade, the smallest decade first.
 
-    The k-th positive value is in the decade of n values with n <= k < 2 n, where k starts from 1 if signed and from 2
-    otherwise.
+    The k-th positive value is in the decade of n values with n <= k < 2 n. k starts from 1 if signed, and from 2 otherwise.
     """
     first = 1 if signed else 2
     return [(first << d, 10.0 ** (d + 1 - DECADES)) for d in range(DECADES)]
@@ -89,7 +89,7 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
 def _value(code: jax.Array, signed: bool) -> jax.Array:
     """Return the map's value of a code, float32, by a look-up.
 
-    If decoding took as much arithmetic as encoding, XLA would prefer to keep the decoded moments in float32.
+    If decoding took as much arithmetic as encoding, XLA would keep the decoded moments in float32.
     """
     return jnp.asarray(code_map(signed).astype(np.float32)).at[code].get(mode="promise_in_bounds")
 
@@ -109,8 +109,8 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
     """Return an f32 array in blocks along dimension `axis`, rounded to nearest as published. scales: from `scales_of`.
 
     The unsigned map is for second moments. In the unsigned map only 0 becomes 0: a value below the smallest positive value of
-    the map, 3.3e-7 of the block's largest, is rounded up. If a second moment became 0 and the first did not, the update would
-    be m / eps as soon as the gradient vanishes. A number that is not finite makes its whole block NaN.
+    the map, 3.3e-7 of the block's largest, is rounded up. If a second moment became 0 while its first moment did not, the
+    update would be m / eps as soon as the gradient vanishes. A number that is not finite makes its whole block NaN.
     """
     split, largest = _split(x, axis), jnp.expand_dims(scales, axis + 1)
     codes = _nearest(split / jnp.where(largest == 0, 1, largest), signed)

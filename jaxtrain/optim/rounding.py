@@ -1,11 +1,11 @@
-"""Stochastic rounding of updated master weights to bfloat16.
+"""Round updated master weights to bfloat16, by stochastic rounding.
 
-Rounding to nearest loses every update below 2**-9 of the weight: at small learning rates, all updates. Stochastic rounding
-keeps updates on average: it rounds up with a probability equal to the truncated fraction (Gupta et al. 2015, arXiv:1502.02551,
-section 3).
+Rounding to nearest loses every update below 2**-9 of the weight; at small learning rates, all updates are that small.
+Stochastic rounding keeps updates on average: it rounds up with a probability equal to the truncated fraction (Gupta et al.
+2015, arXiv:1502.02551, section 3).
 
 The random bits of an element are a function of the run's seed, the step, the parameter's name, the layer's number, and the
-element's index in the layer's tensor: JAX's partitionable Threefry counts elements of the global array. So the bits are the
+element's index in the layer's tensor. The index is that in the global array (JAX's partitionable Threefry). So the bits are the
 same on every mesh, with every arrangement of stages, and in a resumed run.
 """
 
@@ -40,9 +40,10 @@ class Rounding:
     layers: tuple[int | None, ...] | None = None  # the layer in each slot of a stack (None: empty); None: slot i has layer i
 
     def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
-        """Return the updated weights `exact`, f32, in the dtypes of `params`.
+        """Return the updated weights `exact`, f32, in the dtypes of `params`. Rounding to bfloat16 is stochastic.
 
-        step: int32 (), the step's number. layer: int32 (), the layer if stacks are updated layer by layer; None: all layers.
+        step: int32 (), the step's number. layer: int32 (), the layer's index if stacks are updated layer by layer; None:
+        `exact` has all layers.
         """
 
         def one(path: Any, x: jax.Array, p: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""A step's update of weights and optimizer state: all at once, or layer by layer if the moments are in host memory.
+"""Update weights and optimizer state in a step: all at once, or layer by layer if the moments are in host memory.
 
-Layer by layer, a loop copies one layer's moments to the device, updates them and the layer's weights, and copies the moments
-back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors; the device holds the moments of
-one layer at a time. Moments of parameters outside the stack of layers are copied all at once.
+Layer by layer, a loop copies one layer's moments to the device, updates the moments and the layer's weights, and copies the
+moments back. XLA overlaps copies in both directions with the arithmetic of the layer's other tensors. The device holds the
+moments of one layer at a time. Moments of parameters outside the stack of layers are copied all at once.
 
 The update starts after the whole backward pass, because gradients are clipped by their global norm.
 """
@@ -29,9 +29,10 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
-    """Return an `Update` of all given parameters at once, on the device. `streamed` calls it for each layer.
+    """Return an `Update` of all given parameters at once, on the device.
 
-    The returned function has one more argument, layer: int32 (), the index of the layer; None for all layers.
+    The returned function has one more argument, layer: int32 (), the index of a layer, with which `streamed` calls it for each
+    layer; None for all layers.
     """
 
     def update(
@@ -65,9 +66,9 @@ def streamed(
     numerics: Numerics,
     rounding: Rounding,
 ) -> Update:
-    """Return an `Update` that runs layer by layer, with the optimizer's state in host memory.
+    """Return an `Update` that runs layer by layer, with the moments in host memory.
 
-    axes: logical axes of the parameters, a dict; STACK has the parameters that are stacked by layers.
+    axes: dict of the parameters' logical axes. Its entry STACK has the parameters that are stacked by layers.
     """
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
@@ -77,7 +78,7 @@ def streamed(
     )
 
     def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-        """Return the state with `change` applied to its dicts of moments, which have the parameters' names."""
+        """Return the optimizer state with `change` applied to each dict of moments, whose keys are parameters' names."""
         names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
         is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
         return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)

@@ -1,4 +1,4 @@
-"""remat.policy=auto: the activations to save in the available memory.
+"""Choose the activations to save in the available memory, for remat.policy=auto.
 
 The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
 fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
@@ -34,8 +34,8 @@ def layers_kept(run: RunConfig, stages: int) -> int:
 def expert_room(run: RunConfig, ranks: int) -> float:
     """Return the capacity of a device's expert buffers, in rows per token of the device.
 
-    The capacity is the number of experts per token, times the capacity factor. Without a capacity factor, the number of experts
-    per token is multiplied by `moe.buffer` if experts are sharded (`ranks` > 1), and by 1 otherwise.
+    With a capacity factor, this is experts per token x capacity factor, at most the number of experts. Without a capacity
+    factor, it is experts per token x `moe.buffer` (at most `ranks`) if experts are sharded, otherwise experts per token.
     """
     m, x = run.model, run.moe
     shares = (
@@ -51,7 +51,8 @@ def expert_room(run: RunConfig, ranks: int) -> float:
 def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
     """Return the number of rounds of a layer's dispatch, if the load of the busiest expert is `load` times an even load.
 
-    All other experts share the remaining tokens equally. With a capacity, or if a device has all experts, there is one round.
+    All other experts share the remaining tokens equally. With a capacity factor, or if experts are not sharded, there is one
+    round.
     """
     if run.moe.capacity_factor or ranks == 1:
         return 1
@@ -78,8 +79,10 @@ def _busiest(run: RunConfig, ranks: int, load: float) -> float:
 def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
     """Return the fraction of the expert buffers that tokens fill, over all rounds of a layer's dispatch.
 
-    load: of the busiest expert, over an even load. With a capacity factor the whole buffer is computed, so the result is 1. On
-    one device the buffer has exactly the tokens, so the result is 1 too.
+    With a capacity factor the whole buffer is computed, so the result is 1. If experts are not sharded (`ranks` is 1), the
+    buffer has exactly the tokens' rows, so the result is 1 too.
+
+    load: the load of the busiest expert, as a multiple of an expert's even load.
     """
     if run.moe.capacity_factor or not run.model.num_experts:
         return 1.0
@@ -90,9 +93,9 @@ def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
 
 
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
-    """Return activation of a layer -> its bytes on a device, per token of the device's shard of the batch.
+    """Return name of a layer's activation -> its bytes on a device, per token of the device's shard of the batch.
 
-    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed sequences, whose log-sum-exp has an
+    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed sequences. Its log-sum-exp has an
     entry for every document that a sequence may have.
     """
     m = run.model
@@ -116,7 +119,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
 
 
 def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Return the bytes of saved activations on a device: of one microbatch; in a pipeline, of all microbatches in flight."""
+    """Return the bytes of these saved activations on a device: of one microbatch; in a pipeline, of all in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
@@ -124,7 +127,7 @@ def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], pa
 
 @functools.lru_cache(maxsize=4)
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
-    """Return (recomputed FLOPs, names, remat) of every set of activations that may be saved."""
+    """Return (recomputed FLOPs, names of the activations, remat that saves them) for every set of activations."""
     found = []
     known = GROUPS if model.kv_lora_rank else GROUPS[1:]
     for size in range(len(known) + 1):
@@ -138,7 +141,7 @@ def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Re
 def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
     """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
 
-    Full recomputation saves 0 bytes here, so the result is None only if `most_bytes` is negative.
+    Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
     """
     one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
     found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))
@@ -148,7 +151,7 @@ def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
     """Return the remat with the least recomputation among those that save at least `excess_gib` less than the run's remat.
 
-    Returns None if no remat saves so much less.
+    Returns None if even full recomputation does not save `excess_gib` less.
     """
     now = bytes_kept(run, kept(run.remat), axes, packed_stats)
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)

@@ -1,8 +1,9 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
-The statistics are those of kernels/experts/routing.py: one row for each slot that a microbatch passed through, with means over
-the microbatch's tokens without padding. A step sums the statistics of its microbatches. Like the loss, the statistics of a
-microbatch are weighted by the microbatch's fraction of the batch's loss weight.
+The statistics (kernels/experts/routing.py) have one row for each slot of the stack of layers. Rows are in the order in which a
+microbatch passes the slots (stages.py). A row has means over a microbatch's tokens without padding. A step sums the statistics
+of its microbatches. Like the loss, the statistics of a microbatch are weighted by the microbatch's fraction of the batch's loss
+weight.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ def is_bias(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """The settings of load balancing of experts, without arrays. The methods take the statistics of a step."""
+    """The settings of load balancing of experts, without arrays. The methods take statistics of a microbatch or of a step."""
 
     moe: Moe
     count: int  # of experts
@@ -46,13 +47,13 @@ class Balance:
         return jnp.asarray((*self.rows, *(len(self.places) + i for i in range(self.mtp_layers))))
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
-        """Return the terms that are added to the loss, f32 (): all auxiliary losses of experts, means over the layers."""
+        """Return the weighted sum of the experts' auxiliary losses of a microbatch, f32 (), each a mean over the layers."""
         means = statistics[self._all_rows].mean(0)
         losses = self.moe.balance_loss * means[0] + self.moe.z_loss * means[2]
         return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
-        """Return the experts' metrics of a step, f32 () each, by the names in shapes.EXPERT_METRICS."""
+        """Return name in shapes.EXPERT_METRICS -> value of the metric, f32 (), from the statistics of a step."""
         of_layers = statistics[self._all_rows]
         loads_LE = of_layers[:, len(COLUMNS) :]
         values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count

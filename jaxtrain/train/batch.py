@@ -28,7 +28,10 @@ def abstract_batch(placement: Placement, shape: tuple[int, int, int], pairs: boo
 
 
 def rows_here(abstract: Batch) -> list[int] | None:
-    """Return the numbers of the rows of a batch, (A x B, T), on devices of this process; None if all devices are its own."""
+    """Return the numbers of the batch's rows, 0 to A x B - 1, that devices of this process hold.
+
+    Returns None if all devices of the batch are of this process.
+    """
     shape, sharding = abstract["tokens"].shape, abstract["tokens"].sharding
     if sharding is None or len(sharding.addressable_devices) == len(sharding.device_set):
         return None
@@ -41,7 +44,7 @@ def rows_here(abstract: Batch) -> list[int] | None:
 def further(host: HostBatch, k: int) -> HostBatch:
     """Return the targets and weights of module k of multi-token prediction, (R, T).
 
-    They are the targets and weights k positions later. If that position is in another document, the weight is 0.
+    A token's target and weight are those of the token k positions later. If that token is in another document, the weight is 0.
     """
 
     def later(x: np.ndarray) -> np.ndarray:
@@ -55,9 +58,9 @@ def further(host: HostBatch, k: int) -> HostBatch:
 def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
     """Put rows from the host, (A x B, T), onto the devices as (A, B, T) microbatches.
 
-    With context parallelism, the tokens of a row are reordered here, equally in all arrays (jaxtrain/context.py). The model's
-    results depend on each token's segment and position, not on the order of tokens in the arrays. Targets of multi-token
-    prediction are computed before the reordering.
+    With context parallelism, this function reorders the tokens of a row, in the same order in all arrays (jaxtrain/context.py).
+    The model's results depend on each token's segment and position, not on the order of tokens in the arrays. Targets of
+    multi-token prediction are computed before the reordering.
 
     Args:
       rows: the numbers of the rows in `host` (`rows_here`); None: all rows.

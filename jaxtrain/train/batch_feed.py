@@ -1,6 +1,6 @@
-"""Batches from the data source onto the devices, read in a thread.
+"""Read batches from the data source in a thread, and put them on the devices.
 
-A data source may hang. Python runs signal handlers in the main thread only, so a hanging call there would prevent a save.
+A data source may hang. Python runs signal handlers in the main thread only, so a hanging call in it would prevent a save.
 Batches are therefore read in another thread, and the main thread waits in short intervals.
 """
 
@@ -20,17 +20,17 @@ POLL_S = 0.05  # between two checks whether a batch is still wanted
 
 
 class BatchFeed:
-    """The batches of a run, read ahead in a thread. Every process reads the rows that its own devices hold."""
+    """Reads the batches of a run ahead, in a thread. Every process reads only the rows for its own devices."""
 
     def __init__(self, source: Any, first: int, abstract: Batch, context: Context, prefetch: int = 1, count: int | None = None):
-        """Start to read.
+        """Start to read batches.
 
         Args:
-          source: `.batch(i)` returns batch `i`, and `.batch(i, rows)` returns these rows of it.
+          source: `.batch(i)` returns batch `i`, and `.batch(i, rows)` returns only these rows of batch `i`.
           first: the index `i` of the first batch.
           abstract: shapes, dtypes and shardings of a batch on the devices.
-          prefetch: batches that are read ahead.
-          count: batches to read; None: no end.
+          prefetch: number of batches that are read ahead.
+          count: number of batches to read; None: no limit.
         """
         self._abstract, self._context, self.rows = abstract, context, rows_here(abstract)
         only = () if self.rows is None else (np.asarray(self.rows),)
@@ -58,7 +58,7 @@ class BatchFeed:
         return False
 
     def next(self, unwanted: Callable[[], object]) -> HostBatch | None:
-        """Return the rows of the next batch that this process holds; None if `unwanted()` is true before they are read.
+        """Return the next batch's rows for the devices of this process; None if `unwanted()` is true before they are read.
 
         Raises the data source's exceptions.
         """
@@ -83,6 +83,6 @@ class BatchFeed:
             yield self.place(host)
 
     def close(self) -> None:
-        """Stop reading. The thread of a source that hangs ends with the process."""
+        """Stop reading. If the data source hangs, its thread continues until the process ends."""
         self._closed.set()
         self._thread.join(timeout=2 * POLL_S)

@@ -1,4 +1,4 @@
-"""Compilation of the train step for training, benchmarks and plans: XLA's options on GPUs, each with its reason.
+"""Compile the train step for training, benchmarks and plans, with XLA's options for GPUs and the reason for each option.
 
 Options are passed with the program and not through XLA_FLAGS, so they are part of the executable, its cache key and the
 receipt.
@@ -29,21 +29,26 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # concurre
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The memory of one GPU, and the fraction of it that a run gives to JAX."""
+    """The memory of one GPU, and the part of this memory that JAX may allocate, in GiB."""
 
     memory_gib: float
     usable_gib: float
 
 
 def card(memory_gib: float, fraction: float = 0.0) -> Card:
-    """Return a card of this size. fraction: `train.memory_fraction`; 0: all but the reserve (hardware.memory_fraction)."""
+    """Return the `Card` of a GPU with `memory_gib` of memory.
+
+    fraction: `train.memory_fraction`; 0: all but the reserve (hardware.memory_fraction).
+    """
     return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
 def card_of(device: Any, configured: float = 0.0) -> Card | None:
-    """Return the card of a present GPU; None for a device that is no GPU.
+    """Return the `Card` of a GPU of this process; None for a CPU.
 
-    Both figures are derived from the limit of JAX's allocator. The driver reports half a percent more memory.
+    Both figures of the card are derived from the limit of JAX's allocator. The driver reports half a percent more memory.
+
+    configured: `train.memory_fraction`.
     """
     if device.platform != "gpu":
         return None
@@ -93,14 +98,14 @@ EVIDENCE = 90
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """XLA's options for a program, and the reasons for them."""
+    """XLA's options for a program, the origin of the options, and the options that are left out."""
 
     options: dict[str, str | bool]
     why: str  # origin of the options, for the log; "" without a choice
     dropped: tuple[str, ...]  # names that this version of XLA does not have
 
     def warnings(self) -> list[str]:
-        """Return the warnings about the options for the user."""
+        """Return a warning for each option in `dropped`."""
         version = importlib.metadata.version("jaxlib")
         return [f"XLA option {name} is left out: jaxlib {version} has none of that name" for name in self.dropped]
 
@@ -108,8 +113,8 @@ class Chosen:
 def choose(program: Program, card: Card | None) -> Chosen:
     """Return XLA's options for a program. card: the memory of each GPU; None on CPUs, where only the config's options apply.
 
-    An option that this XLA does not have is left out and listed in `dropped`. Raises ConfigError if deterministic steps need
-    that option, and for a value in `compiler.options` that XLA does not accept.
+    An option that this XLA does not have is left out and listed in `dropped`. Raises ConfigError if such an option is needed
+    for deterministic steps, and for a value in `compiler.options` that XLA does not accept.
     """
     own, _ = parse_options(program.run.compiler.options)
     wanted, why = _defaults(program, card) if card and program.run.compiler.defaults else ({}, "XLA's own" if card else "")
@@ -138,7 +143,7 @@ LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_result
 def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
     """Return `chosen` with the options of one run added: CUDA graphs, timeout, autotuning results in `workdir`.
 
-    step_s: seconds of the watchdog's budget of a step, 0 for none. repeatable: train.deterministic. traced: the run will take a
+    step_s: the watchdog's budget for a step, in seconds; 0: none. repeatable: train.deterministic. traced: the run will take a
     trace (profile.start is ahead), so CUDA graphs are off unless compiler.options sets them.
     """
     more: dict[str, str | bool] = {}
@@ -156,12 +161,12 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
 
 
 def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the program itself, without those that `for_run` added for the run's folder and watchdog."""
+    """Return the options of the program itself, without the options that `for_run` added for the run's folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
 
 
 def autotuned(options: Mapping[str, Any]) -> Path | None:
-    """Return the file of XLA's autotuning results that these options name, or None."""
+    """Return the file of XLA's autotuning results that an option names; None if no option does."""
     named = options.get(LOAD) or options.get(DUMP)
     return Path(named) if named else None
 
@@ -233,9 +238,9 @@ def _nested_loops(program: Program) -> bool:
     O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
     such a loop is inside the loop over microbatches and contains another loop. This happens in three cases: (1) The loop over
     layers contains chunked attention or the rounds of expert dispatch. (2) Without a loop over layers, the loop over
-    microbatches contains the loop over chunks of the loss. O1 has little effect there: collectives of unrolled layers overlap
-    without O1. (3) In a stage with several groups, the loop over ticks contains the loop over layers, and is inside the loop
-    over rounds (stages.Schedule.rounds).
+    microbatches contains the loop over chunks of the loss. O1 has little effect in case 2: collectives of unrolled layers
+    overlap without O1. (3) In a stage with several groups, the loop over ticks contains the loop over layers, and is inside the
+    loop over rounds (stages.Schedule.rounds).
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
     rounds = program.state.layers is not None and program.state.layers.groups > 1
@@ -259,7 +264,8 @@ def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:
     """Mark the moments among a lowered step's arguments as host memory, as jax does for devices with host memory.
 
     Devices of a topology (jax.experimental.topologies) have no memories, so no sharding can have a memory kind (see
-    `state.abstract_state`). The compiler itself needs only this attribute. The memory of results is part of the program.
+    `state.abstract_state`). The compiler needs only the attribute mhlo.memory_kind of each argument. The program itself
+    determines the memory of its results.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((program.state, program.batch))]
     module: Any = lowered.compiler_ir("stablehlo")

@@ -25,8 +25,8 @@ from jaxtrain.zero import make_zero
 def numerics_of(run: RunConfig) -> Numerics:
     """Return the dtypes of a config.
 
-    With LoRA, frozen base weights are stored in the compute dtype, since every use rounds them to it and no checkpoint has
-    them. The router stays in dtypes.params.
+    With LoRA, frozen base weights are stored in the compute dtype: every use rounds them to this dtype, and checkpoints do not
+    include them. The router stays in dtypes.params.
 
     Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
     """
@@ -37,12 +37,12 @@ def numerics_of(run: RunConfig) -> Numerics:
 
 
 def lora_of(run: RunConfig) -> Lora:
-    """Return the adapters of a config."""
+    """Return the LoRA settings of a config: rank, alpha, target weights and the adapters' dtype."""
     return Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), DTYPES[run.dtypes.params])
 
 
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
-    """Return the model of a config."""
+    """Return the `Definition` of a config's model, with this mesh and this attention kernel."""
     module, numerics = family(run.model.family), numerics_of(run)
     delays_load = placement.size("tensor") == 1
     plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load)
@@ -61,10 +61,10 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
 
 
 def for_inference(run: RunConfig) -> RunConfig:
-    """Return the run with the settings for programs without a train step.
+    """Return the run with the settings for programs without a train step, such as the sampler.
 
-    Experts have no capacity factor: the tokens that a capacity drops depend on the other tokens of the batch. Weights are
-    gathered where they are used, since there is no train step that could gather them once.
+    Experts have no capacity factor: the tokens that a capacity drops depend on the other tokens of the batch. Each layer
+    gathers its weights when it runs, since there is no train step that could gather them once.
     """
     sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
     return dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.0), sharding=sharding)
@@ -73,7 +73,7 @@ def for_inference(run: RunConfig) -> RunConfig:
 def fp8_weights(run: RunConfig, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is multiplied in FP8.
 
-    With `precision=fp8` these are the weights of linear layers and experts, except `fp8.exclude`; otherwise none.
+    With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
     paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
@@ -87,9 +87,9 @@ def fp8_weights(run: RunConfig, definition: Definition) -> Params:
 def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is trained.
 
-    With LoRA only the adapters are trained, otherwise all parameters except routers' biases and matches of `train.freeze`.
-    Raises ConfigError for a pattern that matches no parameter, if no parameter is trained, and for a model without the
-    requested adapters.
+    With LoRA, only the adapters are trained. Otherwise all parameters are, except routers' biases and matches of train.freeze.
+    Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
+    without the adapters in lora.targets.
     """
     called = names(definition.abstract)
     known = jax.tree.leaves(called)

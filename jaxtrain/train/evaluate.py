@@ -1,4 +1,4 @@
-"""Held-out loss and samples between the steps of a run."""
+"""Compute the held-out loss, and generate samples, between the steps of a run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,13 +31,14 @@ def evaluate(
     """Return the means over the first `sequences` sequences of a source: `loss` and the other metrics of the loss.
 
     `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call and every layout evaluates the
-    same sequences: further rows of the last batch are padding. The sums of the batches are added exactly on the host, so their
-    order has no effect.
+    same sequences: rows of the last batch after these sequences are masked. The sums of the batches are added exactly on the
+    host, so the order of the batches has no effect.
 
     Args:
       eval_step: the compiled `Program.eval_step`.
+      abstract: shapes and shardings of a batch, `Program.eval_batch`.
       batches: a data source whose `.batch(i)` has as many rows as `abstract`.
-      unwanted: called for each batch; once it is true, the result is None.
+      unwanted: called for each batch. As soon as it returns True, the evaluation ends and the result is None.
     """
     size = abstract["tokens"].shape[1]
     feed = BatchFeed(batches, 0, abstract, context, count=-(-sequences // size))
@@ -64,7 +65,7 @@ def evaluate(
 
 
 def mask_rows(host: HostBatch, mask_R: np.ndarray) -> HostBatch:
-    """Return a batch in which the rows of a mask, bool (R,), are padding: weight 0, segment 0."""
+    """Return a copy of a batch in which the rows that `mask_R` selects, bool (R,), are padding: weight 0, segment 0."""
     if not mask_R.any():
         return host
     masked = [name for name in ("weights", "segments", "positions", "reference") if name in host]
@@ -101,7 +102,8 @@ class HeldOut:
         """Write the losses of all sets to metrics, log and receipt.
 
         If a stop is requested during the evaluation, nothing is written, and the next attempt evaluates again. With `finish`,
-        or with several processes, the evaluation is completed. Each process has rows of every batch, so none may stop alone.
+        or with several processes, a stop request does not end the evaluation. Each process has rows of every batch, so no
+        process may stop alone.
         """
         services, program = self._services, self._program
         alone = services.peers.count == 1 and not finish
@@ -143,7 +145,7 @@ class SampleWriter:
         self._sampler: generation.Sampler | None = None
 
     def due(self, done: int) -> bool:
-        """Return whether samples are due after step `done`. Samples of the last step are written after its save instead."""
+        """Return whether samples are due after step `done`. After the last step they are not: its samples follow its save."""
         every = self._run.sample.every_steps
         return self._tokenizer is not None and every > 0 and done % every == 0 and done < self._run.train.steps
 

@@ -1,6 +1,6 @@
-"""The gradients of a step: the sum over its microbatches, which run one after another or on pipeline stages.
+"""Compute the gradients of a step: the sum over its microbatches, which run one after another or on pipeline stages.
 
-Everything here computes with local shards, inside the step's one shard_map.
+All functions of this module compute with local shards, inside the shard_map around loss and gradients (program.py).
 """
 
 import dataclasses
@@ -50,10 +50,11 @@ class Objective:
     def of_model(self, model: Any, micro: Batch, total: jax.Array, mtp_totals: Sequence[jax.Array]) -> tuple[jax.Array, Report]:
         """Run the model on a microbatch. Return this device's share of the objective and of the report, as `__call__` does.
 
-        In addition to `__call__`, the objective has the losses of multi-token prediction.
+        Here the objective includes the losses of multi-token prediction, which `__call__` leaves out.
 
         Args:
-          total, mtp_totals: the results of `total_count` and `mtp_counts`.
+          total: the result of `total_count` for the batch.
+          mtp_totals: the result of `mtp_counts` for the batch.
         """
         rows = micro["tokens"], micro["segments"], micro["positions"]
         hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
@@ -110,12 +111,12 @@ class Objective:
 
 
 def total_count(batch: Batch, objective: Objective) -> jax.Array:
-    """Return the denominator of a batch's summed losses, f32 (): 1 if it would be 0."""
+    """Return the denominator of a batch's summed losses over all devices, f32 (). A denominator of 0 is replaced by 1."""
     return _divisor(objective.loss.count(batch), objective)
 
 
 def mtp_counts(batch: Batch, objective: Objective) -> list[jax.Array]:
-    """Return the total weight of the targets of each module of multi-token prediction, f32 (): 1 if it would be 0."""
+    """Return the total weight of the targets of each module of multi-token prediction, f32 (). 0 is replaced by 1."""
     return [_divisor(batch[f"weights_{k + 1}"].sum(), objective) for k in range(objective.mtp_layers)]
 
 
@@ -141,7 +142,7 @@ def make_gradients(
 
     Args:
       in_fp8: the weights that are multiplied in FP8.
-      adds: the backward pass of the stack of layers adds its gradients to the sum of earlier microbatches.
+      adds: the backward pass of each layer in the stack adds its gradients to the sum of earlier microbatches.
       pipe: the pipeline, if layers are on stages.
     """
     p = objective.placement
@@ -199,9 +200,9 @@ def _added(sums: Params, grads: Params) -> Params:
 def make_loss(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
-    """Return a function of the master weights and a batch of one microbatch, (1, B, T), that returns the sums of the loss.
+    """Return a function from (master weights, batch of one microbatch, (1, B, T)) to the sums of the loss over all devices.
 
-    The sums are the loss, its denominator, and the other sums that the loss reports.
+    The sums are the summed loss, its denominator, and name -> each other sum that the loss reports.
     """
     p = objective.placement
 
@@ -217,9 +218,9 @@ def make_loss(
 def make_log_probs(
     definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
 ) -> Callable[[Params, Batch], jax.Array]:
-    """Return a function of the master weights and a batch of one microbatch, (1, B, T).
+    """Return a function from (master weights, batch of one microbatch, (1, B, T)) to log-probabilities of documents.
 
-    It returns the log-probabilities of documents, (1, B, M).
+    The function's result is (1, B, M), for the M documents that a row may have.
     """
 
     def log_probs(params: Params, batch: Batch) -> jax.Array:
@@ -233,7 +234,7 @@ def make_log_probs(
 def _forward(
     params: Params, batch: Batch, definition: Definition, zero: Zero, in_fp8: Params, pipe: Pipeline | None
 ) -> tuple[Batch, jax.Array, Any]:
-    """Return (microbatch, final hidden states, head) of a batch with one microbatch. Arrays of the result are (B, T)."""
+    """Return (microbatch, final hidden states, head) of a batch with one microbatch. Arrays of the microbatch are (B, T)."""
     micro = jax.tree.map(lambda x: x[0], batch)
     base, copies = zero.step_weights(params, definition, in_fp8)
     model = definition.bind(zero.microbatch_weights(base, copies, {}))

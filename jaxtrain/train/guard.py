@@ -1,8 +1,8 @@
-"""Skipped steps: a loss or gradient norm that is not finite, or far above the recent ones.
+"""Skip steps whose loss or gradient norm is not finite, or far above the values of the last applied steps.
 
 The compiled step itself decides whether it is skipped, from numbers that are the same on every device. The guard is part of the
-train state, so a resumed run decides as an uninterrupted run would. A skipped step leaves parameters and moments unchanged, bit
-for bit.
+train state, so a resumed run skips the same steps as an uninterrupted run. A skipped step leaves parameters and moments
+unchanged, bit for bit.
 
 The step after a skipped step is HELD: it changes nothing, not even the count of steps. The training loop reads metrics one step
 late, when the next step is already dispatched. Since that step is held, the loop still has the weights from before the skipped
@@ -27,7 +27,8 @@ Guard = dict[str, jax.Array]
 def fresh() -> Guard:
     """Return the guard of a new run: f32 (WINDOW,) losses and gradient norms of applied steps, and i32 () counts of steps.
 
-    `held` is 1 if the next step is held, otherwise 0.
+    The counts are `taken` (applied steps), `skipped`, and `in_a_row` (skipped since the last applied step). `held` is 1 if the
+    next step is held, otherwise 0.
     """
     zero = jnp.zeros((), jnp.int32)
     window = jnp.zeros(WINDOW, jnp.float32)
@@ -36,7 +37,7 @@ def fresh() -> Guard:
 
 
 def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tuple[jax.Array, Guard]:
-    """Return (verdict of this step, the next guard). loss, norm: f32 (). sigmas: 0 accepts every finite step.
+    """Return (verdict of this step, guard for the next step). loss, norm: f32 (). sigmas: 0 accepts every finite step.
 
     A spike is a loss or a norm above median + sigmas x SIGMA x median absolute deviation of the last WINDOW applied steps. The
     deviation counts as at least FLAT x median / SIGMA. Before LEAST applied steps, no step is a spike. Unlike mean and standard
@@ -64,14 +65,17 @@ def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tupl
 
 
 def _limit(values: jax.Array, known: jax.Array, sigmas: float) -> jax.Array:
-    """Return the largest value that is no spike, f32 (), from the first `known` of these values, f32 (WINDOW,)."""
+    """Return the limit above which a value is a spike, f32 (), from the first `known` of these values, f32 (WINDOW,)."""
     median = _median(values, known)
     spread = _median(jnp.abs(values - median), known)
     return median + sigmas * jnp.maximum(SIGMA * spread, FLAT * jnp.abs(median))
 
 
 def _median(values: jax.Array, known: jax.Array) -> jax.Array:
-    """Return the lower median of the first `known` values, f32 (), by counting: cheaper on a GPU than sorting so few values."""
+    """Return the lower median of the first `known` values, f32 ().
+
+    Each value's rank is counted by comparisons, which is cheaper on a GPU than a sort of WINDOW values.
+    """
     i = jnp.arange(WINDOW)
     v = jnp.where(i < known, values, jnp.inf)
     below = (v[:, None] > v[None, :]) | ((v[:, None] == v[None, :]) & (i[:, None] > i[None, :]))

@@ -51,7 +51,7 @@ NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Fac
 def import_named_parts(run: RunConfig) -> None:
     """Import the modules of all `package.module:name` values. Raise ConfigError if there is no such module or name.
 
-    These checks are not in `validate`: a user's module may import jax, and the memory budget must be set before that.
+    These checks are not in `validate`: a user's module may import jax, and XLA_CLIENT_MEM_FRACTION must be set before that.
     """
     problems = []
     names = [(key, value) for key, value in config.flatten(config.to_dict(run)) if key != "data.eval_source"]
@@ -76,9 +76,10 @@ def import_named_parts(run: RunConfig) -> None:
 
 
 def drop_used_step(run: RunConfig, checkpoints: Checkpoints) -> RunConfig:
-    """Return the run without `checkpoint.step`, if this launch has already gone back to that step.
+    """Return the run without `checkpoint.step`, if an earlier attempt of this launch has resumed from that step.
 
-    run.sh repeats the same command after a crash. A step that was saved since the launch shows that the run had gone back.
+    run.sh repeats the same command after a crash. A later step that was saved since run.sh started is the sign that an attempt
+    has resumed from `checkpoint.step`.
     """
     launch, step = launch_time(), run.checkpoint.step
     if launch is None or step < 0:
@@ -93,11 +94,13 @@ def drop_used_step(run: RunConfig, checkpoints: Checkpoints) -> RunConfig:
 def choose_start(
     run: RunConfig, checkpoints: Checkpoints, program: Program, damaged: Mapping[int, str] = types.MappingProxyType({})
 ) -> Start:
-    """Return the checkpoint to resume from, or step 0 of a new run.
+    """Return the `Start` of an attempt: the checkpoint to resume from, or step 0 of a new run.
 
     The checkpoint is `checkpoint.step` if given, else the newest one that can be read and is not in `damaged`. Raises
-    ConfigError for a forbidden change of a resumed run. Raises CheckpointError if there are checkpoints and none can be read: a
-    run never overwrites existing checkpoints.
+    ConfigError if the config has a forbidden change since the checkpoint. Raises CheckpointError if there are checkpoints and
+    none can be read: a run never overwrites existing checkpoints.
+
+    damaged: step -> reason why its checkpoint cannot be restored.
     """
     reasons = dict(damaged)
     per_step = run.train.global_batch * run.data.seq_len
@@ -138,10 +141,10 @@ def choose_start(
 
 
 def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configs of a checkpoint and of this run, to be compared.
+    """Return (config of a checkpoint, config of this run), to be compared.
 
-    The tokens that a capacity drops depend on the sizes of the mesh. So with a capacity, actual mesh sizes replace the config's
-    (-1: all remaining devices).
+    The tokens that a capacity factor drops depend on the sizes of the mesh. So with a capacity factor, the actual mesh sizes
+    replace the sizes in the configs, which may be -1 (all remaining devices).
     """
     before, now = dict(meta["config"]), config.to_dict(run)
     if run.model.num_experts and run.moe.capacity_factor:
@@ -153,8 +156,8 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
     """Return a note on each model setting that differs between init.from and this run, such as the rotary base.
 
-    Raises ConfigError if init.from does not fit: a tensor is missing, has another shape or is not in this model, the model
-    family computes another function, init.from has only adapters, or init.what needs an optimizer state that it lacks.
+    Raises ConfigError if init.from does not fit this run: a tensor is missing, has another shape or is not in this model; its
+    model family computes another function; it has only adapters; or init.what needs an optimizer state, and init.from has none.
     """
     source = open_origin(run.init.from_)
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
@@ -219,7 +222,7 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
 def initial_state(
     run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> state.TrainState:
-    """Return the first state: from the checkpoint, from another run's weights, or from the seed.
+    """Return the first state: from the checkpoint of `start`, from init.from, or from the seed.
 
     Two complete states are never in memory at once.
     """
@@ -263,7 +266,7 @@ def restore(
     """Make the first state and report it. If the digests of a checkpoint do not match, restore the next older checkpoint.
 
     Args:
-      asked: the config as the user gave it, to compare with older checkpoints.
+      asked: the config as the user gave it, to compare with the config of an older checkpoint.
 
     Raises Damaged if `checkpoint.step` names a damaged checkpoint, and CheckpointError if all checkpoints are damaged.
     """
@@ -327,7 +330,7 @@ def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str
 
 
 def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
-    """Report the weights of this attempt, and how often the run reads each source up to its last step."""
+    """Report the mixture's weights from `start.step` on, and the number of epochs of each source up to the last step."""
     labels, last = data.labels(), start.position.at(run.train.steps)
     if len(labels) == 1:
         return

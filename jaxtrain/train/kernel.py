@@ -1,4 +1,4 @@
-"""The attention kernel of a run, and the sharding of attention over the devices of a sequence."""
+"""Choose a run's attention kernel, and its sharding of attention over the seq axis."""
 
 import dataclasses
 from typing import Any
@@ -14,9 +14,9 @@ from jaxtrain.sharding import Placement
 
 
 def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
-    """Return the attention specs of training, for each kind of layer (`models.attention.layer_kinds`).
+    """Return the attention spec of training for each kind of layer (`models.attention.layer_kinds`).
 
-    The forward pass has the compute dtype here. With attention.forward=fp8, `choose_kernel` changes it to e4m3.
+    The specs have the compute dtype for the forward pass. With attention.forward=fp8, `choose_kernel` changes it to e4m3.
     """
     m, packed = run.model, run.data.masks_documents
     segments = run.data.most_documents if packed else 1
@@ -46,7 +46,7 @@ def context_of(run: RunConfig, placement: Placement) -> Context:
 
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
-    """Return the attention kernel for training on devices like this one, and the reason for the choice."""
+    """Return (the attention kernel for training on devices of the type of `device`, the reason for the choice)."""
     split, specs, hardware = Split(context), attention_specs(run), attention.Hardware.of(device)
     if run.attention.forward == "fp8":
         how = attention.KERNEL if hardware.platform == "gpu" else attention.EMULATED

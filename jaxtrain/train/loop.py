@@ -47,7 +47,7 @@ class Loop:
         start_times: StartTimes,
         restore: Callable[[], Restored],
     ):
-        """Args: restore: makes the state of the newest good checkpoint, for a rollback."""
+        """Args: restore: returns the state of the newest checkpoint that is not damaged, for a rollback."""
         self.setup, self.compiled, self.services, self.saver, self.log = setup, compiled, services, saver, log
         self.run, self.program, self.data = setup.run, setup.program, setup.data
         self.current: Any = restored.state
@@ -153,7 +153,10 @@ class Loop:
         return rows, placed
 
     def _take(self, batch: Any) -> step.Metrics | None:
-        """Dispatch a step and return its metrics; None after a rollback to a checkpoint instead."""
+        """Dispatch a step and return its metrics; None if the metrics of the step before caused a rollback instead.
+
+        The metrics of the step before are read only if this step is computed twice (train.sdc_check_every).
+        """
         every = self.run.train.sdc_check_every
         if every and (self.done + 1) % every == 0:
             self.log.rates.exclude()
@@ -165,7 +168,7 @@ class Loop:
         return metrics
 
     def _note_slow_step(self) -> None:
-        """Report the step that ends now if it took far longer than earlier steps, or if steps have become slower."""
+        """Report the step that ends now if it was far slower than earlier steps. Report if all steps have become slower."""
         now, saving = time.perf_counter(), self.saver.checkpoints.pending
         ended, self._times = self._times, StepTimes(now, saving)
         save_s, self.saver.blocked_s = self.saver.blocked_s, 0.0
@@ -178,7 +181,7 @@ class Loop:
     # ---- Between steps
 
     def _work_between_steps(self) -> None:
-        """Evaluate, sample and save if due."""
+        """Evaluate, generate samples and save, each if it is due after step `done`."""
         done, rates = self.done, self.log.rates
         began = time.perf_counter()
         if evaluates := self.held_out.due(done):
@@ -205,7 +208,7 @@ class Loop:
         self.saver.poll()
 
     def _do_missed_work(self) -> None:
-        """Evaluate and sample at the restored step if the earlier attempt was asked to stop before it did."""
+        """Evaluate and generate samples at the restored step, if they are due and no earlier attempt has written them."""
         done = self.done
         missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
         missing.append(self.samples.due(done) and not self.samples.written(done))
@@ -269,7 +272,10 @@ class Loop:
     # ---- Skipped steps
 
     def _skipped(self, found: StepMetrics) -> bool:
-        """Report a skipped step and continue. Return whether the run was rolled back to a checkpoint. Raises Diverged."""
+        """Report a skipped step, and release the guard. Return whether the run was rolled back to a checkpoint instead.
+
+        After train.max_skipped_steps skipped steps in a row, roll back, or raise Diverged if train.on_divergence=stop.
+        """
         at = self.start.position.at(found.step - 1)
         tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
         bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, describe_batch(self.data, at))
@@ -294,7 +300,7 @@ class Loop:
         self.current = dataclasses.replace(self.current, guard=guard.release(self.current.guard))
 
     def _keep_bundle(self, bad: Bad, batch: HostBatch) -> None:
-        """Write the files to replay a skipped step, the first of this attempt, unless an earlier attempt wrote them."""
+        """Write the files to replay the first skipped step of this attempt, unless an earlier attempt wrote them."""
         services = self.services
         folder = self.setup.workdir / "replay" / f"step-{bad.step}"
         if services.peers.gather("bundle", "there" if (folder / replay.BUNDLE).exists() else "", AGREE_S)[0]:
@@ -310,7 +316,10 @@ class Loop:
                 services.console.warn(str(error))
 
     def _roll_back(self, said: str) -> None:
-        """Restore the newest good checkpoint, and continue after the data of the skipped steps."""
+        """Restore the newest checkpoint that is not damaged, and continue after the data of the skipped steps.
+
+        Raises Diverged if there is no checkpoint, or after ROLLBACKS rollbacks to the same step.
+        """
         services, row = self.services, self.skips.row
         self.saver.finish()
         checkpoints = self.saver.checkpoints

@@ -1,4 +1,4 @@
-"""The training loss: a sum over the global batch of a step, normalised once.
+"""The training loss: a sum over all tokens of a step's global batch, divided once by their total weight.
 
 A loss is a function `(hidden_BTD, head_VD, batch, spec) -> f32 ()`. It returns this device's share of the weighted SUM over all
 tokens, from the device's tokens of the residual stream. A loss from outside the package gets the head by
@@ -59,12 +59,12 @@ def cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossS
     logits. The second term is PaLM's z-loss, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311, section
     5).
 
-    With tensor parallelism, devices shard both the tokens of the residual stream and the vocabulary. Then each device gathers
-    the tokens of all these devices, and computes the logits of all tokens for its shard of the vocabulary.
+    With tensor parallelism, the tensor axis shards both the tokens of the residual stream and the vocabulary. Then each device
+    gathers the tokens along this axis, and computes the logits of all these tokens for its shard of the vocabulary.
 
     Args:
-      hidden_BTD: compute dtype, residual layout.
-      head_VD: this device's shard; the loss gathers it.
+      hidden_BTD: final hidden states in the compute dtype, this device's tokens of the residual stream.
+      head_VD: this device's shard of the head; the loss gathers it.
       batch: targets and weights of the same tokens, (B, T).
     """
     x_nD, head_DV, targets_BT, weights_BT, shared = _gathered(hidden_BTD, head_VD, batch, spec)
@@ -87,7 +87,10 @@ def _gathered(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec)
 def _cross_entropy(
     x_nD: jax.Array, head_DV: jax.Array, targets_n: jax.Array, weights_n: jax.Array, spec: LossSpec
 ) -> jax.Array:
-    """Return the loss of n tokens, f32 (). Devices that shard the vocabulary have the same tokens and return the same loss."""
+    """Return the summed loss of n tokens, f32 ().
+
+    Devices that shard the vocabulary have the same tokens and return the same loss.
+    """
     return _chunked(x_nD, head_DV, targets_n, weights_n, spec, gradients=False)[0]
 
 
@@ -144,8 +147,8 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
         L'(m) = -(1 - eps) sigmoid(-m) + eps sigmoid(m)
 
     A first pass without gradients computes l_t, L and dL/dl_t. Then sum_t w_t (-l_t), the weighted cross entropy with the
-    constants w_t = -dL/dl_t, has exactly the gradient of L. Its value is subtracted again, so only the gradient remains. The
-    first pass costs one more forward matmul with the head.
+    constants w_t = -dL/dl_t, has exactly the gradient of L. The cross entropy is added to L and its value subtracted, so only
+    its gradient remains. The first pass costs one more forward matmul with the head.
 
     Args: as for `cross_entropy`. The batch also has segments, positions and reference log-probabilities (shapes.py).
     """
@@ -172,15 +175,18 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
 
 
 def document_log_probs(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
-    """Return the weighted log-probability of each document, f32 (B, M), the same on all devices of a sequence."""
+    """Return the weighted log-probability of each document, f32 (B, M), for the M documents that a row may have.
+
+    All devices that share a sequence return the same values.
+    """
     return _document_log_probs(_gathered(hidden_BTD, head_VD, batch, spec), batch, spec)[0]
 
 
 def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Batch]:
-    """Return (log-probabilities of documents, f32 (B, M); other arrays of the gathered tokens, (B, T) each).
+    """Return (log-probabilities of documents, f32 (B, M); name -> other array of the gathered tokens, (B, T)).
 
-    The other arrays are segments, positions, reference if the batch has it, and first (1 at a document's first token). The
-    result has no gradient.
+    The other arrays are `segments`, `positions`, `reference` if the batch has it, and `first` (1 at a document's first token).
+    The result has no gradient.
     """
     x_nD, head_DV, targets_BT, weights_BT, shared = gathered
     x_nD, head_DV = (jax.lax.stop_gradient(a) for a in (x_nD, head_DV))
@@ -196,7 +202,7 @@ def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[ja
 
 
 def _document_sums(values_BT: jax.Array, tokens: Batch, spec: LossSpec, shared: tuple[str, ...]) -> jax.Array:
-    """Return the sum of each document's values over all devices of a sequence, f32 (B, M)."""
+    """Return the sum of each document's values over all devices that share a sequence, f32 (B, M)."""
     number_M = jnp.arange(1, 2 * (spec.documents // 2) + 1)
     # Segments are compared with every number. On GPUs, a scatter-add would sum in another order each time.
     mine_BTM = tokens["segments"][..., None] == number_M[None, None]
@@ -205,22 +211,22 @@ def _document_sums(values_BT: jax.Array, tokens: Batch, spec: LossSpec, shared: 
 
 
 def token_weight(batch: Batch) -> jax.Array:
-    """Return the weight of all tokens of a batch, f32 ()."""
+    """Return the total weight of the tokens in this device's shard of a batch, f32 ()."""
     return batch["weights"].sum()
 
 
 def pairs(batch: Batch) -> jax.Array:
-    """Return the number of pairs of a batch, f32 (): the number of chosen documents that begin in it."""
+    """Return the number of pairs in this device's shard of a batch, f32 (): the chosen documents that begin in the shard."""
     return jnp.sum((batch["positions"] == 0) & (batch["segments"] % 2 == 1), dtype=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss function and how the step treats its sums.
+    """A loss function, the denominator of its sums, and the names of the sums that it reports.
 
     Attributes:
-      function: returns this device's share of the sum; if the loss `reports`, also the other sums by name.
-      count: returns the denominator of a batch's sums, f32 ().
+      function: returns this device's share of the summed loss; if `reports` has names, also the other sums by name.
+      count: returns this device's share of the denominator of all sums, f32 ().
       reports: names of the other sums.
     """
 

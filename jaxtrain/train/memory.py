@@ -1,4 +1,4 @@
-"""Memory of a compiled step on each device, and settings that help if the step needs more than there is."""
+"""Compute the memory of a compiled step on each device, and name settings that reduce it if the step does not fit."""
 
 import contextlib
 import dataclasses
@@ -19,18 +19,19 @@ from jaxtrain.train.program import Program, build
 
 
 class OutOfMemory(RuntimeError):
-    """The step does not fit on the devices. The message has the full explanation."""
+    """A run does not fit in the memory of its devices or of its host. The message has the sizes and settings that help."""
 
 
 def size(gib: float) -> str:
-    """Return a memory size in a suitable unit."""
+    """Return a memory size as text: in GiB from 1 GiB on, otherwise in MiB."""
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
 
 def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
     """Return GiB on one device by class: parameters, optimizer state, batch, XLA's temporaries, and the peak of all together.
 
-    Moments in host memory are named "(on the host)" and are not part of the peak. On CPUs there is no entry for the peak.
+    With offloaded moments, the optimizer state is named "optimizer state (on the host)" and is not part of the peak. On CPUs
+    there is no entry for the peak.
     """
 
     def held(tree: Any) -> float:
@@ -64,11 +65,11 @@ def compile_to_fit(
     extra: dict[str, str | bool] | None = None,
     taken: Callable[[Any], float] = taken_gib,
 ) -> tuple[RunConfig, Program, Any]:
-    """Return (run, program, compiled train step); with remat.policy=auto, with the least recomputation that fits.
+    """Return (run, program, compiled train step). With remat.policy=auto, choose the least recomputation that fits.
 
-    The returned step may still be too big: the caller checks it. usable_gib: memory of one device, inf if unknown. say: writes
-    a line to the log. extra: further options of XLA, for example for dumps. taken: returns the allocated GiB of a compiled
-    step.
+    The returned step may still be too big: the caller checks its memory. usable_gib: memory of one device, inf if unknown. say:
+    writes a line to the log. extra: further options of XLA, for example for dumps. taken: returns the allocated GiB of a
+    compiled step.
     """
     auto = run.remat.policy == "auto"
     while True:
@@ -84,10 +85,11 @@ def compile_to_fit(
 
 
 def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
-    """Return the run with fewer saved activations if its compiled step does not fit; None if it fits, or none are saved.
+    """Return the run with fewer saved activations if its compiled step does not fit.
 
-    `run` has remat.policy=auto, or is an earlier result of this function. If no choice is small enough, the result recomputes
-    everything, and is refused later like any step that is too big. taken_gib: allocated memory of the compiled step.
+    Returns None if the step fits, or if the run saves no activations. `run` has remat.policy=auto, or is an earlier result of
+    this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
+    big. taken_gib: allocated memory of the compiled step.
     """
     excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
     if excess <= 0 or not kept(run.remat):
@@ -100,7 +102,7 @@ def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: f
 def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     """Return a text with the memory of the step by class, and the settings that reduce it, most effective first.
 
-    memory: GiB by class; {} if unknown. limit: the exceeded limit, in words.
+    memory: GiB on one device by class; {} if unknown. limit: the exceeded limit as text.
     """
     hints = []
     if run.train.grad_accum < run.train.global_batch:
@@ -128,11 +130,11 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
 def check_host_memory(program: Program, limit_gib: float, offloaded_activations: int = 0) -> None:
     """Raise OutOfMemory if the arrays in host memory exceed the memory that may be pinned.
 
-    These are the copies of the state for a save, offloaded moments, and offloaded activations.
+    The arrays in host memory are the copies of the state for a save, offloaded moments, and offloaded activations.
 
     Args:
       limit_gib: memory that this process may pin, GiB.
-      offloaded_activations: bytes of each device.
+      offloaded_activations: bytes of offloaded activations of each device.
     """
     # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
     held = jax.tree.leaves(program.saved(program.state))
@@ -149,12 +151,11 @@ def check_host_memory(program: Program, limit_gib: float, offloaded_activations:
 
 
 def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemoryStats]) -> None:
-    """Raise OutOfMemory if the step's temporaries exceed the free memory of a device that holds the first state.
+    """Raise OutOfMemory if the step's temporaries and new outputs exceed the free memory of a device with the first state.
 
-    The temporaries are one block (`temp_size_in_bytes`), so they must fit in the largest free block
-    (`largest_free_block_bytes` of `memory_stats`). jaxlib's GPU allocator reports 0 for that figure. Then the temporaries must
-    fit in all free memory, `bytes_limit` less `bytes_in_use`, which ignores fragmentation. CPUs report no figures and are not
-    checked.
+    The temporaries are one block (`temp_size_in_bytes`), so the limit is the largest free block (`largest_free_block_bytes` of
+    `memory_stats`). If that figure is 0, as from jaxlib's GPU allocator, the limit is all free memory, `bytes_limit` less
+    `bytes_in_use`, which ignores fragmentation. CPUs report no figures and are not checked.
     """
     analysis = compiled.memory_analysis()
     outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without outputs in donated memory
@@ -179,7 +180,10 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
 
 @contextlib.contextmanager
 def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
-    """Replace an error of the allocator in the block by OutOfMemory with a remedy. memory: GiB by class, {} if unknown."""
+    """Run a block, and replace an error of JAX's allocator by OutOfMemory, with settings that help.
+
+    memory: GiB on one device by class; {} if unknown.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

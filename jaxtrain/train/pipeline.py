@@ -1,10 +1,10 @@
-"""The gradients of a step on pipeline stages: one SPMD program that follows a schedule tick by tick (stages.py).
+"""Compute the gradients of a step on pipeline stages, by one SPMD program that follows a schedule tick by tick (stages.py).
 
 A stage has its own layers; the data, fsdp, expert, tensor and seq axes are used as without a pipeline. In every tick a stage
-runs one group of its layers (Megatron's virtual stage) forward on one microbatch and one group backward on another, and sends
-the results to its neighbours.
-Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them: saved activations are
-in buffers with a slot for each pass in flight, and each gradient is added to the sums of the stack at once.
+runs one group of its layers (Megatron's virtual stage) forward on one microbatch, and one group backward on another. Then it
+sends the results to its neighbours.
+Forward and backward passes of different microbatches are in one loop body, so autodiff cannot order them. Saved activations are
+in buffers with a slot for each pass in flight. Each gradient is added to the sums of the stack at once.
 
 The embedding and the head are shared by all stages. Their tables are sharded by vocabulary over the stages, as over a tensor
 axis: each stage looks up its rows for the microbatch that enters the pipeline, and computes its shard of the logits of the
@@ -46,7 +46,7 @@ class StageLayers:
     Args:
       model: the model with this stage's shard of the stack. Weights that are differentiated are `zero.StackWeight`.
       kinds: the kind of the layer in each slot of the global stack.
-      first: the slot of this stage's first layer.
+      first: the slot of this stage's first layer in the global stack.
       per_group: layers in a group, a multiple of the layers under each activation checkpoint (remat.every).
     """
 
@@ -66,7 +66,7 @@ class StageLayers:
         return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, kinds)
 
     def saved(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """Return (structure, shapes) of the activations that a `jax.checkpoint` saves for the input `x` and `shared`."""
+        """Return (tree structure, shapes) of the activations that one activation checkpoint saves for `x` and `shared`."""
         trees = []
 
         def leaves(x: Any, shared: Any) -> list[jax.Array]:
@@ -78,7 +78,7 @@ class StageLayers:
         return trees[0], shapes
 
     def buffers(self, shapes: Sequence[jax.ShapeDtypeStruct], slots: int) -> Buffers:
-        """Return empty buffers for `slots` passes."""
+        """Return buffers of zeros for the saved activations of `slots` passes."""
         return [jnp.zeros((slots * self._checkpoints, *a.shape), a.dtype) for a in shapes]
 
     def _loop[C](self, step: Callable[[C, jax.Array], C], carry: C, order: range) -> C:
@@ -91,7 +91,7 @@ class StageLayers:
     def through[C](self, step: Callable[[C, Any, Kind, jax.Array], C], carry: C, group: jax.Array) -> C:
         """Return the carry after `step(carry, layer, kind, index of the layer on this stage)` for each layer of a group.
 
-        The layers run in turn. Saves no activations.
+        The layers run one after another, and no activations are saved.
         """
 
         def one(carry: C, q: jax.Array) -> C:
@@ -170,7 +170,7 @@ class Pipeline:
         return self.schedule.stages - 1
 
     def layers(self, model: Transformer) -> StageLayers:
-        """Return this stage's layers."""
+        """Return the layers of a model that are on this stage."""
         of_place = [0 if layer is None else self.kinds[layer] for layer in self.arrangement.order]
         first = jax.lax.axis_index(STAGE) * self.arrangement.groups * self.arrangement.per_group
         return StageLayers(model, of_place, first, self.arrangement.per_group)
@@ -178,7 +178,8 @@ class Pipeline:
     def send(self, tree: Any, by: int) -> Any:
         """Send arrays to the next stage (by = 1) or to the previous stage (by = -1). Return the received arrays.
 
-        With several groups per stage, stages form a ring; otherwise the stage at the end receives zeros.
+        With several groups per stage, the stages form a ring. Otherwise the first stage (by = 1) or the last stage (by = -1)
+        receives zeros.
         """
         stages = self.schedule.stages
         links = [(s, (s + by) % stages) for s in range(stages) if self.schedule.groups > 1 or 0 <= s + by < stages]
@@ -192,7 +193,7 @@ class Pipeline:
     def gradients(
         self, objective: Any, zero: Zero, base: Params, copies: Params, learnt: Params, batch: Batch, total: jax.Array
     ) -> tuple[Any, Params]:
-        """Return (report, gradients of `learnt`) of a batch, (A, B, T), before they are summed over devices."""
+        """Return this device's share of (report, gradients of `learnt`) of a batch, (A, B, T): no sum over devices yet."""
         return _Step(self, objective, zero, base, copies, learnt, batch, total).run()
 
     def hidden(self, model: Transformer, micro: Batch) -> jax.Array:
@@ -232,7 +233,7 @@ class Pipeline:
     def run_in_order(
         self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
-        """Return the last stage's output for the input x, on all stages, and each stage's updated state `own`.
+        """Return (the last stage's output for the input x, on all stages; this stage's updated state `own`).
 
         The groups run one after the other, each on its stage, by `run(x, own, group, mine)`. The other stages execute the same
         SPMD program with `mine` False, and their results are discarded.
@@ -267,7 +268,7 @@ jax.tree_util.register_dataclass(_Carry, [f.name for f in dataclasses.fields(_Ca
 
 
 class _Step:
-    """The gradients of a train step, on one stage."""
+    """Computes this stage's gradients of one train step."""
 
     def __init__(
         self,
@@ -299,7 +300,7 @@ class _Step:
         self.waiting = schedule.microbatches if schedule.wait >= schedule.forward_ticks else 1
 
     def micro(self, m: jax.Array) -> Batch:
-        """Return microbatch m."""
+        """Return the arrays of microbatch m, (B, T) each."""
         return {k: jax.lax.dynamic_index_in_dim(a, m, keepdims=False) for k, a in self.batch.items()}
 
     def shared(self, micro: Batch) -> Any:
@@ -313,7 +314,7 @@ class _Step:
         return self.model.enter(micro["tokens"], self.shared(micro))
 
     def forward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
-        """Return this stage's forward pass of tick t, and its input."""
+        """Return (this stage's forward pass of tick t, the input of the pass)."""
         u = t - self.stage
         valid = (u >= 0) & (u < self.schedule.units)
         u = jnp.clip(u, 0, self.schedule.forward_ticks - 1)
@@ -322,7 +323,7 @@ class _Step:
         return Pass(self.shared(self.micro(m)).where(valid), group, self.forward_slots[u], valid), x
 
     def backward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
-        """Return this stage's backward pass of tick t, and the gradient of its output."""
+        """Return (this stage's backward pass of tick t, the gradient of the output of the group)."""
         w = t - self.schedule.wait - (self.pipe.last - self.stage)
         valid = (w >= 0) & (w < self.schedule.units)
         w = jnp.clip(w, 0, self.schedule.units - 1)
@@ -359,7 +360,7 @@ class _Step:
         return dataclasses.replace(carry, ends=_added(carry.ends, vjp(d_entry)[0]))
 
     def tick(self, phase: Phase, carry: _Carry, t: jax.Array) -> _Carry:
-        """Run one tick of a phase."""
+        """Run tick t of a phase, and return the carry for the next tick."""
         layers, stack, y, dx = self.layers, carry.stack, None, None
         buffers = carry.buffers
         if phase.forward and phase.backward:
@@ -381,7 +382,7 @@ class _Step:
         return carry
 
     def run(self) -> tuple[Any, Params]:
-        """Run all ticks. Return (report, gradients), before they are summed over devices."""
+        """Run all ticks. Return this device's share of (report, gradients): no sum over devices yet."""
         micro = self.micro(jnp.int32(0))
         x = self.model.enter(micro["tokens"], self.shared(micro))
         empty = jax.tree.map(jnp.zeros_like, x)

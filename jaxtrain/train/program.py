@@ -69,7 +69,7 @@ class Program:
 
     @property
     def adapters(self) -> bool:
-        """Return whether low-rank adapters are trained. Then checkpoints have no other parameters."""
+        """Return whether low-rank adapters are trained. If so, checkpoints have no parameters other than the adapters."""
         return self.run.lora.rank > 0
 
     @property
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def layer_trips(self) -> int:
-        """Return the number of iterations of the loop over layers; 0 without a loop."""
+        """Return the number of iterations of the loop over layers; 0 if the layers are unrolled."""
         run = self.run
         stage_layout = arrangement(run, self.placement.size(STAGE))
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
@@ -107,13 +107,13 @@ class Program:
         return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
 
     def base(self, state: TrainState) -> TrainState:
-        """Return a state, abstract or not, with only the parameters that adapters are added to; without adapters, all."""
+        """Return a state, abstract or not, with only its step and its parameters, without the parameters of adapters."""
         frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
         return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
 
 
 def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
-    """Return the load balancing of a step. Biases of frozen layers are not updated. With adapters, no bias is updated."""
+    """Return the settings of load balancing. Routers' biases are updated unless they are frozen; with adapters, none is."""
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
@@ -158,7 +158,10 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:
-    """Raise ConfigError if optimizer.offload is set and no stacked layers are trained: it streams moments layer by layer."""
+    """Raise ConfigError if optimizer.offload is set and no stacked layers are trained: only their moments can be streamed.
+
+    trained: the parameters that are trained, by name.
+    """
     if run.optimizer.offload == "moments" and STACK not in trained:
         has = "trains" if run.train.freeze else "has"
         rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"

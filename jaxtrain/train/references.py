@@ -1,15 +1,16 @@
-"""The reference model's log-probabilities of pairs, for loss.name=dpo: computed once by the run's own program, and stored.
+"""Compute the reference model's log-probabilities of pairs, for loss.name=dpo, once by the run's own program, and store them.
 
 The reference is the model that training begins with: the initial weights, or the base of adapters. The loss needs only its
 log-probability of each document's completion, so no second set of weights is ever in memory.
 
-    WORKDIR/reference/0123456789abcdef.npz    of one token file, by the hash of its contents
+    WORKDIR/reference/0123456789abcdef.npz    one file for each token file, named by the hash of the token file's contents
       log_probs    float32 (documents,), NaN for a document that is not computed yet or in no row
       about        JSON: format, version, the hash in full; digest of weights, model and precision of the reference
 
-The file is written during the pass, so a killed run continues from it. If weights, model or precision differ from the file, the
-file is computed again, as long as the reference's weights still exist. After training without adapters they no longer exist.
-Then `check` refuses a run whose files are missing before anything is compiled, and files of another precision are used too.
+The file is written during the pass, so a killed run continues from it. If weights, model or precision of the reference differ
+from `about`, the file is computed again, as long as the reference's weights exist. After training without adapters they no
+longer exist. In this case, `check` refuses a run whose files are missing, before anything is compiled, and files of another
+precision are used.
 """
 
 import collections
@@ -49,7 +50,7 @@ ANEW = "Start a new run in another --workdir (--config.init.from starts it from 
 
 
 class NumberedRows:
-    """A source of batches of the rows with the numbers `number_R`: batch i has the `size` rows from number_R[i x size] on."""
+    """A data source with only the rows `number_R`: batch i has the rows number_R[i x size] to number_R[(i + 1) x size - 1]."""
 
     def __init__(self, batches: Any, source: PairRows, number_R: np.ndarray, size: int):
         # The last batch is filled with its first row, which `References` masks.
@@ -57,7 +58,7 @@ class NumberedRows:
         self.number_R = np.concatenate([number_R, np.repeat(number_R[:1], -len(number_R) % size)])
 
     def batch(self, step: int, rows: Any = None) -> dict[str, np.ndarray]:
-        """Return batch `step`, or only the rows with these indices in the batch."""
+        """Return batch `step`. rows: indices of rows within the batch, to return only these; None: all rows."""
         number_R = self.number_R[step * self._size : (step + 1) * self._size]
         return self._batches.numbered_rows(self._source, number_R if rows is None else number_R[rows])
 
@@ -81,7 +82,7 @@ class References:
         self._compiled: Any = None
 
     def learn(self, workdir: Path, data: Iterable[Any]) -> bool:
-        """Add the reference log-probabilities to all batches. Return False if the run was asked to stop meanwhile."""
+        """Add the reference log-probabilities to all data sources in `data`. Return False if the run was asked to stop."""
         for batches in data:
             for source in batches.sources:
                 if isinstance(source, PairRows) and source.name not in batches.references:
@@ -184,8 +185,8 @@ def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any
     """Return the path of the reference log-probabilities of a token file, and the `about` entry that the file must have.
 
     Args:
-      digest: of the reference's weights.
-      header: of the token file.
+      digest: the digest of the reference's weights.
+      header: the header of the token file.
     """
     settings = to_dict(run)
     fp8 = settings["fp8"] if run.precision == "fp8" else {}
@@ -201,9 +202,9 @@ def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any
 
 
 def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) -> tuple[np.ndarray, str]:
-    """Return (reference log-probability of each document, NaN if unknown; the fault of the file, "" without).
+    """Return (reference log-probability of each document, NaN if unknown; the fault of the file, "" if it has none).
 
-    A missing file is no fault.
+    If there is no file, all log-probabilities are NaN and the fault is "".
 
     Args:
       trained: training has changed the weights, so a file in another precision is used too.
@@ -231,11 +232,11 @@ def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], da
     """Return a problem for each file of reference log-probabilities that is missing, damaged or incomplete. Reads the files.
 
     Call it for a run that has trained without adapters: the reference's weights no longer exist, so nothing can be computed
-    again.
+    again. If the checkpoint is of a run with another loss, return only this problem.
 
     Args:
-      step: of the checkpoint that the run resumes from.
-      saved: meta.json of that checkpoint.
+      step: the step of the checkpoint that the run resumes from.
+      saved: meta.json of the checkpoint.
     """
     if META not in saved:
         rule = f"the checkpoint of step {step} is of a run with another loss, so it names no reference model"
@@ -254,7 +255,7 @@ def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], da
 
 
 def without_adapters(params: Params) -> Params:
-    """Return the parameters with zeros in the second matrix of each adapter: the model then computes as its base."""
+    """Return the parameters with zeros in the second matrix of each adapter. The model's output is then that of its base."""
 
     def member(name: str, x: jax.Array) -> jax.Array:
         return jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x) if is_adapter(name) and name.endswith(B) else x

@@ -1,7 +1,7 @@
-"""A training run, from its config to its exit code. `train_attempt` has the steps from top to bottom.
+"""A training run, from its config to its exit code. `train_attempt` has the main sequence of an attempt.
 
 `run` is for Python programs and notebooks. The command line (main.py) reports mistakes before jax is imported, then calls
-`attempt`. Checks of data, devices, checkpoints, shapes and shardings come first, and may refuse the run: only then are files
+`attempt`. Checks of data, devices, checkpoints, shapes and shardings come first. If a check refuses the run, no file is
 written. The step is compiled next, and device memory is allocated only if the compiled step fits.
 """
 
@@ -66,7 +66,7 @@ AGREE_S = 600.0  # timeout of processes that wait for each other at the start
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The end of a run, or of an attempt."""
+    """The result of a run, or of one attempt: exit code, reason, steps, metrics and checkpoints."""
 
     exit_code: int  # as that of the command: 0 done; 75 or 130 stopped by a signal, and saved
     reason: str  # in words, as in receipt.json
@@ -79,12 +79,13 @@ class Result:
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
     """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    In the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. The whole process uses XLA's compile
-    cache at `paths.cache` from then on.
+    In the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. After this call, the whole process
+    uses XLA's compile cache at `paths.cache`.
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
-        before. On GPUs nothing may have been computed: JAX allocates their memory (`train.memory_fraction`) when it starts.
+        before, but nothing may have been computed on GPUs: JAX allocates GPU memory (`train.memory_fraction`) when it first
+        uses the GPUs.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
@@ -106,7 +107,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
 def attempt(
     run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Overlay | None = None, *, own_process: bool = False
 ) -> Result:
-    """Make one attempt at a run. validate.validate has passed, and JAX was started.
+    """Make one attempt at a run. Call it after validate.validate found no problems and JAX was started.
 
     Args:
       overlay: the environment that was set for the run, for log and receipt.
@@ -140,7 +141,7 @@ def attempt(
 
 
 class Ending:
-    """The end of an attempt: exit code and reason as far as known, and the methods by which other threads end the attempt."""
+    """Exit code and reason of an attempt, as far as known, and the methods by which other threads end the attempt."""
 
     def __init__(self):
         self.step = 0  # optimizer steps done
@@ -155,7 +156,7 @@ class Ending:
         self.facts: Callable[[], dict[str, Any]] = dict  # for the watchdog's report
 
     def failed(self, code: int, error: Exception) -> None:
-        """Record an expected failure."""
+        """Record an expected exception of training, and the exit code for it."""
         self.code, self.error, self.reason = code, error, first_line(error)
 
     def hung(self, cause: str) -> None:
@@ -228,9 +229,10 @@ class SharedRefusal(ConfigError):
 
 @contextlib.contextmanager
 def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
-    """Lock the run's folder, and check that all processes of the run have the same facts (ALIKE).
+    """Lock the run's folder, and check that the facts in ALIKE are the same on all processes of the run.
 
-    Two runs in one folder would overwrite each other's metrics and checkpoints. Raises ConfigError.
+    Two runs in one folder would overwrite each other's metrics and checkpoints. Raises SharedRefusal if another run has the
+    lock, or if a fact differs.
     """
     handle = lock(setup.workdir) if jax.process_index() == 0 else NO_LOCK
     try:
@@ -252,7 +254,7 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
 def check_references(setup: Setup, peers: Peers) -> None:
     """Check the files of reference log-probabilities of a DPO run that resumes without adapters (references.check).
 
-    Process 0 reads the files. Raises SharedRefusal on all processes.
+    Process 0 reads the files. If a file is missing, damaged or incomplete, all processes raise SharedRefusal.
     """
     run, start = setup.run, setup.start
     if not (run.loss.of_pairs and start.resumed and not setup.program.adapters):
@@ -299,7 +301,7 @@ ALIKE = {
 
 
 def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return the facts of ALIKE for this process."""
+    """Return name in ALIKE -> the fact as this process has it."""
     return {
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,
@@ -316,9 +318,9 @@ def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 def open_services(
     setup: Setup, overlay: environment.Overlay, own_process: bool, watchdog: Watchdog, ending: Ending
 ) -> Iterator[Services]:
-    """Open the files of an attempt and listen to signals; record in `ending` how the block ended, and complete the files.
+    """Open the files of an attempt and handle signals. After the block, record its exit in `ending`, and complete the files.
 
-    Expected failures of training are recorded and reported, but not raised from the block. Raises ConfigError if a tracker or
+    Expected exceptions of training are recorded and reported, and not raised from the block. Raises ConfigError if a tracker or
     an earlier receipt cannot be opened.
     """
     workdir, process, peers = setup.workdir, jax.process_index(), ending.peers
@@ -451,7 +453,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             return stopped(restored.start.step, saver, services)
 
         def restore_newest() -> Restored:
-            """Restore the newest good checkpoint for a rollback, also if the command named an older one."""
+            """Restore the newest checkpoint that is not damaged, even if the command has an older checkpoint.step."""
             asked = without_step(setup.asked)
             start = choose_start(asked, setup.checkpoints, setup.program)
             return first_state(asked, dataclasses.replace(setup, run=without_step(setup.run), start=start))
@@ -479,7 +481,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 
 
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
-    """Add the reference model's log-probabilities to the data. Return False if the run was asked to stop meanwhile."""
+    """Add the reference model's log-probabilities to the data. Return False if the run was asked to stop before the end."""
     saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
     references = References(setup.run, setup.program, restored, saved, services)
     saver.remember(**{META: references.digest})
@@ -492,7 +494,7 @@ def without_step(run: RunConfig) -> RunConfig:
 
 
 def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
-    """Report the end of a run that was asked to stop. Return (exit code, reason)."""
+    """Report the end of a run that was asked to stop after `done` steps. Return (exit code, reason)."""
     why = services.peers.stop_reason or ""
     forbid_restart(why)
     if saver.newest == done and not saver.failures:
@@ -507,7 +509,7 @@ def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
 
 
 def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
-    """Report that all steps were done before, and write the last samples if an earlier attempt did not. Return the reason."""
+    """Report that all steps are done, and write the last samples if no earlier attempt has. Return the reason for the exit."""
     steps = setup.run.train.steps
     services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps continues from here.")
     rewind_metrics(setup, restored, services)
@@ -518,9 +520,9 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
 
 
 def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None:
-    """Remove metrics and samples of steps that this attempt repeats.
+    """Remove metrics and samples of steps after the restored one, which this attempt repeats.
 
-    If the folder has metrics and no checkpoint, the metrics are moved aside.
+    If the run starts from step 0, earlier metrics in its folder are renamed instead.
     """
     writers = services.writers
     for moved in () if restored.start.resumed else writers.set_aside():

@@ -1,4 +1,4 @@
-"""Saves of a run's state: begun between two steps, written while the next steps run, reported when they end."""
+"""Save a run's state: begin between two steps, write while the next steps run, and report the end."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")  # their versions decide
 
 
 class Saver:
-    """Saves states of one run and counts saves that failed."""
+    """Saves the states of one run, and counts failed saves in a row."""
 
     def __init__(self, asked: RunConfig, program: Program, checkpoints: Checkpoints, services: Services):
         """Args: asked: the config as the user gave it, which is written to checkpoints."""
@@ -47,15 +47,17 @@ class Saver:
         self._meta |= facts
 
     def prepare(self) -> None:
-        """Begin to compile and import, in other threads, so that the first save is as fast as later saves."""
+        """Compile the programs of a save, and import Orbax, in other threads: the first save is then as fast as later saves."""
         self.snapshots.prepare()
         self.checkpoints.prepare()
 
     def save(self, current: TrainState, done: int, meta: Mapping[str, Any]) -> None:
-        """Begin to save the state after `done` steps. The loop waits for an earlier save and for copies, not for files.
+        """Begin to save the state after `done` steps.
+
+        The call waits until the previous save has ended. The new files are written while the next steps run.
 
         Args:
-          meta: facts for this checkpoint, in addition to those of `remember`.
+          meta: facts for this checkpoint's meta.json, in addition to the facts of `remember`.
 
         Raises CheckpointError after MOST_FAILURES failed saves in a row.
         """
@@ -80,7 +82,7 @@ class Saver:
         self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
-        """Report saves that have ended. Does not wait for a running save."""
+        """Report the saves that have ended since the last report. Does not wait for a running save."""
         self._report(self.checkpoints.poll())
 
     def finish(self, save_again: Callable[[], None] | None = None) -> None:
@@ -119,7 +121,7 @@ class Saver:
 
 
 class HostMemory:
-    """Finds host memory that grows with every save: a leak that would end the run hours later."""
+    """Detects host memory that grows with every save: a leak that would end the run hours later."""
 
     SAVES = 6  # saves in a row, each with more resident memory than the save before
     LEAST_GIB = 1.0

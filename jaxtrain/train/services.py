@@ -15,7 +15,7 @@ from jaxtrain.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """The objects that record and guard an attempt. The loop, saves and evaluation call them."""
+    """Holds the objects of this module for one attempt. The loop, the saver and the evaluation call them."""
 
     console: Console
     writers: Writers
@@ -27,7 +27,7 @@ class Services:
 
     @contextlib.contextmanager
     def phase(self, budget: str, cause: str) -> Iterator[None]:
-        """Run a block under the watchdog's budget of this name, with its wall time counted to `cause` in the ledger."""
+        """Run a block under the watchdog's budget `budget`. The ledger counts the block's wall time to `cause`."""
         with self.watchdog.phase(budget), self.ledger.during(cause):
             yield
 
@@ -37,5 +37,5 @@ class Services:
         return self.peers.stop_reason is not None
 
     def may_start(self, step: int) -> bool:
-        """Return whether the step of this number may start. If a stop is requested, all processes agree on the last step."""
+        """Return whether the step with this number may start. After a request to stop, all processes agree on the last step."""
         return not self.stop_requested if self.peers.count == 1 else self.peers.may_start(step)

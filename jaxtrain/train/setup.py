@@ -1,4 +1,4 @@
-"""The setup of an attempt: checked before any file is written, compiled before device memory is allocated."""
+"""Check an attempt before any file is written, and compile its steps before device memory is allocated."""
 
 import dataclasses
 import math
@@ -56,7 +56,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The compiled steps, and GiB per device by class."""
+    """The compiled train and evaluation steps, and the train step's memory: class -> GiB on one device."""
 
     train: Any
     eval: Any
@@ -64,7 +64,7 @@ class Compiled:
 
 
 def open_checkpoints(run: RunConfig, workdir: Path, peers: Peers) -> Checkpoints:
-    """Return the checkpoints in `checkpoint.dir`, by default in `checkpoints` in the run's folder."""
+    """Return the `Checkpoints` of the folder checkpoint.dir, by default of `checkpoints` in the run's folder."""
     return Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every, peers)
 
 
@@ -102,8 +102,8 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     """Compile the train step and the evaluation step, and report the memory that they need.
 
-    Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the policy that fits. Raises OutOfMemory if
-    the step does not fit.
+    Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the choice of saved activations that fits.
+    Raises OutOfMemory if the train step does not fit.
     """
     console, receipt = services.console, services.receipt
     if setup.options.why:
@@ -145,9 +145,9 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
 
 
 def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watch | None:
-    """Return the plan of the compiled step, to compare the run with; None without a plan.
+    """Return the `Watch` that compares the run with the plan of its compiled step; None without a plan.
 
-    CPUs and GPUs without known rates have no plan. A step that cannot be planned is reported.
+    There is no plan on CPUs, nor on GPUs that are not in hardware.py. If a step cannot be planned, the reason is logged.
     """
     device = jax.local_devices()[0]
     gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None

@@ -7,19 +7,19 @@ groups are empty. An empty slot is the identity.
 
 All stages run in lockstep: in a tick each runs one group forward on one microbatch, and one group backward on another. A unit
 is a pass of one microbatch through one group. Units are ordered in runs of `stages` microbatches: group 0 on the first run,
-group 1 on the same run, ..., then the next run. Stage s runs forward unit u at tick u + s. Its output arrives at the next tick
-at stage s + 1, or at the first stage for the next group. Backward units have the same order of microbatches and the reverse
-order of groups. Stage s runs backward unit w at tick w + `wait` + stages - 1 - s:
+group 1 on the same run, ..., then the next run. Stage s runs forward unit u at tick u + s. The unit's output arrives at the
+next tick at stage s + 1; from the last stage, it arrives at the first stage for the next group. Backward units have the same
+order of microbatches and the reverse order of groups. Stage s runs backward unit w at tick w + `wait` + stages - 1 - s:
 
     1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit.
                         So the forward and the backward unit of a tick are independent, and one computes during the
-                        communication of the other. A stage then has at most 2 x stages units in flight (with several
-                        groups about (groups + 1) x stages), for any number of microbatches.
+                        communication of the other. For any number of microbatches, a stage has at most 2 x stages units in
+                        flight, with several groups about (groups + 1) x stages.
     gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit is in flight.
 
 Ticks before the first backward unit have only forward units, and ticks after the last forward unit only backward units. So a
 step takes (groups x microbatches + stages - 1) times a group's forward and backward pass in every schedule. The bubble is
-(stages - 1) / (groups x microbatches + stages - 1) of it.
+(stages - 1) / (groups x microbatches + stages - 1) of the step time.
 """
 
 import dataclasses
@@ -36,7 +36,10 @@ STAGE = "stage"  # the mesh axis
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """The slots of layers in a stack that is sharded evenly over the stages: stage by stage, in each stage group by group."""
+    """Assigns layers to the slots of a stack that is sharded evenly over the stages.
+
+    The slots are in order of stage, and within a stage in order of group.
+    """
 
     layers: int
     stages: int = 1
@@ -67,7 +70,7 @@ class Arrangement:
 
     @functools.cached_property
     def turns(self) -> tuple[int, ...]:
-        """Return, for each layer, the number of slots before it on a microbatch's path, empty slots included."""
+        """Return, for each layer, the number of slots that a microbatch passes before the layer, empty slots included."""
         count = self.stages * self.groups
         short, longer = divmod(self.layers, count)
         return tuple(q * self.per_group + i for q in range(count) for i in range(short + (q < longer)))
@@ -82,7 +85,7 @@ def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Consecutive ticks in which stages do the same kinds of work."""
+    """Consecutive ticks with the same kinds of work: forward units, backward units, embedding, loss."""
 
     ticks: range
     forward: bool  # stages run forward units
@@ -91,13 +94,13 @@ class Phase:
     leaves: bool  # a microbatch leaves the last stage
 
     def later(self, ticks: int) -> "Phase":
-        """Return the phase `ticks` ticks later."""
+        """Return a copy of this phase that begins and ends `ticks` ticks later."""
         return dataclasses.replace(self, ticks=range(self.ticks.start + ticks, self.ticks.stop + ticks))
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The unit of each stage at each tick. If `groups` is above 1, `stages` must divide the number of microbatches."""
+    """Returns the unit of each stage at each tick. If `groups` is above 1, `stages` must divide the number of microbatches."""
 
     name: str
     stages: int
@@ -136,10 +139,10 @@ class Schedule:
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the buffer slots of saved activations: slot by forward unit, slot by backward unit, number of slots.
+        """Return the buffer slots of saved activations: (slot of each forward unit, slot of each backward unit, slots).
 
-        A slot has one unit at a time, even on the first stage, where units are in flight the longest. After its last forward
-        unit, an idle stage runs further forward units in free slots, and their results are discarded.
+        A slot has one unit at a time, even on the first stage, where units are in flight the longest. In the ticks after its
+        last forward unit, a stage repeats this unit in free slots, and the results are discarded.
         """
         done = {self.backward_unit(w): w + self.wait + self.stages - 1 for w in range(self.units)}
         free: list[int] = []
@@ -161,9 +164,9 @@ class Schedule:
 
     @functools.cached_property
     def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
-        """Return all ticks in order as loops: (number of iterations, phases of the first iteration).
+        """Return all ticks in order, as a sequence of loops: (number of iterations, phases of the first iteration) each.
 
-        The phases of the next iteration are stages x groups ticks later.
+        The phases of each further iteration are stages x groups ticks later.
         """
         period = self.stages * self.groups
         first = period - 1  # the tick in which the first microbatch leaves the last stage

@@ -42,7 +42,7 @@ jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer", "gu
 
 
 def weights(state: TrainState) -> Params:
-    """Return the parameters that the forward pass reads and that are differentiated."""
+    """Return the master weights of a state, from which a step computes its loss."""
     return state.params
 
 
@@ -54,7 +54,7 @@ def abstract_state(
     trained: Params | None = None,
     layers: Arrangement | None = None,
 ) -> TrainState:
-    """Return shapes, dtypes and shardings of a state before its allocation. Moments are sharded like their parameters.
+    """Return a state of shapes, dtypes and shardings, without arrays. Moments are sharded like their parameters.
 
     trained: the parameters that have moments; None: all.
     offload: moments are in pinned host memory. Devices of a topology without hardware have no host memory, and jax then
@@ -110,7 +110,7 @@ def _like(a: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def shardings(abstract: Any) -> Any:
-    """Return the sharding of every leaf."""
+    """Return the tree with the sharding of each leaf."""
     return jax.tree.map(lambda a: a.sharding, abstract)
 
 
@@ -122,7 +122,7 @@ def create_state(
     trained: Params | None = None,
     only: Params | None = None,
 ) -> TrainState:
-    """Return a fresh state; each device creates only its own shards. The numbers depend on the seed and not on the mesh.
+    """Return the state of step 0. Each device creates only its own shards. Initial weights depend on the seed, not on the mesh.
 
     trained: the parameters that have moments; None: all. only: the parameters to create; None: all.
     """
@@ -153,7 +153,7 @@ def create_state(
 
 
 def _name(path: Any) -> str:
-    """Return a dotted name of attributes and dict keys, without positions in tuples."""
+    """Return the dotted name of a leaf from its path: attributes and dict keys, without positions in tuples."""
     parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
     return ".".join(p for p in parts if p)
 
@@ -174,7 +174,7 @@ def layer_name(name: str, layer: int) -> str:
 
 
 class NamedLeaf(NamedTuple):
-    """An array of a state, or its shape."""
+    """An array of a state, or its shape, with its name and the order of its layers."""
 
     name: str
     order: tuple[int | None, ...]  # the layer in each slot of axis 0, None for an empty slot; () without layers
@@ -192,12 +192,12 @@ class NamedLeaf(NamedTuple):
 
     @property
     def rows(self) -> list[str | None]:
-        """Return the name of the tensor in each slot of a stack, None for an empty slot. An unstacked array has one name."""
+        """Return the name of the tensor in each slot of a stack, None for an empty slot; for an unstacked array, its name."""
         return [None if layer is None else layer_name(self.name, layer) for layer in self.order] or [self.name]
 
 
 def named_leaves(state: TrainState) -> list[NamedLeaf]:
-    """Return each array of a state, or its shape, with its name and the order of its layers."""
+    """Return the `NamedLeaf` of each array of a state."""
     return [_leaf(state, path, a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
 
 
@@ -242,9 +242,9 @@ def to_tensors(state: TrainState) -> Tensors:
 def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str | None], Any]]:
     """Begin to compute the digests of a state's tensors. Return (names, digests) of each array of the state.
 
-    The digests of a stack are uint32 (slots, 3), those of another array (3,). An empty slot has a digest too, with the name
+    The digests of a stack are uint32 (slots, 3); another array has one, (3,). An empty slot has a digest too, with the name
     None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
-    compiled: the compiled digests.program of the arrays in device memory.
+    compiled: the compiled program of digests.program for the arrays in device memory; None: compile it now.
     """
     found = named_leaves(state)
     out: list[tuple[list[str | None], Any]] = []
@@ -266,7 +266,7 @@ def digests_by_name(made: list[tuple[list[str | None], Any]]) -> dict[str, np.nd
 
 
 def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
-    """Return host copies of the tensors whose names begin with `prefix`, by their names without it. Compiles nothing."""
+    """Return name without `prefix` -> host copy, for the tensors whose names begin with `prefix`. Compiles nothing."""
     out: dict[str, np.ndarray] = {}
     for leaf in named_leaves(state):
         if not leaf.name.startswith(prefix):
@@ -280,9 +280,9 @@ def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
 
 
 def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | None = None) -> TrainState:
-    """Return the state of these tensors, in the layout of `abstract`; missing tensors are from `fresh`.
+    """Return a state with these tensors, in the layout of `abstract`. Arrays without tensors are taken from `fresh`.
 
-    Tensors are removed from `tensors` as they are used, so each tensor is in memory once.
+    Each tensor is removed from `tensors` when it is used, so it is in memory once.
     """
     others = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
 
@@ -298,7 +298,7 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
 
 def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return the sharding of an array of this shape, without mesh axes that do not divide a dimension evenly."""
+    """Return `sharding` for an array of this shape: a dimension that its mesh axes do not divide evenly is replicated."""
     parts = [
         axes
         if axes and size % math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))) == 0
@@ -309,5 +309,5 @@ def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def without_params(state: TrainState) -> TrainState:
-    """Return a state without parameters, to free their memory before the parameters of another run are read."""
+    """Return a state without parameters, to free their memory before the parameters of init.from are read."""
     return dataclasses.replace(state, params={})

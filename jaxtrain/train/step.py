@@ -1,4 +1,4 @@
-"""The train step: gradients of a batch, their norm, the guard, the update. A pure function.
+"""The train step, a pure function: gradients of a batch, their norm, the guard's verdict, the update.
 
 The gradients are already reduced over devices and sharded like the weights (gradients.py). program.py builds the step's
 functions from a config.
@@ -33,22 +33,22 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return a pure function `(state, batch) -> (state, metrics)`, to be jitted with explicit shardings.
 
-    A step is skipped if its loss or gradient norm is not finite, or exceeds the recent values by `spike` (guard.judge). A
-    skipped step changes neither weights nor optimizer state, but counts as a step. The next step is held: it changes nothing,
-    so that the loop can react first.
+    A step is skipped if its loss or gradient norm is not finite, or a spike (guard.judge). A skipped step changes neither
+    weights nor optimizer state, but counts as a step. The step after a skipped step is held: it changes nothing, so that the
+    loop can react first.
 
     Metrics, f32 (): `loss` (nats per token, or the mean over pairs, before the update; with z-loss, without the experts'
     auxiliary losses), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts
     add shapes.EXPERT_METRICS, and a loss adds its own metrics (loss.Loss.reports).
 
     Args:
-      gradients: returns the report of a batch and the gradients of all trained parameters, sharded like them.
-      update: the update of the optimizer.
+      gradients: returns the report of a batch and the gradients of all trained parameters, sharded like the parameters.
+      update: the update of weights and optimizer state (optim/update.py).
       schedule: learning rate by step.
       trained: the parameters that are trained. Others are unchanged, except biases of routers.
       clip_norm: largest global norm of the gradients; 0: no clipping.
       spike: as `sigmas` of guard.judge; 0: only values that are not finite are skipped.
-      balance: keeps experts evenly loaded.
+      balance: the load balancing of experts; None for a model without experts.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -38,22 +38,22 @@ class StepMetrics:
 
 
 class PendingMetrics:
-    """The metrics of the newest step, on the devices until `read`."""
+    """Holds the metrics of the newest step. They are on the devices until `read` is called."""
 
     def __init__(self):
         self._pending: tuple[int, step.Metrics, HostBatch] | None = None
 
     @property
     def on_device(self) -> step.Metrics | None:
-        """Return the metrics that were not read yet; None if there are none."""
+        """Return the metrics of the last `put`; None if they were read or dropped."""
         return self._pending[1] if self._pending else None
 
     def put(self, done: int, metrics: step.Metrics, batch: HostBatch) -> None:
-        """Keep the metrics of step `done`."""
+        """Hold the metrics and the batch of step `done` until `read` or `drop`."""
         self._pending = done, metrics, batch
 
     def drop(self) -> None:
-        """Drop the metrics of a step that a rollback undid."""
+        """Drop the metrics of the last `put`, without reading them, after a rollback."""
         self._pending = None
 
     def read(self) -> StepMetrics | None:
@@ -68,7 +68,7 @@ class PendingMetrics:
 
 
 class StepLog:
-    """Writes the lines of a run's steps, and warnings about its speed and its GPUs."""
+    """Writes the metrics of steps to metrics.jsonl and the log, with warnings about the run's speed and its GPUs."""
 
     def __init__(self, run: RunConfig, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
         """Args: watch: compares the run with its plan; None without a plan."""
@@ -80,11 +80,12 @@ class StepLog:
             self._mfu = MfuAlert(watch.expected.longest_s, run.log.mfu_alert)
 
     def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
-        """Show the progress and warnings about GPUs after a step, and write its line if one is due (log.every_steps).
+        """Show the progress and warnings about GPUs after a step, and write the step's line if it is due (log.every_steps).
 
         Args:
+          found: the metrics of the step.
           batches: number of batches read from the data up to this step.
-          skipped: number of steps skipped so far.
+          skipped: number of skipped steps since the start of the run.
         """
         console, writers = self._services.console, self._services.writers
         console.tick(found.step)
@@ -120,7 +121,7 @@ class StepLog:
 
 
 def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
-    """Return the object that computes the run's rates from step times. MFU is null if the device's peak is unknown."""
+    """Return the object that computes tokens/s and MFU from step times. MFU is null if the device's peak rate is unknown."""
     per_token, recomputed = flops.training(run), flops.beyond(run)
     device = jax.devices()[0]
     peak = run.log.peak_tflops

@@ -1,4 +1,4 @@
-"""The summary of a run for the log, before anything is allocated."""
+"""Write the summary of a run to the log, before anything is allocated."""
 
 import math
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ def print_summary(
     directory: Any,
     console: Console,
 ) -> None:
-    """Write batch, model, mesh, data and the start of a run to the log and the terminal.
+    """Write batch, model, mesh, data and the checkpoint to resume from to the log and the terminal.
 
     Args:
       held_out: held-out data by name.
-      directory: of the checkpoints.
+      directory: the folder of the checkpoints.
     """
     mesh, say = program.placement.mesh, console.say
     shards = program.placement.size(program.placement.mesh_axes("batch"))
@@ -108,7 +108,7 @@ def print_summary(
 def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the names of data files whose contents or packed rows differ between two fingerprints of the data.
 
-    Files in only one of the fingerprints are ignored.
+    Files that only one of the two fingerprints names are ignored.
     """
     was, now_is = (
         {file["name"]: (file["content_sha256"], file.get("rows")) for file in each.get("files") or ()} for each in (before, now)
@@ -117,7 +117,7 @@ def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def count(number: float) -> str:
-    """Return a number in three digits: 2097152 as '2.1 M'."""
+    """Return a number as text, from 1000 on with a unit and at most three digits: 2097152 as '2.1 M'."""
     for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"
@@ -125,5 +125,5 @@ def count(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: '1 device', '8 devices', '64 microbatches'."""
+    """Return a number with a noun, in the plural unless it is 1: '1 device', '8 devices', '64 microbatches'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -1,7 +1,7 @@
-"""Times of a run: its start, part by part, and steps that took far longer than others. Imports no jax.
+"""Measure the start of a run by part, and find steps that took far longer than others. Imports no jax.
 
-Python collects garbage at any time, on each process at another step, and the other processes then wait in a collective. So
-the collector is off during training. The loop calls it on every process after the same step.
+Python would collect garbage at any time, in each process at another step, while the other processes wait in a collective. So
+the garbage collector is off during training, and the loop calls it in every process after the same step.
 """
 
 import collections
@@ -24,7 +24,7 @@ def process_age_s() -> float:
 class StartTimes:
     """Seconds from the start of the process to the first step, by part.
 
-    Construct it when JAX has its devices: the part `launch` ends there.
+    Construct it when JAX has its devices: the part `launch` ends with the construction.
     """
 
     def __init__(self):
@@ -32,7 +32,7 @@ class StartTimes:
         self._since = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Add the time since the previous call, or since the construction, to the part of this name."""
+        """Add the time since the previous call, or at the first call since the construction, to the part `part`."""
         now = time.perf_counter()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._since
         self._since = now
@@ -45,9 +45,9 @@ class StartTimes:
 
 
 class GarbageCollector:
-    """Python's garbage collector under the loop's control. A context manager around the loop.
+    """Switches Python's garbage collector off during the loop, and collects by `step`. Use as a context manager.
 
-    On entry all objects (modules, compiled programs, the model's tree) are frozen, or each collection would traverse them. On
+    On entry all objects (modules, compiled programs, the model's tree) are frozen: collections then do not traverse them. On
     exit the collector is as it was before. Objects that other code had frozen are unfrozen too: Python cannot distinguish them.
     """
 
@@ -66,9 +66,9 @@ class GarbageCollector:
             gc.enable()
 
     def step(self, done: int) -> float:
-        """Collect garbage if `done`, the number of steps, is a multiple of EVERY. Return the seconds it took; otherwise 0.0.
+        """Collect garbage if `done`, the number of steps, is a multiple of EVERY. Return the seconds of the collection, or 0.0.
 
-        Call it after every step. It collects only the two young generations: a step leaves no old garbage, and to search the
+        Call it after every step. It collects only the two young generations: a step leaves no old garbage, and a search of the
         old generation takes far longer.
         """
         if done % self.EVERY:
@@ -82,7 +82,8 @@ class SlowSteps:
     """Finds steps that took far longer than others, and a run that became slower than it was at its start.
 
     A slow step takes more than TIMES the median of the last steps, and at least LEAST_S more than the median. A step's time is
-    from its start to the start of the next step. Time that the loop does not account for is attributed to the device.
+    from its start to the start of the next step. Time that the loop does not account for is attributed to the device and other
+    causes.
     """
 
     WINDOW = 64  # steps whose times are known
@@ -108,9 +109,11 @@ class SlowSteps:
 
         Args:
           wall_s: seconds from the start of the step to the start of the next step.
-          data_s, save_s, gc_s: seconds of `wall_s` that the loop waited for data and saves, and collected garbage.
+          data_s: seconds of `wall_s` in which the loop waited for data.
+          save_s: seconds of `wall_s` in which the loop waited for saves.
+          gc_s: seconds of `wall_s` in which the loop collected garbage.
           eval_s: seconds of evaluation and samples. If above 0, the step takes long on purpose and is not compared.
-          saving: the step whose save runs meanwhile: copies occupy the device, and writing takes processors and memory.
+          saving: the step whose save runs at the same time, which slows this step; None: no save runs.
         """
         if eval_s > 0:
             return None
@@ -137,7 +140,10 @@ class SlowSteps:
         return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {said}{beside}{more}"
 
     def _note_slower(self, step: int, usual: float) -> str | None:
-        """Return a line when steps become slower than at the start of the run; None while they stay slow, or are fast."""
+        """Return a line once if steps have become slower than at the start of the run, else None.
+
+        It returns another line only if steps have become fast again in between.
+        """
         start = self._at_start
         if start is None:
             return None

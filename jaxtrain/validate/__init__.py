@@ -1,7 +1,7 @@
-"""All problems of a config, found at once, before a device is touched or a file is written. Imports no jax.
+"""Find all problems of a config at once, before a device is used or a file is written. Imports no jax.
 
-Each rule appends a `Problem`: key, value, rule, remedy. A rule about a key that is itself wrong reports nothing, so one mistake
-gives one line.
+Each check yields a `Problem` (key, value, rule, remedy) for each rule that the config breaks. If a key's value is invalid,
+other checks of this key yield nothing, so one mistake gives one line.
 """
 
 import importlib.util
@@ -89,7 +89,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
-    """Yield the problems of single keys: values that are no choice, modules that are missing, and numbers out of range.
+    """Yield the problems of single keys: values that are no choice, modules that cannot be found, and numbers out of range.
 
     Args:
         values: dotted key -> value.
@@ -274,10 +274,10 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if Adam's second moment has too few bits for its slow decay.
 
-    A step multiplies the moment by beta2 when gradients become small. bfloat16 has 8 bits and rounds to nearest, so it loses
-    decreases of less than 2**-9 to 2**-8 of the value. The error of updates (root mean square over parameters) is 0.2% at beta2
-    = 0.98, 1.4% at 0.99, and 14% at 0.995. From 0.998 on, the moment never decreases, and the error is half or more
-    (test_optimizer_steps.py).
+    A step multiplies the moment by beta2 when gradients become small. bfloat16 has 8 significant bits and rounds to nearest,
+    so it loses decreases of less than 2**-9 to 2**-8 of the value. The error of updates (root mean square over parameters) is
+    0.2% at beta2 = 0.98, 1.4% at 0.99, and 14% at 0.995. From 0.998 on, the moment never decreases, and the error is half or
+    more (test_optimizer_steps.py).
     """
     o = run.optimizer
     if run.dtypes.v == "bf16" and o.name in groups.METHODS and o.beta2 > SLOWEST and not bad & {"dtypes.v", "optimizer.beta2"}:
@@ -316,10 +316,10 @@ OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts",
 
 
 def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem if parameters, moments and gradients exceed the memory that CPU devices of one process share.
+    """Yield a problem if parameters, moments and gradients exceed the memory that the CPU devices of one process share.
 
-    The formula is a lower bound, without activations and temporaries. A run with adapters or frozen weights counts only
-    parameters: its frozen weights have no moments and no gradients.
+    The formula is a lower bound, without activations and temporaries. In a run with adapters or train.freeze, it counts only
+    parameters: frozen weights have no moments and no gradients.
     """
     keys = ("model.", "dtypes.", "mesh", "sharding.", "optimizer.name", "lora.", "train.freeze")
     if devices.kind != "cpu" or any(key.startswith(keys) for key in bad) or run.model.family not in FAMILIES:
@@ -349,7 +349,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
-    """Yield a problem for each setting that contradicts train.deterministic, or that needs it."""
+    """Yield a problem for each setting that contradicts train.deterministic=true, or needs it while it is false."""
     if run.train.sdc_check_every > 0 and devices.kind == "gpu" and not run.train.deterministic:
         rule = "compares the bits of two runs of a step, which differ on GPUs without train.deterministic"
         yield Problem("train.sdc_check_every", run.train.sdc_check_every, rule, "Set train.deterministic=true, or this to 0.")
@@ -363,7 +363,7 @@ def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem for each setting that adapters exclude, and for each lora.targets that no weight has as its name."""
+    """Yield a problem for each setting that adapters exclude, and for each name in lora.targets that no weight has."""
     if not run.lora.rank or "lora.rank" in bad:
         return
     targets, key = parts_of(run.lora.targets), "lora.targets"
@@ -400,7 +400,7 @@ def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem for a setting that multi-token prediction excludes, or that is read only with it."""
+    """Yield a problem if another setting excludes multi-token prediction, or if loss.mtp_weight is set without it."""
     m, key = run.model, "model.mtp_layers"
     if bad & {key, "loss.mtp_weight"}:
         return

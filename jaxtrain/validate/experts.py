@@ -1,4 +1,4 @@
-"""Checks of the keys and the mesh of a model with experts."""
+"""Check the keys and the mesh of a model with experts."""
 
 import dataclasses
 import fnmatch
@@ -21,7 +21,7 @@ PALLAS_SM = 90  # compute capability (times ten) of the GPUs that the Pallas ker
 def check_experts(
     run: RunConfig, devices: Devices, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """Yield the problems of experts, and of their keys in a model without experts.
+    """Yield the problems of a model with experts; in a model without experts, a problem for each key of experts that is set.
 
     sizes: sizes of the mesh axes. table: logical axis -> mesh axes of size above 1 that shard it. bad: keys that have an
     invalid value.
@@ -75,7 +75,7 @@ def check_experts(
 
 
 def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of the groups of experts that a token chooses from."""
+    """Yield the problems of model.router_groups and model.groups_per_token: a token's experts are chosen from these groups."""
     if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
         return
     if m.num_experts % m.router_groups:
@@ -103,7 +103,7 @@ def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 
 def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
-    """Yield a problem if experts need FP8 grouped matmuls, and moe.impl or the devices do not support them."""
+    """Yield a problem if experts need grouped matmuls in FP8 that moe.impl or the devices do not support."""
     wanted, alone = EXPERTS & eight_bit(run, matmuls(run.model))[0], ranks == run.model.num_experts
     # Weights of a family from outside the package have names only after the model is built.
     if not wanted or run.moe.capacity_factor or run.model.num_experts % ranks or run.model.family not in FAMILIES:

@@ -1,4 +1,4 @@
-"""The rules of multi-head latent attention, and of dense layers before a stack with experts."""
+"""Check the keys of multi-head latent attention, and of dense layers before a stack with experts."""
 
 from collections.abc import Iterable
 

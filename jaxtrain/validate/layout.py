@@ -1,4 +1,4 @@
-"""Checks of the mesh and sharding.rules: sizes that divide, and mesh axes that do not clash."""
+"""Check the mesh and sharding.rules: mesh axes divide dimensions evenly, and shard one dimension of an array at most."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layer
 
 
 def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return array of the run's model -> its logical axes."""
+    """Return name of an array of the run's model -> its logical axes."""
     m, found = run.model, ARRAYS
     if m.kv_lora_rank:
         found = {name: axes for name, axes in found.items() if name not in ATTENTION} | LATENT
@@ -51,7 +51,10 @@ def arrays_of(run: RunConfig) -> dict[str, tuple[str, ...]]:
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """Yield all problems of mesh and sharding rules. `bad`: keys that have an invalid value."""
+    """Yield all problems of mesh and sharding rules, and of the pipeline, the experts and offloaded or 8-bit moments.
+
+    bad: keys that have an invalid value.
+    """
     sizes, wrong = mesh_sizes(run, devices)
     yield from wrong
     yield from _rules(run)
@@ -72,7 +75,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
-    """Return the size of each mesh axis with every -1 filled in; None, with the reasons, for an impossible mesh."""
+    """Return (size of each mesh axis, with the actual size for -1; problems). An impossible mesh has the sizes None."""
     if devices.problem:
         return None, [devices.problem]
     if devices.count < 1:
@@ -113,7 +116,7 @@ def _stages(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 def _context(
     run: RunConfig, devices: Devices, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """Yield the problems of context parallelism: heads, sequence length and kernels if a sequence is on several devices."""
+    """Yield the problems of context parallelism: heads, data.seq_len and kernels, if mesh axes shard a sequence."""
     a, m = run.attention, run.model
     tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
     if bad & {"parallel.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
@@ -145,7 +148,7 @@ def _context(
 
 
 def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem for every dimension that its mesh axes do not divide."""
+    """Yield a problem for every dimension of weights or of the batch that its mesh axes do not divide evenly."""
     dimensions = [
         ("model.num_heads", "heads"),
         ("model.num_kv_heads", "kv_heads"),
@@ -192,7 +195,7 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
 
 
 def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]], bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of optimizer.offload, and of 8-bit moments, whose blocks must divide each shard."""
+    """Yield the problems of optimizer.offload, and of 8-bit moments: each shard must have a whole number of blocks."""
     m, name = run.model, run.optimizer.name
     if run.optimizer.offload == "moments" and name not in groups.METHODS:
         rule = f"updates layer by layer, and {name} may need all of them at once"
@@ -240,7 +243,7 @@ def _moments(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]],
 
 
 def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
-    """Yield the problems of a mesh axis (of size above 1) that shards two dimensions of one array, and of unsupported rules."""
+    """Yield a problem for each mesh axis of size above 1 that shards two dimensions of an array, and each unsupported rule."""
     wrong: dict[str, tuple[str, str]] = {}
     for axis, rule, remedy in wrong_rules(table):
         wrong.setdefault(axis, (rule, remedy))  # a rule is reported once

@@ -1,4 +1,4 @@
-"""Checks of pipeline stages: layers, microbatches, and saved activations."""
+"""Check pipeline stages: layers, microbatches, and saved activations."""
 
 from collections.abc import Iterable, Mapping
 
@@ -45,12 +45,12 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     """Yield a problem if stages would run layers of different kinds at once, with keys sent or gathered over a ring.
 
     The kinds are sliding window and full attention. All stages run one program, in which a layer's kind chooses one of several
-    branches. The branches have different collectives along the seq axis, and a collective waits for all devices: stages in
-    different branches would deadlock. An all-to-all waits only for its own group, which is within one stage. So stages may run
-    different kinds with Ulysses without a ring.
+    branches. The branches have different collectives along the seq axis, and a ring's collective waits for all devices: stages
+    in different branches would deadlock. An all-to-all waits only for its own group, which is within one stage. So with Ulysses
+    and no ring, stages may run different kinds.
 
-    stages: mesh.stage. context: sharding over the seq axis. whole: a Ulysses group could have all ranks of the seq axis. bad:
-    keys that have an invalid value.
+    stages: mesh.stage. context: sharding over the seq axis. whole: Ulysses supports all ranks of the seq axis in one group.
+    bad: keys that have an invalid value.
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}

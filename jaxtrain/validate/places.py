@@ -1,4 +1,4 @@
-"""Checks of the folders that a run reads and writes."""
+"""Check the folders that a run reads and writes."""
 
 import fcntl
 import json
@@ -39,11 +39,11 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
 
 
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
-    """Return the problems of a resume that files alone show, before JAX starts.
+    """Return the problems of a resume that can be found in files, before JAX starts.
 
-    They are a missing checkpoint.step; or, without it, a newest checkpoint past train.steps and forbidden changes since that
-    checkpoint's meta.json. The start of the run compares again, with the mesh and the state of the checkpoints. Only then are
-    checkpoints in a bucket checked, a meta.json that cannot be read, and rules that need the mesh (experts with a capacity).
+    If checkpoint.step is set, the problem is that there is no such checkpoint. Otherwise the problems are a newest checkpoint
+    past train.steps, and forbidden changes of the config since the newest checkpoint. The start of the run checks again, with
+    JAX. Checkpoints in a bucket, an unreadable meta.json, and experts with a capacity factor are checked only at the start.
     """
     folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
     if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
@@ -70,7 +70,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
 
 
 def check_lock(workdir: Path) -> list[Problem]:
-    """Return a problem if another run uses a folder. This check releases its lock at once, and the run takes a lock later."""
+    """Return a problem if another run has the lock of `workdir`. This check keeps no lock: the run takes its own lock later."""
     if is_bucket(str(workdir)) or not workdir.is_dir():
         return []
     handle = os.open(workdir, os.O_RDONLY)
@@ -87,19 +87,19 @@ def check_lock(workdir: Path) -> list[Problem]:
 
 
 def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
-    """Return a problem for an address of an object store: Path would read it as a local folder.
+    """Return a problem if `place` is the address of an object store, which Path would read as a local folder.
 
-    Checkpoints may be at gs:// and s3://.
+    checkpoints: the place is for checkpoints, which may be at gs:// and s3://.
     """
     why = refused(place, checkpoints)
     return [Problem(key, place, *why)] if why else []
 
 
 def writable(key: str, place: Path) -> list[Problem]:
-    """Return a problem if a folder cannot be created at `place` or written in; checked without writing.
+    """Return a problem if the folder `place` cannot be created or written in. Writes nothing.
 
-    The nearest existing parent must be a folder that this user may write to. Root may write anywhere by its permission bits, so
-    read-only mounts and the kernel's own file systems are checked as well.
+    `place`, or its nearest parent that exists, must be a folder that this user may write to. Permission bits let root write
+    anywhere, so read-only mounts and the kernel's own file systems are checked as well.
     """
     place = Path(os.path.abspath(place))
     nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
