@@ -23,7 +23,7 @@ def ask(**more):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Return (the result of the case `ask()`, its compiled step)."""
+    """Return (the benchmark's result for the case `ask()`, its compiled step)."""
     made = []
     right = compiler.compile_train
     with pytest.MonkeyPatch.context() as patch:

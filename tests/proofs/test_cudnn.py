@@ -13,7 +13,7 @@ from jaxtrain.kernels.attention import Rows, Spec, cudnn
 
 
 def documents(rows: list[list[int]], padding: list[int]) -> np.ndarray:
-    """Return the segment ids of rows with documents of these lengths."""
+    """Return segment ids: each row has documents of these lengths, and then its number of padding tokens."""
     return np.asarray(
         [np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, pad]) for lengths, pad in zip(rows, padding, strict=True)],
         np.int32,
@@ -33,9 +33,9 @@ ROWS = {  # the documents of each row, and its padding
 
 @pytest.mark.parametrize("max_segments", [4, 7])
 def test_every_document_is_where_the_kernel_is_told(max_segments):
-    """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements.
+    """Documents are counted over all rows. The kernel's entry i has document i's length, and its start in elements.
 
-    A row's padding is its last document, so that the kernel leaves no output undefined.
+    A row's padding counts as its last document, so that the kernel leaves no output undefined.
     """
     rows, padding = (list(each) for each in zip(*ROWS.values(), strict=True))
     segments = documents(rows, padding)
@@ -90,8 +90,8 @@ def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(sh
 
 
 def gradients(q, k, v, do, segments, spec):
-    """Return the gradients of attention on the whole rows, then those of two blocks of ring attention: against the same
-    keys, and against earlier keys.
+    """Return the gradients of attention on the whole rows, then those of two blocks of ring attention: a diagonal block, and
+    one of earlier keys.
     """
 
     def whole(q, k, v):

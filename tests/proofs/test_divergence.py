@@ -1,4 +1,6 @@
-"""Batches that are not finite: the step is skipped and stored for a replay, a rollback skips the data, or the run ends."""
+"""Batches that are not finite: the step is skipped and its batch stored for a replay, a rollback skips the data, or the run
+ends.
+"""
 
 import json
 from pathlib import Path

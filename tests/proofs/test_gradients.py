@@ -104,7 +104,9 @@ def test_gradients_of_bfloat16_weights_are_float32(text, zero):
 
 
 def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
-    """With weights a thousandth as large, whose sum is below 1, mean loss and gradients stay the same."""
+    """With weights 4,096 times smaller, whose sum is below 1, mean loss and gradients stay the same. With zero weights they are
+    zero.
+    """
     run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": 2})
     program, host = helpers.program(run), helpers.host_batch(run, 0)
     params = helpers.fresh_state(run).params
@@ -124,7 +126,7 @@ def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
 
 
 def test_microbatches_weigh_as_many_targets_as_they_have():
-    """The mean is over all targets; it is not the mean of the microbatches' means."""
+    """The loss is the mean over all targets; it is not the mean of the microbatches' means."""
     found = []
     for accum in (1, 2):
         run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": accum})

@@ -41,7 +41,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(workdir: Path) -> Any:
-    """Return the harness's model on eight devices, which shard rows and weights."""
+    """Return jaxtrain's model for the harness on eight devices, which shard rows and weights."""
     return lm_eval.harness_model()(workdir=str(workdir), batch_size=3)
 
 
@@ -125,7 +125,7 @@ def test_rolling_scores_every_token_once(model: Any) -> None:
 
 
 def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer puts a token before every text. This token comes once before contexts, prompts and whole texts."""
+    """This tokenizer puts a token before every text. The token comes once before contexts, prompts and whole texts."""
     byte = ByteTokenizer()
     monkeypatch.setattr(byte, "bos", (7,), raising=False)
     monkeypatch.setattr(model, "ids", byte)
@@ -139,7 +139,7 @@ def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_texts_are_the_likeliest_tokens(model: Any) -> None:
-    """Prompts of different lengths share a batch. Each text ends at its own limit or stop string, whatever the others do."""
+    """A batch has prompts of different lengths. Each text ends at its own limit or stop string, independent of the others."""
     byte = ByteTokenizer()
     prompts = ["d", "def f(x", "a longer prompt here", "", "z" * 60]
     seen = [byte.encode(p)[-(32 - 8) :] or [EOT] for p in prompts]

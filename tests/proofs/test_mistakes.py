@@ -11,7 +11,7 @@ from jaxtrain.plan.result import Plan
 
 
 def plan(machine: str, *overrides: str) -> Plan:
-    """Return a plan of two layers in a loop, as most configs have it."""
+    """Return a plan of two layers in a loop over layers, as in most configs."""
     return plans.plan(machine, TWO, LOOP, *overrides)
 
 

@@ -37,7 +37,9 @@ def row(printed: str, name: str) -> list[str]:
 
 
 def test_layouts_that_agree_differ_and_fail(monkeypatch, capsys, tmp_path):
-    """A gradient is summed twice over `data`, which exceeds the bound of bfloat16. Another layout fails."""
+    """The planted bug sums a gradient twice over `data`, which exceeds the bound of bfloat16. Layouts with seq=2 raise an
+    error.
+    """
     reduce_gradient, train = sharding.reduce_gradient, compare.train
 
     def fails_over_seq(run, devices, steps):

@@ -254,7 +254,7 @@ def test_stages_and_experts_communicate_what_their_formulas_say():
 def test_an_uneven_load_of_experts_is_priced():
     """One expert has three times an even load, and the other expert of its device has a third of an even load.
 
-    So their device has 1.67 times its even load: one round of 1.5 and another of 0.25.
+    So their device has 1.67 times its even load. The first round has room for 1.5, and a further round for 0.25.
     """
     (_, even), (_, uneven) = routed(), routed(3.0)
     assert (even.experts.load, even.experts.rounds, uneven.experts.load, uneven.experts.rounds) == (1.0, 1, 3.0, 2)
@@ -339,7 +339,7 @@ EARLY = {
 
 @pytest.mark.parametrize("case", several(EARLY, "zero 2", "gather step"))
 def test_the_bound_is_below_the_plan_of_one_microbatch(case):
-    """A config that the bound refuses is never compiled, so the bound may not exceed a plan."""
+    """The search never compiles a config whose bound on memory is too high, so this bound may not exceed the plan's memory."""
     asked = (*ONE_MICROBATCH, *EARLY[case])
     made = plan("h200:8", *asked)
     least = bound(config(*asked), parse("h200:8"), made.rates)

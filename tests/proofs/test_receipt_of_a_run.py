@@ -41,7 +41,7 @@ def test_a_receipt_names_the_source_that_ran(trained: Path, tmp_path: Path) -> N
 
 
 def test_rates_are_the_same_on_the_page_and_in_tensorboard(trained: Path) -> None:
-    """Both have the figures of metrics.jsonl, to the last digit."""
+    """Page and TensorBoard have the rates of metrics.jsonl. TensorBoard stores them as float32."""
     shown = curves_of(page.html([read(trained)]))
     lines = {x["step"]: x for x in runs.lines(trained)}
     rates = {step: x["tokens_per_s_per_device"] for step, x in lines.items()}

@@ -269,7 +269,9 @@ def test_offloaded_activations_take_no_device_memory():
 
 
 def test_llama3_8b_by_hand():
-    """Two layers: float32 weights and two moments over 8 GPUs, and one sequence of 8192 tokens a GPU and microbatch."""
+    """Bytes expected by hand, for two layers: float32 weights and two moments over 8 GPUs, and one sequence of 8192 tokens a
+    GPU and microbatch.
+    """
     found = jaxtrain.shardings(CONFIG, "h200:8", **FEW)
     parameters = 8_030_261_248 - 30 * 218_112_000
     assert sum(r.total_bytes or 0 for r in found.filter(kind="parameter")) == 4 * parameters

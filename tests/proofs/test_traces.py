@@ -24,7 +24,7 @@ WINDOW = (5, 6)
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small model on 8 devices; its config asks for a trace."""
+    """Train a small model on 8 devices, with a config that requests a trace."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "small.py").write_text(runs.SMALL)
     asked = {"profile__start": WINDOW[0], "profile__steps": 2, "train__steps": 12, "data__source": "synthetic"}

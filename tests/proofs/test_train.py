@@ -66,7 +66,7 @@ def test_checkpoints_tell_what_they_hold(plain: Path) -> None:
 
 
 def test_switches_switch_off(plain: Path, tmp_path: Path) -> None:
-    """Training is the same without evaluations, TensorBoard and saves before the last, and with one batch read ahead."""
+    """The final tensors are the same without evaluations, TensorBoard and earlier saves, and with one batch read ahead."""
     workdir = tmp_path / "a run"
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false", "data__prefetch": 1}
     assert run(workdir, train__steps=8, log__every_steps=3, **off) == 0
