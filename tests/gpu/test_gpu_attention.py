@@ -202,7 +202,7 @@ def test_forward_in_e4m3(shape):
 
     Kernel and emulation round the softmax weights by at most 2^-4 each, after different scaling. Tensor cores keep at least 13
     bits of a sum: of H products, which moves scores by d = H 2^-13 sum of |q k| / sqrt(H), and of 128 keys. A weight is off by
-    at most exp(2 d) - 1.
+    at most exp(2 d) - 1 of itself.
     """
     _, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window, fp8=attention.KERNEL)
@@ -321,8 +321,8 @@ def test_ranks_on_one_device_communicate_as_in_shard_map():
 
 
 def test_bounds_by_hand():
-    """With one visible key the output is its value, after two roundings. The value's gradient is that of the output, after
-    three.
+    """With one visible key, the output is the key's value after two roundings. The value's gradient is the output's gradient
+    after three roundings.
     """
     q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
     k, v = np.random.default_rng(1).normal(size=(2, 64, 8))

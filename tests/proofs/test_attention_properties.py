@@ -192,8 +192,8 @@ def preparation(kernel: str, b: Bucket):
 
 @functools.lru_cache(maxsize=32)
 def compiled(kernel: str, b: Bucket):
-    """Return a compiled function (q, k, v, do, prepared) -> (o, dq, dk, dv), with sinks and their gradient if the bucket has
-    them.
+    """Return a compiled function (q, k, v, do, prepared) -> [o, dq, dk, dv]. If the bucket has sinks, the function applies them
+    and appends their gradient.
     """
 
     @jax.jit

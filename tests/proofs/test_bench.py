@@ -1,4 +1,4 @@
-"""Benchmarks in this process, on CPU devices: figures follow from the times, and checks find errors."""
+"""Benchmarks of the step and of kernels in this process, on CPU devices: figures, limits, failures, measured programs."""
 
 import dataclasses
 import math

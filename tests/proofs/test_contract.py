@@ -83,7 +83,7 @@ T = SIZES["data.seq_len"]
 
 
 def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
-    """Mark a test that runs only for these names of jaxtrain's own parts, except in a campaign."""
+    """Mark a test to run, of jaxtrain's own parts, only for the parts of these names. A campaign runs it for all parts."""
 
     def mark(test: F) -> F:
         test.sample = names  # pyright: ignore

@@ -1,4 +1,6 @@
-"""cuDNN's description of packed rows, through jax's own conversion to the kernel's arguments."""
+"""cuDNN's lengths and offsets of packed documents, after jax's own conversion to the kernel's arguments; backward passes in
+parts.
+"""
 
 from types import SimpleNamespace
 
@@ -111,7 +113,9 @@ MORE = [pytest.param(packed, PARTS, marks=pytest.mark.more) for packed in (True,
 
 @pytest.mark.parametrize(("packed", "parts"), [(True, (PARTS[0], PARTS[3])), *MORE])
 def test_parts_of_a_backward_pass_are_the_whole(packed, parts, monkeypatch):
-    """The parts are key/value groups of heads, single rows, half of a group's query heads, and single heads of single rows."""
+    """A backward pass in parts gives the same gradients. Parts: key/value groups of heads, single rows, half of a group's query
+    heads, and single heads of single rows.
+    """
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
     segments = segments if packed else jnp.ones_like(segments)

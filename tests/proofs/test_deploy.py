@@ -261,7 +261,9 @@ def test_every_exit_code_has_its_consequence(jobset: dict[str, Any]):
 
 
 def test_pods_find_each_other(jobset: dict[str, Any]):
-    """The coordinator is the host name that the JobSet controller gives pod 0. The number of pods is in the Job."""
+    """The coordinator is the host name that the JobSet controller gives pod 0. The number of processes is the Job's number of
+    pods.
+    """
     (container,), job, network = pod_of(jobset)["containers"], job_of(jobset), jobset["spec"]["network"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
     nodes = job["completions"]
@@ -418,7 +420,7 @@ env -0 >environment
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_nodes_of_a_skypilot_task(skypilot: dict[str, Any], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each node runs the same script, with SkyPilot's variables."""
+    """Each node runs the same script. SkyPilot's variables give its rank, the number of nodes and the coordinator."""
     script(tmp_path / "run.sh", NOTES)
     nodes, gpus = skypilot["num_nodes"], int(skypilot["resources"]["accelerators"].rpartition(":")[2])
     told = {"NODE_RANK": str(rank), "NUM_NODES": str(nodes), "NUM_GPUS_PER_NODE": str(gpus), "NODE_IPS": "10.0.0.7\n10.0.0.8"}

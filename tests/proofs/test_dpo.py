@@ -59,7 +59,7 @@ def source(tmp_path_factory):
 
 @functools.cache
 def host_batch(source, seq_len=64, batch=8):
-    """Return a batch whose reference log-probabilities differ by a few nats from those of any model."""
+    """Return a batch whose reference log-probabilities differ by a few nats from those of a uniform distribution."""
     data = dataclasses.replace(helpers.tiny().data, source=source, tokenizer="byte", seq_len=seq_len)
     opened = pipeline.open_source(data, source, split="train", global_batch=batch, data_dir=".")
     assert opened.max_segments >= 6

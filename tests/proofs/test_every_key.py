@@ -346,7 +346,7 @@ def test_heads_are_split_together():
 
 
 class Runs:
-    """Two whole runs of four steps, each trained when it is first needed."""
+    """Two whole runs of four steps, "base" and "other", each trained when it is first needed."""
 
     def __init__(self, folder: Path):
         self.folder = folder

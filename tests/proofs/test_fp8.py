@@ -190,7 +190,9 @@ def test_gradients_scaled_by_a_bound(activation, size):
 
 @pytest.mark.parametrize("activation", layers.NONLINEARITIES)
 def test_slopes_of_activations(activation):
-    """SLOPE is at least |f'|, and also covers four roundings to bfloat16 in the backward pass of `gated_linear`."""
+    """SLOPE is at least |f'| of each activation f, and also covers four roundings to bfloat16 in the backward pass of
+    `gated_linear`.
+    """
     f = layers.NONLINEARITIES[activation]
     slopes = jax.vmap(jax.grad(f))(jnp.linspace(-30, 30, 60_001))
     assert float(f(0.0)) == 0 and 1 < float(abs(slopes).max()) * (1 + 2.0**-8) ** 4 < fp8.SLOPE

@@ -1,4 +1,4 @@
-"""Classic mistakes of a layout: plans of layouts with a mistake, beside plans without it."""
+"""Classic mistakes of a layout: the plan of a layout with one warns of it, and the plan of a mended layout does not."""
 
 import re
 

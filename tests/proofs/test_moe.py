@@ -74,7 +74,7 @@ class Case:
         return model.ctx.zero.gather_module(model)(x, real)
 
     def jitted(self, f, out_specs):
-        """Return jitted `f` of local shards of (params, x, real, y's multiplier), as a function of global arrays."""
+        """Return jitted `f` of local shards of (params, x, real, y's cotangent), as a function of global arrays."""
         of_params, of_x = self.specs
         return jax.jit(
             self.placement.shard_map(f, (of_params, of_x, self.placement.spec(("batch", "sequence")), of_x), out_specs)
@@ -88,7 +88,7 @@ class Case:
 
 @functools.cache
 def compiled(case: Case):
-    """Return a compiled function (params, x, real, y's multiplier) -> y, statistics, gradients of params and x."""
+    """Return a compiled function (params, x, real, y's cotangent) -> y, statistics, gradients of params and x."""
 
     def run(params, x, real, by):
         def share(params, x):

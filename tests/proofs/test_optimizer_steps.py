@@ -72,7 +72,7 @@ def test_random_bits_of_weights_are_unbiased_and_of_each_step_layer_and_paramete
 
 
 def test_random_bits_do_not_depend_on_the_layout():
-    """The bits equal those of one device: on four devices, on stages with another order of layers, and layer by layer."""
+    """Stochastic rounding gives the bits of one device on four devices, on stages with reordered layers, and layer by layer."""
     rng = np.random.default_rng(0)
     w, e = rng.standard_normal((6, 8, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(np.float32)
     exact = {"embed": jnp.asarray(e), "layers": {"w": jnp.asarray(w)}}
@@ -103,7 +103,9 @@ def test_random_bits_do_not_depend_on_the_layout():
 
 
 def test_a_streamed_update_is_that_of_all_at_once():
-    """The update runs layer by layer from the host, with equal clipping and rounding. Layers have different random bits."""
+    """An update layer by layer from the host equals the update of all layers at once, with clipping and rounding. Layers have
+    different random bits.
+    """
     axes = {"embed": ("vocab", "embed"), "layers": {"w": ("layers", "embed", "mlp")}}
     types = config.Dtypes("bf16", "bf16", "f32", "f32", "f32")
     placement = make_placement(helpers.tiny(), jax.devices()[:1])

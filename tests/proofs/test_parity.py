@@ -138,7 +138,9 @@ def assert_same_steps(run, reference, steps: int = STEPS) -> None:
     ("mesh", "accum"), [*((mesh, 1) for mesh in MESHES), ("data=2 x fsdp=4", 2), ("fsdp=2 x tensor=2 x seq=2", 2), ("one", 4)]
 )
 def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
-    """The loss falls over 20 steps. Rows hold several documents, and microbatches have different numbers of targets."""
+    """The loss falls over 20 steps, on meshes as on one device. Rows hold several documents, and microbatches have different
+    numbers of targets.
+    """
     source = {"data.source": text}
     batch = helpers.host_batch(helpers.tiny(source), 0)
     assert (batch["segments"].max(axis=1) > 1).mean() > 0.3

@@ -39,7 +39,9 @@ def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_layers_communicate_no_float32(which):
-    """Only the loss and the gradient norm use float32. test_golden_compare.py has a step that gathers weights in float32."""
+    """Only the loss and the gradient norm communicate float32. test_golden_compare.py has a step that gathers weights in
+    float32.
+    """
     found = [f for f in moved(*which) if "f32" in f.dtype and "layers" in f.op_name and "(loss)" not in f.op_name]
     assert not found
 

@@ -172,7 +172,7 @@ def test_pairs_of_each_rank():
 
 @pytest.mark.more
 def test_activations_grow_with_tokens_and_sends_are_hidden():
-    """Twice the tokens need at most twice the memory beside the state. With wide heads attention overlaps with the sends."""
+    """With twice the tokens, memory beside the state at most doubles. With wide heads the sends overlap with attention."""
     wide = ("num_layers=2", "d_model=2048", "num_heads=16", "num_kv_heads=4", "head_dim=128", "d_ff=4096", "vocab_size=2048")
     sizes = (*(f"model.{s}" for s in wide), "train.global_batch=1", "train.grad_accum=1", "mesh.seq=4")
     short, long = (plan("h200:4", *sizes, f"data.seq_len={1 << n}") for n in (16, 17))
@@ -200,7 +200,9 @@ def staged() -> tuple[RunConfig, Plan]:
 
 
 def routed(load: float = 1.0) -> tuple[RunConfig, Plan]:
-    """Return a run with four experts on two GPUs of a node, and its plan."""
+    """Return a run with four experts on two GPUs of a node, and its plan. load: of the busiest expert, as a multiple of an even
+    load.
+    """
     return config(*ROUTED, of=TINY), plan("h100:2", *ROUTED, of=TINY, experts_load=load)
 
 

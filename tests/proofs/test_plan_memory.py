@@ -1,4 +1,4 @@
-"""Memory of a step: XLA's buffer assignment, replayed, gives XLA's own peak; classes and names are those of the config.
+"""Memory of a step: a replay of XLA's buffer assignment gives XLA's own peak, by class of arrays and by saved activation.
 
 Also cuDNN's workspace, moments on the host, and remat.policy=auto, which saves the activations that fit. Steps are compiled
 ahead of time for GPUs.
@@ -72,7 +72,7 @@ def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
 
 
 def test_state_and_batch_are_counted_to_the_byte_and_once(held):
-    """The new state reuses the memory of the old one."""
+    """Parameters, moments and batch count once, with their exact bytes: the new state reuses the memory of the old one."""
     step, memory = held
     current = step.program.state
     adam = current.optimizer[0]

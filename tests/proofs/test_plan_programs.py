@@ -1,4 +1,4 @@
-"""Figures that plans read from compiled programs: collectives against a profiled run, FLOPs against formulas; and a plan."""
+"""Figures that plans read from compiled programs: collectives against a profiled run, FLOPs against formulas; printed plans."""
 
 import collections
 import dataclasses
@@ -48,7 +48,9 @@ def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
 
 
 def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found], devices: int) -> None:
-    """Check FLOPs. On CPUs attention computes the whole square, and twice as much backward as forward."""
+    """Check that the program's FLOPs equal the formula's. On CPUs attention computes all T x T scores, and twice as much
+    backward as forward.
+    """
     assert program(run).kernel.name == "reference"
     predicted = roofline.predict(hlo.parse(text), RATES, found)
     assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)

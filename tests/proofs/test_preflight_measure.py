@@ -152,7 +152,7 @@ def test_which_errors_are_faults(tmp_path, text, fault):
 
 
 def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
-    """JAX falls back to the CPU if its plugin for GPUs does not start."""
+    """JAX falls back to the CPU if its plugin for GPUs does not start. The measurement then ends with an error."""
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
     monkeypatch.setattr(measure.startup, "start_jax", lambda *_: None)
     monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))

@@ -334,7 +334,7 @@ def test_broken_files_of_a_run_are_named_and_kept(copy: Path, capsys: pytest.Cap
 
 
 def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first loss is that of the source's weights on the first batch, as a resumed run would compute it."""
+    """The first loss is that of the weights of init.from on the first batch, as a resumed run would compute it."""
     new = tmp_path / "new"
     assert go_on(new, init__from=base, train__steps=5) == 0
     said = f"initial weights from step 10 of {base}/checkpoints; step and learning-rate schedule start at 0"

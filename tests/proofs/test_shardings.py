@@ -243,7 +243,9 @@ def test_what_is_kept_is_what_the_policy_names(policy):
 
 
 def test_arrays_kept_without_a_name_are_found():
-    """The policy `dots` saves the outputs of matmuls, which come before rotary, so they are not the named q and k."""
+    """The policy `dots` saves the outputs of matmuls. Queries and keys are saved before rotary, so they are not the named q and
+    k.
+    """
     rows = table({"remat.policy": "dots"}).filter(saved="keep")
     products = [r for r in rows if r.name.endswith("dot_general")]
     found = {r.local_shape[1:]: r.copies for r in products}

@@ -38,7 +38,7 @@ def gpus(node: Supervised) -> Supervised:
 
 
 class Case(NamedTuple):
-    """The ends of the attempts, and the supervisor's reaction."""
+    """The ends of a run's attempts, and the supervisor's expected reaction."""
 
     plan: list[str]
     code: int
@@ -356,7 +356,9 @@ def test_a_command_that_fails_or_hangs_gives_no_answer():
 
 
 def test_a_run_changes_no_file_and_names_its_variables(node: Supervised):
-    """The user's files, the repository's and temporary files stay unchanged."""
+    """The user's files, the repository's and temporary files stay unchanged. JAXTRAIN_VERBOSE=1 prints the variables that
+    run.sh sets.
+    """
     home, out = node.cwd, node.cwd / "tmp"
     out.mkdir()
     before, repo = {p.name for p in home.iterdir()}, runs.tree(runs.REPO / "jaxtrain" / "runtime")

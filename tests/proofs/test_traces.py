@@ -39,7 +39,7 @@ def split(traced: Path) -> Profile:
 
 
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
-    """The time of the profiler, and of writing the trace, does not count as training time."""
+    """Traced steps have no step time. The time of the profiler, and of writing the trace, does not count as training time."""
     assert split.steps == WINDOW
     assert f"python -m jaxtrain.profile {traced}" in (traced / "log.txt").read_text()
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(traced)}

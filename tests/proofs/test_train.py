@@ -1,4 +1,4 @@
-"""Whole runs on 8 CPU devices: their messages, their files, and their ends when something is wrong."""
+"""Whole runs on 8 CPU devices: their messages and files, a user's own parts, and how runs end after an error or a signal."""
 
 import importlib
 import json
@@ -210,7 +210,7 @@ def test_memory_is_looked_at_and_reserved_for_saves_before_the_first_step(
 
 
 class SmallDevice:
-    """A fake device with a thousand bytes."""
+    """A fake device with a thousand bytes of memory."""
 
     platform = "cpu"
 

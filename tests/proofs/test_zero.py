@@ -73,7 +73,8 @@ def sizes(state) -> dict[str, int]:
 def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, accum: int) -> dict[tuple[str, str], float]:
     """Return {(kind, mesh axis): bytes that each GPU sends in a step}. `rows`: elements of a microbatch's residual on a GPU.
 
-    If the embedding's table or its gradient is sharded, rows of a microbatch are sent instead of the table.
+    `w`: numbers of weights, as `sizes` returns them. If the embedding's table or its gradient is sharded, rows of a microbatch
+    are sent instead of the table.
     """
     data, n = mesh["data"], mesh["fsdp"]
     ring = BF16 * (n - 1) / n
