@@ -1,4 +1,4 @@
-"""Frozen parameters keep their bits, and the step computes, stores and sends nothing for them."""
+"""Frozen parameters keep their bits: the step has no gradients, no moments and no communication of gradients for them."""
 
 import dataclasses
 import math

@@ -28,7 +28,7 @@ H200S = topology.parse("h200:8")
 
 
 def test_every_shipped_config_has_a_golden_plan():
-    """Two configs have none: the one that trains on CPUs, and the one that uses its base's model."""
+    """Two configs have no golden plan: tiny.py trains on CPUs, and finetune.py uses its base's model."""
     files = {config.partition(":")[0] for config, _ in SHIPPED.values()}
     assert files == {f"configs/{file.name}" for file in (launch.REPO / "configs").glob("*.py")} - {
         "configs/tiny.py",

@@ -93,7 +93,7 @@ def test_bfloat16_gradients_are_those_of_float32(text, mesh):
 
 @pytest.mark.parametrize("zero", helpers.few((0, 1, 2), 2))
 def test_gradients_of_bfloat16_weights_are_float32(text, zero):
-    """Weights in bfloat16 have unrounded gradients: sums over microbatches and devices are in float32."""
+    """Gradients of weights in bfloat16 are not rounded to bfloat16: sums over microbatches and devices are in float32."""
     layout = EIGHT | {"train.grad_accum": 2, "sharding.zero": zero, "dtypes.reduce": "f32"}
     got = gradients(text, precision="bf16", **layout)
     errors = errors_of(got, gradients(text))

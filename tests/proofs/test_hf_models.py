@@ -145,8 +145,8 @@ def packed_documents() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_gradients_are_those_of_transformers(tmp_path, name):
-    """Every parameter's gradient agrees in norm and in a random projection. Two documents share a row; transformers computed
-    each alone.
+    """Every parameter's gradient agrees with transformers' in norm and in a random projection. Two documents share a row;
+    transformers computed each alone.
     """
     folder = open_folder(hugging_face.write(tmp_path, name))
     shape = {f"model.{k}": v for k, v in dataclasses.asdict(folder.model).items()}

@@ -62,7 +62,7 @@ def test_documents_are_apart():
 
 @pytest.mark.parametrize("where", ["everywhere", "across devices"])
 def test_documents_that_leak_are_found(where, monkeypatch, retraced):
-    """The planted bug: a token attends to all other documents of its sequence, or to those on another device."""
+    """The planted bug: a token attends to all other documents of its sequence, or to those on another device. It is found."""
     name = "visible" if where == "everywhere" else "describe_block"
     right = getattr(reference, name)
 
@@ -104,7 +104,9 @@ def test_a_layout_that_cannot_run_is_wrong():
 @pytest.mark.more
 @pytest.mark.parametrize("planted", [False, True])
 def test_data_that_depends_on_processes_is_found(planted, monkeypatch):
-    """The planted bug: each process reads the first rows of a batch instead of its own."""
+    """The planted bug: each process reads the first rows of a batch instead of its own. The check fails, and without the bug
+    passes.
+    """
     bug = """
 from jaxtrain.data.pipeline import Batches
 right = Batches.batch

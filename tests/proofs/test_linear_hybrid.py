@@ -54,7 +54,7 @@ def arguments(T: int = T) -> list[np.ndarray]:
 
 
 def by_definition(q, k, v, log_decay, beta, segments):
-    """Return the delta rule, token by token in float64, and the Frobenius norm of the state before each token."""
+    """Return the outputs of the delta rule, by token in float64, and the Frobenius norm of the state before each token."""
 
     def one(before, token):
         q, k, v, log_decay, beta, starts = token
@@ -70,7 +70,9 @@ def by_definition(q, k, v, log_decay, beta, segments):
 
 
 def inverse_and_error(system, error):
-    """Return the inverse of 1 + system as the recipe computes it, and its float32 error bound. `error`: the error of system."""
+    """Return the inverse of 1 + system as the recipe computes it, and its float32 error bound. `error`: the error bound of
+    system.
+    """
     size, block = len(system), 1
     row, column = np.indices(system.shape)
     x, dx = np.eye(size), np.zeros_like(system)
@@ -153,7 +155,7 @@ def test_gradients_are_those_of_the_definition(chunk):
 
 
 def test_state_and_convolution_stay_in_their_document():
-    """Other values in one document change no bit of another document."""
+    """Other values in one document change no bit of another document's outputs."""
     given = [jnp.asarray(x, jnp.float32) for x in arguments()]
     second = (SEGMENTS == 2)[..., None]
     changed = [jnp.where(second.reshape(B, T, *[1] * (x.ndim - 2)), 0.9 * x, x) for x in given]
@@ -167,7 +169,7 @@ def test_state_and_convolution_stay_in_their_document():
 
 
 def test_convolution_sees_the_tokens_before():
-    """The last tap multiplies the token itself, and the first tap the token three positions before."""
+    """The convolution's last tap multiplies the token itself, and its first tap the token three positions before."""
     x, taps = 100 * jnp.arange(1.0, 7.0)[None, :, None, None], jnp.asarray([[[1000.0, 100.0, 10.0, 1.0]]])
     y = recipe.short_convolution(x, taps, jnp.asarray([[1, 1, 1, 1, 1, 2]]))[0, :, 0, 0]
     np.testing.assert_allclose(y / 100, [1, 12, 123, 1234, 2345, 6], rtol=1e-6)  # where silu is the identity

@@ -72,7 +72,7 @@ def expected(tokens: list[int], count: int) -> tuple[float, bool]:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    """Return the likeliest next token, `count` times, each time computed from the whole text."""
+    """Return `count` likeliest next tokens, one after another, each computed from the whole text before it."""
     made: list[int] = []
     for _ in range(count):
         made.append(int(log_probs([*prompt, *made, 0])[-1].argmax()))
@@ -84,7 +84,9 @@ def requests(*arguments: Any) -> list[Any]:
 
 
 def test_scores_are_those_of_the_logits(model: Any) -> None:
-    """Contexts and continuations of many lengths, in any order, fill more than one batch. One continuation is the likeliest."""
+    """Scores follow from the logits, for contexts and continuations of many lengths, in any order and in several batches. One
+    continuation is the likeliest.
+    """
     byte = ByteTokenizer()
     asked = [("def f(", "x):"), ("a", "b"), ("", "whole"), ("two words ", "here")]
     asked += [("x" * n, "yz") for n in (3, 9, 27)] + [("c" * 20, "d" * 5)]
@@ -102,7 +104,7 @@ def test_scores_are_those_of_the_logits(model: Any) -> None:
 
 
 def test_long_inputs_lose_their_left(model: Any) -> None:
-    """The model sees 32 tokens: the last of 33 tokens is predicted from the 32 before it."""
+    """The model's context is 32 tokens: the last of 33 tokens is predicted from the 32 before it."""
     tokens = ByteTokenizer().encode("".join(chr(ord("a") + i % 26) for i in range(50)))
     ((score, _),) = model.scorer.score([Scored(tokens, 4)])
     assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
@@ -221,7 +223,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 def test_tasks_of_the_harness(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The harness runs by its command line, and the scores in its file follow from the logits."""
+    """The harness's own command line runs two tasks, and the scores in its file follow from the logits."""
     byte = ByteTokenizer()
     questions = [("one", [" a", " bb"]), ("two ", ["x", "y", "z"]), ("three", ["!", "?"]), ("f", ["oo", "rr"])]
     best = [

@@ -118,7 +118,8 @@ def inputs(model=(), seed=0):
 
 
 def plain(params, x, real, model, keep=None, moe=NO_LOSSES):
-    """Return y, statistics and chosen experts, written independently: every expert of every token, then the chosen ones.
+    """Return y, statistics and chosen experts, written independently: all experts run on every token, then the chosen ones
+    count.
 
     keep: bool (B, T, K), False for a choice that is dropped.
     """
@@ -258,8 +259,8 @@ def test_uneven_loads_lose_no_token(bias, over):
 def test_rounds_lose_no_precision_in_bfloat16(bias):
     """Compared with the plain model in float32, many small rounds are hardly less exact than one large round.
 
-    Gradients of weights also round the first round's sum, by at most 2^-9 of each element. That sum may be twice as large as
-    the sum of all rounds. Independent errors add up in squares.
+    In gradients of weights, the first round's sum is also rounded, by at most 2^-9 of each element. That sum may be twice as
+    large as the sum of all rounds. Independent errors add up in squares.
     """
     given, off = biased(bias), []
     y, _, grads = plain_gradients(*given, ROUNDS["expert=8"].run.model)
@@ -276,8 +277,8 @@ def test_rounds_lose_no_precision_in_bfloat16(bias):
 
 @pytest.mark.parametrize(("parts", "alone", "further_room"), [(8, True, 1), (4, False, 2), (1, False, 8)])
 def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_room):
-    """An even share is 32 / parts rows. By hand: each device has 16 tokens with 2 choices. One choice is of padding, and the
-    other 31 are of one expert.
+    """An even share is 32 / parts rows; a further round has room for a quarter of it. Each device has 16 tokens with 2 choices:
+    one is of padding, 31 are of one expert.
     """
     exchange = Exchange(E, 16, K, ("expert",) if parts > 1 else (), parts, ("expert",) if parts > 1 else (), 0.0, 1.0, alone)
     assert (exchange.room, exchange.further_room) == (32 // parts, further_room)
@@ -467,7 +468,7 @@ def test_losses_of_experts_by_hand():
 def test_microbatches_share_the_losses_and_metrics_of_experts():
     """The same rows in each of two microbatches give the metrics and gradients of one microbatch.
 
-    They also do if all tokens have a millionth of the weight.
+    So do rows whose tokens have a millionth of the weight.
     """
     losses = {"model.num_layers": 1, "model.num_experts": 4, "moe.balance_loss": 0.5, "moe.z_loss": 0.1}
     once = helpers.host_batch(helpers.tiny(losses | {"train.global_batch": 8}), 0)

@@ -1,4 +1,4 @@
-"""Moments in 8-bit blocks: training, and checkpoints in either type on any mesh."""
+"""Moments in 8-bit blocks: training, and checkpoints of int8 or float32 moments that resume as either type on any mesh."""
 
 from pathlib import Path
 

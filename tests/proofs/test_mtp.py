@@ -222,7 +222,9 @@ def test_the_routers_of_modules_learn_to_spread_tokens():
 
 
 def test_a_checkpoint_with_a_module_goes_there_and_back(tmp_path):
-    """Every tensor has DeepSeek-V3's name and the same bits. Embedding and head occur a second time in the module."""
+    """After import and export, every tensor has DeepSeek-V3's name and the same bits. Embedding and head occur a second time in
+    the module.
+    """
     folder, ours, said = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
     assert "0 missing" in said[0] and not any("unused" in line for line in said[1:])
     assert json.loads((ours / "config.json").read_text())["model"]["mtp_layers"] == 1

@@ -1,4 +1,4 @@
-"""Moments in host memory: equal numbers and checkpoints. proofs/test_plan_memory.py has the plan's figures."""
+"""Moments in host memory: steps and checkpoints as without offload. proofs/test_plan_memory.py has the plan's figures."""
 
 from typing import Any
 

@@ -99,7 +99,7 @@ def test_no_device_holds_more_than_its_share(mesh):
     [(4, {}), pytest.param(2, {"mesh.fsdp": 4}, marks=pytest.mark.more), (4, {"mesh.fsdp": 2, "mesh.seq": 2})],
 )
 def test_evaluation_loss_does_not_depend_on_batches_and_layouts(accum, mesh):
-    """37 sequences in batches of 16, 8 or 4, on one device and on meshes. Padding fills the last batch."""
+    """The loss of 37 sequences is equal in batches of 16, 8 or 4, on one device and on meshes. Padding fills the last batch."""
     assert held_out_loss(accum, mesh) == pytest.approx(held_out_loss(1, {}), abs=1e-6)
 
 
