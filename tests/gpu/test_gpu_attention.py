@@ -46,7 +46,7 @@ SMALL = [
 
 
 def small(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a sharded shape with a 64th of the tokens and an eighth of the query heads, for a CPU."""
+    """Return a sharded shape with a 64th of the tokens, a quarter of the heads and heads of 16, for a CPU."""
     how, T, N, K, _, window, packed = shape
     return how, T // 64, N // 8 * 2, max(1, K // 4), 16, -(-window // 64), packed
 
@@ -94,7 +94,8 @@ def exact_and_bounds(q: Any, k: Any, v: Any, do: Any, rows: Rows, spec: Any, blo
 def on_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Rows) -> Any:
     """Return a function `(q, k, v, do) -> (o, dq, dk, dv)` of unsharded arrays, whose sequences RANKS ranks share.
 
-    The functions are those that ranks run, forward and backward. ranks_on_one_device computes them and their communication.
+    Each rank runs the trainer's own functions, forward and backward. ranks_on_one_device computes all ranks and their
+    communication on one device.
     """
     layout = make_context(how, 0, RANKS, *heads)
     split, order = Split(layout), np.asarray(layout.chunks)
@@ -123,7 +124,7 @@ def on_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Row
 def attention_errors(
     kernel_name: str, shape: tuple[Any, ...], dtype: str = "bf16", softcap: float = 0.0
 ) -> dict[str, tuple[float, float]]:
-    """Return the largest error of o, dq, dk and dv, and the largest ratio of error to bound.
+    """Return {"o", "dq", "dk", "dv": (largest error, largest ratio of error to bound)} for a shape like those of SHAPES.
 
     Raises attention.Unsupported if the kernel cannot compute the shape on this device.
     """
@@ -201,7 +202,7 @@ def test_forward_in_e4m3(shape):
 
     Kernel and emulation round the softmax weights by at most 2^-4 each, after different scaling. Tensor cores keep at least 13
     bits of a sum: of H products, which moves scores by d = H 2^-13 sum of |q k| / sqrt(H), and of 128 keys. A weight is off by
-    at most exp(2 d) - 1.
+    at most exp(2 d) - 1 of itself.
     """
     _, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window, fp8=attention.KERNEL)
@@ -234,7 +235,7 @@ def test_forward_in_e4m3(shape):
 
 @pytest.mark.gpu
 def test_pallas_gives_the_same_bits_each_time():
-    """Forward and backward pass of a packed batch with grouped queries are repeated and compared."""
+    """With deterministic=True, forward and backward pass of a packed batch with grouped queries repeat bit for bit."""
     _, T, N, K, H, _, _ = SHAPES[0]
     spec = attention.Spec(H, "bf16", True, 32, deterministic=True)
     try:
@@ -276,7 +277,9 @@ def test_the_bounds_reject_a_wrong_mask(monkeypatch):
 
 @pytest.mark.parametrize("shape", SHARDED, ids=name_of)
 def test_sharded_sequences_call_cudnn(shape):
-    """Lowered for a GPU, each of four ranks calls cuDNN once for each block."""
+    """Lowered for a GPU, each of four ranks calls cuDNN's forward pass once for each block, and the backward pass at least
+    once.
+    """
     how, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window)
     segments, positions = (jnp.asarray(x) for x in documents(T, packed, seed=0))
@@ -318,8 +321,8 @@ def test_ranks_on_one_device_communicate_as_in_shard_map():
 
 
 def test_bounds_by_hand():
-    """With one visible key the output is its value, after two roundings. The value's gradient is that of the output, after
-    three.
+    """With one visible key, the output is the key's value after two roundings. The value's gradient is the output's gradient
+    after three roundings.
     """
     q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
     k, v = np.random.default_rng(1).normal(size=(2, 64, 8))

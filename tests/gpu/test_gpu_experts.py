@@ -39,7 +39,7 @@ def impl(dtype: str) -> str:
 
 
 def loads(how: str, R: int, E: int) -> list[int]:
-    """Return the number of rows of each of E experts, R in all."""
+    """Return the number of rows of each of E experts: R in all, or three quarters of R for "rows without expert"."""
     if how == "one has all":
         return [R * (e == 1) for e in range(E)]
     if how == "rows without expert":
@@ -48,7 +48,7 @@ def loads(how: str, R: int, E: int) -> list[int]:
 
 
 def definition(which: str, a: np.ndarray, b: np.ndarray, sizes_E: list[int], columns: int) -> np.ndarray:
-    """Return one of experts.PRODUCTS, expert by expert. columns: width of the result of a product with weights."""
+    """Return the result of one of experts.PRODUCTS, expert by expert. columns: its width, for a product with weights."""
     shape = (len(sizes_E), a.shape[1], b.shape[1]) if which == "outer" else (a.shape[0], columns)
     y, first = np.zeros(shape, a.dtype), 0
     for e, size in enumerate(sizes_E):
@@ -62,7 +62,7 @@ def definition(which: str, a: np.ndarray, b: np.ndarray, sizes_E: list[int], col
 
 
 def errors(shape: tuple[int, ...], how: str, dtype: str, product: Any = experts.product) -> dict[str, tuple[float, float]]:
-    """Return the largest error of each of experts.PRODUCTS, and the largest ratio of error to bound.
+    """Return {product: (largest error, largest ratio of error to bound)} for each of experts.PRODUCTS.
 
     Where the bound is 0, for rows without an expert and gradients of experts without rows, any error is too large.
     """
@@ -111,7 +111,9 @@ def rows_without_expert(sizes_E: jax.Array, rows: int) -> jax.Array:
 
 @pytest.mark.parametrize("fault", [row_of_next_expert, rows_without_expert, "rounded to bfloat16"])
 def test_the_bounds_reject(fault):
-    """The faults in each product: a row of the next expert, rows without an expert that are not left out, one more rounding."""
+    """Each fault exceeds a bound in every product. Faults: a row of the next expert, rows without an expert that are not left
+    out, an extra rounding.
+    """
 
     def wrong(by, which, a, b, sizes_E, out, precision):
         if callable(fault):

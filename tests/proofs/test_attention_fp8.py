@@ -1,7 +1,7 @@
 """Attention with its forward pass in e4m3: the kernel against its definition, its registers, gradients, whole steps.
 
-Error bounds follow from the types, element by element. `e` is the roundoff of float32, `u` that of bfloat16. Rounding to e4m3
-changes a number by at most the larger of 2^-4 of it and 2^-10 (half of the smallest e4m3 number) times its scale.
+Error bounds follow from the types, element by element. `e` is the roundoff of float32, `u` that of bfloat16. Rounding x to e4m3
+with the scale s changes x by at most max(2^-4 |x|, 2^-10 s). 2^-10 is half of the smallest e4m3 number.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(spec: Spec, T: int) -> Rows:
-    """Return rows with two documents, and padding at the end of the second row. Rows that are not packed have one document."""
+    """Return rows of two documents, with padding at the end of the second row. If not spec.packed, each row is one document."""
     segments, positions = np.ones((B, T), np.int32), np.tile(np.arange(T, dtype=np.int32), (B, 1))
     if spec.packed:
         for row, (first, real) in enumerate(((T // 3, T), (T // 2 + 3, T - 9))):
@@ -57,7 +57,9 @@ def rows_of(spec: Spec, T: int) -> Rows:
 
 
 def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
-    """Return q, k, v and the output's gradient, (B, T, heads, H). Heads differ much in size; each has its own FP8 scale."""
+    """Return q, k, v and the output's gradient, (B, T, heads, H). Magnitudes differ between heads by powers of 4, because each
+    head has its own FP8 scale.
+    """
     rng = np.random.default_rng(seed)
     drawn = [rng.standard_normal((B, T, heads, H)) * 4.0 ** np.arange(heads)[:, None] for heads in (1, K, K, N)]
     drawn[0] = rng.standard_normal((B, T, N, H)) * 4.0 ** -(np.arange(N)[:, None] // GROUP)
@@ -65,7 +67,7 @@ def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def forward(spec: Spec, arrays, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the output (B, T, N, H) and the log-sum-exp (B, N, T), computed in float32."""
+    """Return the output (B, T, N, H) and the log-sum-exp (B, N, T) of the e4m3 kernel or of its emulation (spec.fp8)."""
 
     @jax.jit
     def run(q, k, v, rows):
@@ -92,13 +94,13 @@ def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool) -> list[float
     """Return the largest ratio of error to bound, of the output and of the log-sum-exp.
 
     of_rounded: compare with the definition on rounded q, k and v, so that only sums and the rounding of weights cause errors.
-    Otherwise compare with the definition on exact q, k and v. With scores off by at most d, weights P = softmax are off by at
+    Otherwise compare with the definition on exact q, k and v. With scores off by at most d, softmax weights P are off by at
     most
 
         F = P max(exp(d) / sum of P exp(-d) - 1, 1 - exp(-d) / sum of P exp(d)) + (S + 16) e P
 
-    and rounding them to e4m3, scaled so that the largest is at most 256, adds R = max(2^-4 (P + F), 2^-18 of the largest of all
-    weights).
+    Rounding these weights to e4m3, scaled so that the largest is at most 256, adds R = max(2^-4 (P + F), 2^-18 M). M is the
+    largest P + F of the query.
     """
     worst = [0.0, 0.0]
     for row, head in np.ndindex(B, N):
@@ -144,7 +146,9 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("how", [KERNEL, EMULATED])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_is_its_definition(name, how, small_tiles):
-    """The kernel agrees with the definition: on rounded inputs within tight bounds, on exact inputs within e4m3's bounds."""
+    """The kernel and its emulation agree with the definition: on rounded inputs within tight bounds, on exact inputs within
+    bounds of e4m3.
+    """
     spec = dataclasses.replace(CASES[name], fp8=how)
     arrays, rows = values(75, spec.head_dim), rows_of(spec, 75)
     got = forward(spec, arrays, rows)
@@ -154,7 +158,9 @@ def test_forward_is_its_definition(name, how, small_tiles):
 
 
 def test_with_its_own_tiles(monkeypatch):
-    """With its default tiles the kernel fills each slot of shared memory several times. The interpreter finds no race."""
+    """With its default tiles the kernel fills each slot of shared memory several times. Results are within bounds, and the
+    interpreter finds no race.
+    """
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     spec = Spec(128, "bf16", True, 4, fp8=KERNEL)
     arrays, rows = values(300, 128), rows_of(spec, 300)
@@ -179,10 +185,10 @@ def test_a_wrong_kernel_is_noticed(wrong, monkeypatch, small_tiles):
 
 
 def test_weights_stay_in_their_registers():
-    """The registers of thread t of 4 hold the same columns in a matmul's result and in the next matmul's left operand.
+    """Thread t of 4 holds the same columns of the weights as a matmul's result and as the next matmul's left operand.
 
-    By the tables of the PTX ISA: the result has 32 columns (fragment D), the operand of .m64nNk32 is fragment A, and its
-    columns are in the order of `swapped`.
+    The tables of the PTX ISA define both: fragment D, with 32 columns, is the result. Fragment A of .m64nNk32 is the operand,
+    whose columns are in the order of `swapped`.
     """
     columns = 64
     order = np.asarray(swapped(jnp.arange(columns), 0))
@@ -205,7 +211,9 @@ def test_weights_stay_in_their_registers():
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(where, bad, small_tiles):
-    """A saturating conversion would turn infinity into 448. Instead the whole head becomes NaN."""
+    """A saturating conversion would turn infinity into 448. Instead every output that reads the value's head in this row
+    becomes NaN.
+    """
     spec = CASES["plain"]
     arrays = values(40, spec.head_dim)
     at = "qkv".index(where)
@@ -217,10 +225,10 @@ def test_what_is_not_finite_stays_so(where, bad, small_tiles):
 
 @pytest.mark.parametrize("base", ["reference", "chunked"])
 def test_gradients_are_those_of_the_saved_output(base):
-    """The backward pass uses the saved log-sum-exp and the unrounded q and k.
+    """The backward pass uses the saved output and log-sum-exp, and q, k and v before their rounding to e4m3.
 
-    P = exp(s - lse), delta = sum(do o), dS = P (dP - delta), dv = P^T do, dq = dS k, dk = dS^T q. P and dS are rounded once,
-    and so are the results. A score is off by at most d.
+    P = exp(s - lse), delta = sum(do o), dS = P (dP - delta), dv = P^T do, dq = dS k, dk = dS^T q. P, dS and the results are
+    each rounded once to bfloat16. A score s is off by at most d.
     """
     spec = dataclasses.replace(CASES["packed"], fp8=EMULATED)
     T, size = 40, spec.head_dim**-0.5
@@ -252,9 +260,9 @@ def test_gradients_are_those_of_the_saved_output(base):
 
 
 def test_blocks_merge_into_the_whole(small_tiles):
-    """A row's halves attend to themselves, and the second half to the first; the results merge by their log-sum-exps.
+    """Blocks of attention, merged by their log-sum-exps, agree with attention over the whole row.
 
-    Each block has its own scales.
+    Each half of the row attends to itself, and the second half also to the first. Each block has its own FP8 scales.
     """
     spec, T = CASES["packed"], 80
     arrays, rows = values(T, spec.head_dim), rows_of(spec, T)
@@ -296,7 +304,9 @@ FP8 = {"precision": "bf16", "attention.forward": "fp8"}
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
-    """Differences are within the bounds of rounding (parity/compare.py). Each device has its own scales."""
+    """Losses, gradients and weights differ from one device's within the bounds of rounding (parity/compare.py). Each device has
+    its own FP8 scales.
+    """
     model, layout = matrix.MATRIX[name]
     one, run = (
         dataclasses.replace(c, attention=dataclasses.replace(c.attention, forward="fp8"))
@@ -309,7 +319,7 @@ def test_layouts_take_the_steps_of_one_device(name):
 
 
 def test_losses_follow_those_in_bfloat16():
-    """The losses agree with those of attention in bfloat16 over 20 steps, in which they fall."""
+    """Over 20 steps the loss falls, and stays within 1% of the loss with attention in bfloat16."""
     small = {"model.num_layers": 2}
     eight, sixteen = (helpers.train(helpers.tiny(small | FP8 | x), 20).loss for x in ({}, {"attention.forward": "compute"}))
     assert eight[-1] < 0.95 * eight[0]
@@ -336,7 +346,9 @@ def test_gpus_and_types_that_cannot_are_refused(sm, head_dim, dtype, able):
 
 @pytest.mark.more
 def test_the_plan_of_a_ring(monkeypatch):
-    """The forward pass calls the kernel in e4m3 and the backward pass cuDNN, each at its rate. FLOPs equal those of bf16."""
+    """The forward pass calls the kernel in e4m3, and the backward pass cuDNN. FLOPs equal those of bf16, and attention takes
+    less time.
+    """
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
     monkeypatch.setattr(pallas, "INTERPRET", None)
     machine = parse("h200:2")
@@ -356,7 +368,9 @@ def test_the_plan_of_a_ring(monkeypatch):
 
 
 def test_rate_of_the_plan():
-    """The factor is FlashAttention-3's FP8 rate over its 16-bit rate, interpolated between the lengths in its figure."""
+    """The factor is FlashAttention-3's FP8 rate over its 16-bit rate, interpolated between the sequence lengths of the paper's
+    figure.
+    """
     assert rates.fp8_attention(2048) == rates.fp8_attention(4096) == pytest.approx(716 / 579)
     assert 716 / 579 < rates.fp8_attention(6000) < 815 / 602
     assert rates.fp8_attention(2**20) == pytest.approx(881 / 616)

@@ -68,7 +68,9 @@ def does(kernel: str, b: Bucket) -> bool:
 
 
 def examples(kernel: str):
-    """Return settings of hypothesis. Pallas gets two examples and no shrinking: their interpreter takes seconds for each."""
+    """Return settings of hypothesis. By default Pallas gets two examples and no shrinking: its interpreter takes seconds for an
+    example.
+    """
     if thorough() or kernel != "pallas":
         return settings()
     return settings(max_examples=2, phases=[Phase.generate])
@@ -118,7 +120,7 @@ def documents(draw, b: Bucket, ordered: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def values(b: Bucket, seed: int, size: float) -> list[np.ndarray]:
-    """Return q, k, v and do, (B, T, heads, H). `size` scales the queries, and so how sharp softmax is."""
+    """Return q, k, v and do, (B, T, heads, H). `size` scales the queries: the larger they are, the sharper is softmax."""
     rng = np.random.default_rng(seed)
     shapes, sizes = [(B, b.T, heads, b.spec.head_dim) for heads in (b.N, b.K, b.K, b.N)], (size, 1, 1, 1)
     dtype = jnp.float32 if b.spec.dtype == "f32" else jnp.bfloat16
@@ -128,14 +130,16 @@ def values(b: Bucket, seed: int, size: float) -> list[np.ndarray]:
 
 
 def visible(segments: np.ndarray, positions: np.ndarray, spec: Spec) -> np.ndarray:
-    """Return which keys each query of a row sees, (T, T), by the definition."""
+    """Return whether each query (first axis) of a row attends to each key (second axis), (T, T), by the definition."""
     distance = positions[:, None] - positions[None, :]
     seen = (segments[:, None] == segments[None, :]) & (segments[None, :] > 0) & (distance >= 0)
     return seen & (distance < spec.window) if spec.window else seen
 
 
 def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
-    """Return the definition's results and their bounds in float64, (B, T, heads, H)."""
+    """Return (results, error bounds) of the definition in float64. Each has o, dq, dk and dv, (B, T, heads, H), and the sinks'
+    gradient (N,) if the bucket has sinks.
+    """
     q, k, v, do = (x.astype(np.float64) for x in arrays)
     group = b.N // b.K
     found = [[np.zeros(x.shape) for x in (q, q, k, v, *[sinks_of(b)] * b.spec.sinks)] for _ in range(2)]
@@ -188,8 +192,8 @@ def preparation(kernel: str, b: Bucket):
 
 @functools.lru_cache(maxsize=32)
 def compiled(kernel: str, b: Bucket):
-    """Return a compiled function (q, k, v, do, prepared) -> (o, dq, dk, dv), with sinks and their gradient if the bucket has
-    them.
+    """Return a compiled function (q, k, v, do, prepared) -> [o, dq, dk, dv]. If the bucket has sinks, the function applies them
+    and appends their gradient.
     """
 
     @jax.jit
@@ -202,14 +206,14 @@ def compiled(kernel: str, b: Bucket):
 
 
 def run(kernel: str, b: Bucket, arrays, segments, positions) -> list[np.ndarray]:
-    """Return o, dq, dk and dv of a kernel."""
+    """Return o, dq, dk and dv of a kernel, and the sinks' gradient if the bucket has sinks."""
     with small_tiles():
         return [np.asarray(x, np.float64) for x in compiled(kernel, b)(*arrays, preparation(kernel, b)(segments, positions))]
 
 
 def worst(got, wanted, limits, real) -> float:
-    """Return the largest ratio of error to bound over o, dq, dk and dv. The ratio is infinite for NaN,
-    and for an error whose bound is 0.
+    """Return the largest ratio of error to bound over o (without padding), dq, dk and dv. The ratio is infinite for NaN, and
+    enormous for an error whose bound is 0.
     """
     ratios = []
     for i, (a, b, limit) in enumerate(zip(got, wanted, limits, strict=True)):
@@ -221,7 +225,7 @@ def worst(got, wanted, limits, real) -> float:
 
 
 def check(kernel: str, b: Bucket, data) -> float:
-    """Return the largest ratio of error to bound in one random case."""
+    """Return the largest ratio of a kernel's error to its bound in one random case."""
     b = data.draw(shapes(b))
     segments, positions = data.draw(documents(b, ordered=kernel == "cudnn"))
     arrays = values(b, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.3, 1.0, 4.0])))
@@ -249,8 +253,8 @@ def test_attention_is_its_definition(kernel, name):
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "pallas"])
 def test_a_score_far_above_the_cap(kernel):
-    """The row's only token sees only itself: its gradients are zero up to rounding. The cap's slope is smaller than
-    the rounding error of the slope.
+    """The row's only token attends only to itself, so the gradients of q and k are zero up to rounding. The cap's slope is
+    smaller than the rounding error of the slope.
     """
     dtype = "bf16" if kernel == "pallas" else "f32"
     b = bucket(1, 2, 2, 8, dtype, window=1, softcap=0.5)
@@ -263,7 +267,9 @@ def test_a_score_far_above_the_cap(kernel):
     "b", [bucket(200, 2, 1, H, "bf16", **how) for H, how in OWN_TILES.items()], ids=lambda b: str(b.spec.head_dim)
 )
 def test_pallas_with_its_own_tiles(b, monkeypatch):
-    """Each slot of shared memory is filled several times, and the interpreter finds no race between copies and loads."""
+    """With the default tiles each slot of shared memory is filled several times. Results are within bounds, and the interpreter
+    finds no race between copies and loads.
+    """
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     lengths = np.array([[7, 193], [150, 40]])
     segments, positions = np.zeros((B, b.T), np.int32), np.zeros((B, b.T), np.int32)
@@ -309,9 +315,10 @@ def test_what_a_query_does_not_see_does_not_exist(kernel):
 
 @pytest.mark.more
 def test_blocks_merge_into_the_whole():
-    """A row's halves attend to themselves, and the second half to the first. Outputs merge by their log-sum-exps.
+    """Each half of a row attends to itself, and the second half also to the first. Pallas' outputs merge by their log-sum-exps.
 
-    With the merged outputs and log-sum-exps, the gradients of the blocks add up. (test_context.py has the other kernels.)
+    The backward pass of each block gets the merged outputs and log-sum-exps, and the blocks' gradients add up. (test_context.py
+    has the other kernels.)
     """
     b = bucket(80, 2, 1, 16, "bf16")
 
@@ -353,8 +360,8 @@ def test_blocks_merge_into_the_whole():
 @pytest.mark.parametrize("window", [0, 1, 8, 9, 10, 16, 17, 18, 19, 40])  # every relevant remainder, for both tile sizes
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tiles_to_visit(window, ordered):
-    """The list contains all tiles with a visible pair. For rows in training order the list has no other tile, and full tiles
-    need no mask.
+    """`visits` lists all tiles with a visible pair of query and key. For rows in training order it lists no other tile, and
+    exactly the fully visible tiles need no mask.
     """
     b = bucket(96, 1, 1, 16, "f32", window=window)
     q_tile, kv_tile = 16, 8

@@ -1,4 +1,4 @@
-"""Benchmarks in this process, on CPU devices: figures follow from the times, and checks find errors."""
+"""Benchmarks of the step and of kernels in this process, on CPU devices: figures, limits, failures, measured programs."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ def ask(**more):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Return (the result of the case `ask()`, its compiled step)."""
+    """Return (the benchmark's result for the case `ask()`, its compiled step)."""
     made = []
     right = compiler.compile_train
     with pytest.MonkeyPatch.context() as patch:

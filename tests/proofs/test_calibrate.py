@@ -119,7 +119,7 @@ def test_the_gpu_compiler_leaves_every_fp8_product_in_the_loop(for_h200s):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s, packed):
-    """The loop has cuDNN's kernel, and beside it only one operation that moves a whole array."""
+    """The loop has cuDNN's forward and backward kernels, and only one other operation that moves a whole array."""
     (device, *_), kept = for_h200s
     micro.attention_pair(device, Hardware.of(device), packed, Sizes())
     ahead, both = kept
@@ -163,7 +163,7 @@ def test_a_slow_gpu_makes_fewer_rounds(monkeypatch):
 
 
 def test_each_device_is_timed_by_itself(monkeypatch):
-    """A device that is slow in all rounds but the first is slow in its own times alone."""
+    """One device becomes slow after the first timed round. Only that device's median time shows it."""
     devices, calls, thread = ["a", "b", "c"], [], threading.local()
     monkeypatch.setattr(micro, "time", SimpleNamespace(perf_counter=lambda: getattr(thread, "now", 0.0)))
     monkeypatch.setattr(micro.jax, "block_until_ready", lambda x: x)

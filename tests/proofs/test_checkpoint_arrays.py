@@ -53,7 +53,7 @@ def test_restore_onto_another_mesh(tmp_path: Path):
 
 
 def test_donation_right_after_save(tmp_path: Path):
-    """The checkpoint holds the values at the time of the call, although later steps overwrite the arrays that were copied."""
+    """The checkpoint holds the values at the time of `save`, although later steps overwrite the state's arrays."""
     expected = {"w": np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)}
     state = placed(expected, mesh(8, 1))
     wanted = abstract(state)
@@ -70,7 +70,9 @@ def test_donation_right_after_save(tmp_path: Path):
 
 
 def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
-    """Each save waits for the previous save."""
+    """With keep=2 and keep_every=6, the two newest checkpoints and those at multiples of 6 stay. Each save waits for the
+    previous save.
+    """
     found = Checkpoints(tmp_path, keep=2, keep_every=6)
     for step in range(2, 13, 2):
         found.save(step, placed(values(step), mesh(8, 1)), {})
@@ -248,7 +250,9 @@ def test_a_step_set_aside_can_be_saved_again(tmp_path: Path):
 
 
 def test_values_that_are_not_those_saved_are_refused(tmp_path: Path):
-    """Orbax does not detect flipped bits, but the digests do. For unreadable files, the error is one sentence."""
+    """Orbax does not detect flipped bits, but the digests do. For unreadable files, the error is short, without Orbax's page of
+    text.
+    """
     found = save_steps(tmp_path, 1, 2, 3)
     wanted = abstract(placed(values(2), mesh(8, 1)))
     name = "params.layers.1.attention.wq"
@@ -295,7 +299,8 @@ print(saved.bytes / 2**30, max(peaks) - before, saved.host_gib - max(peaks))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory through Linux's /proc")
 @pytest.mark.parametrize(("limit", "least", "most"), [(1, 0.0, 0.4), (4 << 30, 0.4, 0.6)], ids=["twice the largest", "4 GiB"])
 def test_a_save_of_half_a_gib_needs_little_more_host_memory(tmp_path: Path, limit: int, least: float, most: float):
-    """Saving four tensors of 128 MiB takes host memory of two of them; with a limit of 4 GiB, of up to all four.
+    """With a limit of 4 GiB, a save copies all four tensors of 128 MiB to host memory. With the lowest limit, it holds about
+    two.
 
     The amount depends on the machine: the copy of the first tensor may be written and freed before the last one is copied.
     """

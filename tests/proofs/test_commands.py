@@ -84,7 +84,7 @@ def test_a_wrong_command_line_is_an_error_in_one_style(line: str, error: str):
 
 
 def test_the_command_for_checkpoints_prints_nothing_of_xla(tmp_path):
-    """The command reads files and does not import jax: jax's CUDA plugin prints lines on a machine without a GPU."""
+    """jaxtrain.checkpoint reads files without jax: jax's CUDA plugin would print lines on a machine without a GPU."""
     code = "import sys, jaxtrain.checkpoint.__main__; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     line = [sys.executable, "-m", "jaxtrain.checkpoint", "list", str(tmp_path)]

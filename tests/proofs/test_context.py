@@ -60,7 +60,9 @@ def ordered(x: np.ndarray, way: Context) -> np.ndarray:
 
 
 def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int = 8) -> float:
-    """Return the largest difference of output and gradients from the definition on one device."""
+    """Return the largest difference of output and gradients from the definition on one device. Gradients of sinks count a
+    tenth.
+    """
     rng = np.random.default_rng(0)
     q, do = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(B, T, kv_heads, H)).astype(np.float32) for _ in range(2))
@@ -173,13 +175,13 @@ def test_attention_over_several_devices_is_that_of_one(asked):
 
 
 def test_backward_in_parts_over_a_ring(monkeypatch):
-    """Each ring block calls cuDNN's backward pass once for each row and key/value head, with that head's queries."""
+    """cuDNN's backward pass runs in parts of one row and one key/value head in each ring block. The gradients stay the same."""
     monkeypatch.setattr(cudnn, "part_of", lambda B, T, S, N, K, H, documents, **how: (1, N // K))
     assert compare(WAYS["ring 2"], CASES["packed"], "cudnn", 8, 4) < TOLERANCE
 
 
 def test_blocks_whose_offsets_do_not_fit_are_refused():
-    """Shapes are enough for the refusal: nothing is computed."""
+    """Shapes are enough for the error, which recommends a higher mesh.seq: nothing is computed."""
     q, rows = jax.ShapeDtypeStruct((2, 1 << 19, 32, 128), "bfloat16"), jax.ShapeDtypeStruct((2, 1 << 19), "int32")
     spec = Spec(128, "bf16", True, 4)
 

@@ -1,7 +1,8 @@
 """The contract of families, losses, optimizers and sources: properties that a part needs for correct training.
 
 `./run.sh test --part=model.family=package.module:name` runs all contract tests on your own part, and nothing else. The default
-suite tests jaxtrain's own parts: all parts on cheap tests, and a sample of them on the others. A campaign runs everything.
+suite tests jaxtrain's own parts: all parts on cheap tests, a sample of the parts on the other tests. A campaign runs
+everything.
 """
 
 import dataclasses
@@ -82,7 +83,7 @@ T = SIZES["data.seq_len"]
 
 
 def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
-    """Mark a test that runs only for these names of jaxtrain's own parts, except in a campaign."""
+    """Mark a test to run, of jaxtrain's own parts, only for the parts of these names. A campaign runs it for all parts."""
 
     def mark(test: F) -> F:
         test.sample = names  # pyright: ignore
@@ -92,7 +93,7 @@ def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize `part`, (key, name), with the parts of the kind in the test's name."""
+    """Parametrize `part`, (key, name), over all parts of the kind in the test's name: family, loss, optimizer or source."""
     if "part" not in metafunc.fixturenames:
         return
     key = KINDS[metafunc.function.__name__.split("_")[1]]
@@ -161,7 +162,9 @@ def model_of(run: RunConfig) -> Any:
 
 
 def test_family_builds(part, run):
-    """Parameters have logical axes with rules, and divide over a mesh. Hidden states and head have the config's shapes."""
+    """Parameters have logical axes with rules, and shard over fsdp=2 x tensor=2. Hidden states and head have the config's
+    shapes.
+    """
     try:
         made = helpers.program(run)
         build(on(run, SPLIT), jax.devices()[:4])
@@ -257,7 +260,9 @@ def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
 
 @sample()
 def test_family_takes_the_same_steps_on_any_layout(part, run):
-    """proofs/test_parity.py tests jaxtrain's own families on many layouts."""
+    """Two steps on fsdp=2 x tensor=2 equal those on one device. proofs/test_parity.py tests jaxtrain's own families on many
+    layouts.
+    """
     same_steps(run)
 
 
@@ -310,7 +315,7 @@ def test_names_of_jaxtrains_families(name):
 
 
 def loss_inputs(run: RunConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Return hidden states, the head and a batch whose weights have all sizes; some are zero."""
+    """Return hidden states, the head and a batch with random weights from 0 to 1, of which about 30% are zero."""
     rng = np.random.default_rng(7)
     B, D, V = run.train.global_batch, run.model.d_model, run.model.vocab_size
     hidden, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, T, D), (V, D)))
@@ -401,7 +406,9 @@ def test_loss_is_the_same_on_any_layout(part, run):
 
 @sample()
 def test_loss_takes_the_same_steps_on_any_layout(part, run):
-    """Within a step, a loss gets the device's shard of the head, and gathers the head itself."""
+    """Two steps on fsdp=2 x tensor=2 equal those on one device. Within a step, a loss gets the device's shard of the head, and
+    gathers the head.
+    """
     same_steps(run)
 
 
@@ -423,7 +430,9 @@ def random_gradients(run: RunConfig, seed: int) -> Any:
 
 
 def begin(run: RunConfig) -> tuple[Any, Any]:
-    """Return the parameters and the optimizer's initial state. A test may use them several times."""
+    """Return the parameters and the optimizer's initial state. Nothing donates these arrays, so a test may use them several
+    times.
+    """
     state = helpers.fresh_state(run)
     return state.params, state.optimizer
 
@@ -447,7 +456,7 @@ def test_optimizer_state_is_split_like_the_parameters(part, run):
 
 
 def test_optimizer_goes_downhill(part, run):
-    """The step adds -lr x update, so the first update points along the gradient. It has the parameters' shapes."""
+    """The step adds -lr x update, so the first update points along the gradient. Each update has its parameter's shape."""
     grads = random_gradients(run, 0)
     params, state = begin(run)
     updates, _ = update_of(run)(grads, state, params)
@@ -467,7 +476,7 @@ def test_optimizer_leaves_weights_that_have_no_gradient(part, run):
 
 
 def test_optimizer_resumes_exactly(part, run):
-    """The state passes through a checkpoint's tensors. The next update is equal, bit for bit."""
+    """After two updates, the state is converted to a checkpoint's tensors and back. The next update is equal, bit for bit."""
     made = helpers.program(run)
     params, state = begin(run)
     for seed in (0, 1):
@@ -481,7 +490,7 @@ def test_optimizer_resumes_exactly(part, run):
 
 
 def test_optimizer_is_the_same_on_any_layout(part, run):
-    """The gradients are equal on both layouts; the updates may differ by rounding."""
+    """Equal gradients give equal updates, up to rounding, on one device and on fsdp=2 x tensor=2."""
     many, results = on(run, SPLIT), []
     for one in (run, many):
         params, state = begin(run)
@@ -533,7 +542,9 @@ def test_source_gives_the_arrays_of_a_batch(part, run):
 
 
 def test_source_batches_follow_from_the_step(part, run):
-    """A batch is equal in any order of steps, from a new object, and by rows. Runs resume exactly, on any number of hosts."""
+    """A step's batch is equal in any order of steps, from a reopened source, and if only some rows are read. So runs resume
+    exactly, on any number of hosts.
+    """
     source = opened(run)
     first = {step: source.batch(step) for step in (0, 1, 5)}
 

@@ -1,4 +1,6 @@
-"""cuDNN's description of packed rows, through jax's own conversion to the kernel's arguments."""
+"""cuDNN's lengths and offsets of packed documents, after jax's own conversion to the kernel's arguments; backward passes in
+parts.
+"""
 
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from jaxtrain.kernels.attention import Rows, Spec, cudnn
 
 
 def documents(rows: list[list[int]], padding: list[int]) -> np.ndarray:
-    """Return the segment ids of rows with documents of these lengths."""
+    """Return segment ids: each row has documents of these lengths, and then its number of padding tokens."""
     return np.asarray(
         [np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, pad]) for lengths, pad in zip(rows, padding, strict=True)],
         np.int32,
@@ -33,9 +35,9 @@ ROWS = {  # the documents of each row, and its padding
 
 @pytest.mark.parametrize("max_segments", [4, 7])
 def test_every_document_is_where_the_kernel_is_told(max_segments):
-    """Entry i of the flattened lengths and offsets is document i of all rows: its length, and its start in elements.
+    """Documents are counted over all rows. The kernel's entry i has document i's length, and its start in elements.
 
-    A row's padding is its last document, so that the kernel leaves no output undefined.
+    A row's padding counts as its last document, so that the kernel leaves no output undefined.
     """
     rows, padding = (list(each) for each in zip(*ROWS.values(), strict=True))
     segments = documents(rows, padding)
@@ -90,8 +92,8 @@ def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(sh
 
 
 def gradients(q, k, v, do, segments, spec):
-    """Return the gradients of attention on the whole rows, then those of two blocks of ring attention: against the same
-    keys, and against earlier keys.
+    """Return the gradients of attention on the whole rows, then those of two blocks of ring attention: a diagonal block, and
+    one of earlier keys.
     """
 
     def whole(q, k, v):
@@ -111,7 +113,9 @@ MORE = [pytest.param(packed, PARTS, marks=pytest.mark.more) for packed in (True,
 
 @pytest.mark.parametrize(("packed", "parts"), [(True, (PARTS[0], PARTS[3])), *MORE])
 def test_parts_of_a_backward_pass_are_the_whole(packed, parts, monkeypatch):
-    """The parts are key/value groups of heads, single rows, half of a group's query heads, and single heads of single rows."""
+    """A backward pass in parts gives the same gradients. Parts: key/value groups of heads, single rows, half of a group's query
+    heads, and single heads of single rows.
+    """
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
     segments = jnp.asarray(documents([[5, 7], [12], [1, 3, 2]], [0, 0, 6]))
     segments = segments if packed else jnp.ones_like(segments)

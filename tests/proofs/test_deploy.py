@@ -45,8 +45,8 @@ def tool(name: str) -> str:
 
 
 def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: Path) -> launch.Loaded:
-    """Parse a training command line in this environment alone. Problems about data and volumes, which this machine lacks,
-    are ignored.
+    """Parse a training command line in the environment `environ` alone, and check that it has no problems. Problems about data
+    and volumes, which this machine lacks, are ignored.
     """
     machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
     with mock.patch.dict(os.environ, environ, clear=True):
@@ -70,7 +70,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
 def copied(text: str) -> list[str]:
-    """Return the repository's paths in the COPY lines, in order."""
+    """Return the source paths of the COPY lines, in order."""
     return [word for name, rest in instructions(text) if name == "COPY" for word in shlex.split(rest)[:-1]]
 
 
@@ -100,8 +100,8 @@ def test_the_image_copies_what_exists_and_is_sent():
 
 
 def test_packages_are_installed_before_the_code_is_copied(tmp_path: Path):
-    """A change of the code then does not rebuild the packages' layer of gigabytes. run.sh needs only the
-    files copied before.
+    """`run.sh setup` comes before the code's COPY, and needs only files copied before. So a change of the code does not rebuild
+    the packages' layer of gigabytes.
     """
     steps = instructions(DOCKERFILE)
     setup = next(i for i, (name, rest) in enumerate(steps) if name == "RUN" and "run.sh setup" in rest)
@@ -231,7 +231,7 @@ def ending(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
 
     A Job applies the first matching rule of its podFailurePolicy. FailJob ends the Job with the reason PodFailurePolicy. Count,
     or no matching rule, counts against backoffLimit. The JobSet applies the first rule for that reason, and restarts if none
-    matches.
+    matches. disrupted: the pod has the condition DisruptionTarget.
     """
     if code == 0:
         return "done"
@@ -261,7 +261,9 @@ def test_every_exit_code_has_its_consequence(jobset: dict[str, Any]):
 
 
 def test_pods_find_each_other(jobset: dict[str, Any]):
-    """The coordinator is the host name that the JobSet controller gives pod 0. The number of pods is in the Job."""
+    """The coordinator is the host name that the JobSet controller gives pod 0. The number of processes is the Job's number of
+    pods.
+    """
     (container,), job, network = pod_of(jobset)["containers"], job_of(jobset), jobset["spec"]["network"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
     nodes = job["completions"]
@@ -418,7 +420,7 @@ env -0 >environment
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_nodes_of_a_skypilot_task(skypilot: dict[str, Any], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each node runs the same script, with SkyPilot's variables."""
+    """Each node runs the same script. SkyPilot's variables give its rank, the number of nodes and the coordinator."""
     script(tmp_path / "run.sh", NOTES)
     nodes, gpus = skypilot["num_nodes"], int(skypilot["resources"]["accelerators"].rpartition(":")[2])
     told = {"NODE_RANK": str(rank), "NUM_NODES": str(nodes), "NUM_GPUS_PER_NODE": str(gpus), "NODE_IPS": "10.0.0.7\n10.0.0.8"}
@@ -583,7 +585,7 @@ exit "$plan"
 
 
 class Job:
-    """The batch script as Slurm would start it on two nodes, with Slurm's variables alone."""
+    """The batch script as Slurm would start it, on one node for each of the `plans`, with Slurm's variables alone."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "a folder"
@@ -652,7 +654,7 @@ def test_a_requeue_that_slurm_refuses_fails_the_job(job: Job):
 
 
 def test_the_signal_before_the_time_limit(job: Job):
-    """Slurm sends the signal to the step's tasks, not to the batch script."""
+    """Slurm sends SIGUSR1 to the step's tasks, not to the batch script. The script then requeues the job, and exits with 75."""
     process = job.begin("wait", "wait")
     for i in range(2):
         wait_for(lambda i=i: (job.folder / f"listens-{i}").exists())

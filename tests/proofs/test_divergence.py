@@ -1,4 +1,6 @@
-"""Batches that are not finite: the step is skipped and stored for a replay, a rollback skips the data, or the run ends."""
+"""Batches that are not finite: the step is skipped and its batch stored for a replay, a rollback skips the data, or the run
+ends.
+"""
 
 import json
 from pathlib import Path
@@ -70,7 +72,7 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_replay_names_the_first_bad_layer(layer: int) -> None:
-    """The layer's weights are finite, but so large that its matmuls overflow."""
+    """The weights of `layer` are finite, but so large that its matmuls overflow."""
     run = helpers.tiny(
         {"model.num_layers": 3, "model.d_model": 16, "model.num_heads": 2, "model.num_kv_heads": 1, "mesh.fsdp": 8}
     )
@@ -122,7 +124,9 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_schedule_of_sources_takes_effect_at_its_step_after_a_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run goes back to step 5 and skips batches 7 to 9. The change at step 14 and a resume at step 10 are unaffected."""
+    """The run goes back to step 5 and skips batches 7 to 9. The mixture still changes after step 14, also if a run resumes at
+    step 10.
+    """
     for i, name in enumerate("ab"):
         with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
             for _ in range(200):

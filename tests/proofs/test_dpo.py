@@ -39,7 +39,7 @@ MODEL = {
 
 
 def pairs_file(path, count=160, seed=0):
-    """Write pairs of random letters. Some completions are only the end of the text."""
+    """Write a token file of preference pairs of random letters. Some completions consist only of the end-of-text token."""
     rng = np.random.default_rng(seed)
     with TokenWriter(path, tokenizer.info(BYTE), loss=True, made={PAIRS: True}) as writer:
         for _ in range(count):
@@ -59,7 +59,7 @@ def source(tmp_path_factory):
 
 @functools.cache
 def host_batch(source, seq_len=64, batch=8):
-    """Return a batch whose reference log-probabilities differ by a few nats from those of any model."""
+    """Return a batch whose reference log-probabilities differ by a few nats from those of a uniform distribution."""
     data = dataclasses.replace(helpers.tiny().data, source=source, tokenizer="byte", seq_len=seq_len)
     opened = pipeline.open_source(data, source, split="train", global_batch=batch, data_dir=".")
     assert opened.max_segments >= 6
@@ -72,7 +72,7 @@ def host_batch(source, seq_len=64, batch=8):
 
 
 def plain_dpo(hidden_BTD, head_VD, batch, spec):
-    """Return the loss and the rewards by the formula, one document after another, with all logits, on one device."""
+    """Return the loss and the rewards by the formula, one pair after another, with all logits, on one device."""
     head = spec.whole_head(head_VD)
     log_p_BTV = jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", hidden_BTD, head, precision="highest"), -1)
     log_p_BT = batch["weights"] * jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], -1)[..., 0]
@@ -184,7 +184,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", helpers.few(OTHERS, "adapters"))
 def test_other_models_and_trained_parts(other, source):
-    """The losses that balance experts are added as usual. On a mesh, loss, rewards and gradients are those of one device."""
+    """For each case of OTHERS, loss, rewards and gradients on a mesh are those of one device."""
     model, layout = OTHERS[other]
     run = config_of(source, model)
     tensors = dict(helpers.initial_tensors(run))
@@ -277,7 +277,9 @@ def test_training_begins_at_the_reference(whole):
 
 
 def stored(folder, name, of="train.tok"):
-    """Return a token file's file of references, and its contents."""
+    """Return, for a token file and the run `name`: the path of its reference log-probabilities, their values and their
+    description.
+    """
     file = TokenFile.open(folder / of)
     path = folder / name / references.FOLDER / f"{file.header['content_sha256'][:16]}.npz"
     with np.load(path) as found:
@@ -285,7 +287,7 @@ def stored(folder, name, of="train.tok"):
 
 
 def test_the_references_are_those_of_the_base(whole):
-    """`Scorer` gives the same log-probability for every document that fits into a row."""
+    """The stored log-probabilities of the first 80 documents of each file equal those of `Scorer` with the base's weights."""
     run, sampler, params, _ = generation.load(str(whole / "base"), jax.devices()[:2])
     scorer = Scorer(run, sampler, params)
     for name in ("train.tok", "held_out.tok"):
@@ -300,7 +302,9 @@ def test_the_references_are_those_of_the_base(whole):
 
 
 def test_a_pass_that_ends_in_the_middle_goes_on_there(whole, monkeypatch, capsys):
-    """The losses equal those of the uninterrupted run, to the bit."""
+    """An error of the disk ends the reference pass. The next attempt computes only the missing log-probabilities, and its
+    losses equal the uninterrupted run's to the bit.
+    """
     right, read = references.NumberedRows.batch, []
 
     def batch(self, step, rows=None):
@@ -337,8 +341,8 @@ def test_a_run_resumes_with_its_references(whole, capsys):
 
 
 def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
-    """A resumed run has no weights of its base: the file of reference log-probabilities must be
-    present, complete, and of this run and data.
+    """A resumed run cannot compute its references again. The file of reference log-probabilities must be present, complete, and
+    of this run and data.
     """
     shutil.copytree(whole / "parts", tmp_path / "parts")
     path, found, about = stored(tmp_path, "parts", whole / "train.tok")
@@ -365,7 +369,7 @@ def test_what_is_refused_once_training_has_begun(whole, tmp_path, capsys):
 
 
 def test_before_training_another_reference_is_made_anew(whole, capsys):
-    """The run never saved a checkpoint, and starts again from another base: its references are computed again."""
+    """The run has no checkpoint yet, and its references are of another base: they are computed again."""
     path, found, about = stored(whole, "whole")
     (whole / "stale" / references.FOLDER).mkdir(parents=True)
     other = whole / "stale" / references.FOLDER / path.name

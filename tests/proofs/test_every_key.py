@@ -323,7 +323,9 @@ def test_key_changes_the_program(key, text):
 
 
 def test_the_same_config_gives_the_same_program():
-    """Otherwise every key would seem to change the program."""
+    """Otherwise every key would seem to change the program. Only sample.seed differs: no program depends on it, but it is in
+    the key of the caches.
+    """
     one = helpers.tiny(BASE)
     other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, seed=5))  # another key of the caches
     assert one != other
@@ -344,7 +346,7 @@ def test_heads_are_split_together():
 
 
 class Runs:
-    """Two whole runs of four steps, each trained when it is first needed."""
+    """Two whole runs of four steps, "base" and "other", each trained when it is first needed."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -408,7 +410,7 @@ def saves(workdir: Path) -> list[int]:
 
 
 def kept(workdir: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in the run's folder, or else in "elsewhere"."""
+    """Return the steps of the complete checkpoints in the run's folder or, if it has none, in "elsewhere"."""
     here = workdir / "checkpoints"
     return Checkpoints(here if here.exists() else workdir.parent / "elsewhere").steps()
 
@@ -480,7 +482,7 @@ def train_seed(runs):
 
 
 def model_init_std(runs):
-    """The random numbers are the same, with another standard deviation."""
+    """The standard deviation of each initial matrix is proportional to model.init_std."""
     usual, wide = initial(), initial(model__init_std=0.05)
     for name, x in usual.items():
         np.testing.assert_allclose(np.std(wide[name]) / np.std(x), 0.05 / config.Model().init_std, rtol=1e-3)
@@ -530,7 +532,7 @@ def data_prefetch(runs):
 
 
 def train_deterministic(runs):
-    """The key sets XLA's options on GPUs, and makes a run store XLA's autotuning results."""
+    """The key sets XLA's options for repeatable results on GPUs, and makes a run store XLA's autotuning results."""
     for asked in (True, False):
         program = helpers.program(runs.config("base", **{"train.deterministic": asked, "compiler.defaults": False}))
         chosen = compiler.choose(program, compiler.card(141.0)).options

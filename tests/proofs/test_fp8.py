@@ -38,7 +38,9 @@ NODE = parse("h200:8")
 
 @pytest.mark.parametrize("dtype", F8)
 def test_scales(dtype):
-    """The scale is a power of two. The largest element fits, and with half of the scale it would not, or only just."""
+    """The scale is a power of two. The largest element fits; with half of the scale it would reach or exceed the format's
+    maximum.
+    """
     most = float(jnp.finfo(dtype).max)
     amax = np.array([1e-30, 3e-5, 0.7, 1.0, most, 2 * most, 1e4, 3e38], np.float32)
     scale = np.asarray(jax.jit(fp8.scale_of, static_argnums=1)(amax, dtype))
@@ -53,7 +55,7 @@ AXES = {"BTD,DF->BTF": ("embed", "mlp"), "BTNH,DNH->BTD": ("embed", "heads", "he
 
 
 def product(eqn, x, w, dy):
-    """Return y, dx and dw of a weight in FP8, on one device."""
+    """Return y, dx and dw of the einsum `eqn` with a weight in FP8, on one device."""
     run = helpers.tiny({"precision": "fp8"})
     zero = make_zero(run, helpers.program(run).placement, numerics_of(run))
 
@@ -77,7 +79,7 @@ def arrays(eqn, seed=0):
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
 def test_matmuls_are_those_of_rounded_numbers(eqn):
-    """y, dx and dw agree up to one rounding to bfloat16 (2^-9 of the result) and float32 sums (2^-24 of each term, at most)."""
+    """y, dx and dw agree up to rounding to bfloat16 (2^-8 of the result) and float32 sums (2^-17 of the sum of |terms|)."""
     x, w, dy = arrays(eqn)
     x8, w8, dy8 = emulated(x, fp8.E4M3), emulated(w, fp8.E4M3), emulated(dy, fp8.E5M2)
     inputs, y = eqn.split("->")
@@ -91,9 +93,9 @@ def test_matmuls_are_those_of_rounded_numbers(eqn):
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
 def test_matmuls_against_exact_ones(eqn):
-    """The error is at most the formats': half a unit in the last of 3 (e4m3) or 2 (e5m2) bits of each factor.
+    """The error follows from the formats: half a unit in the last mantissa bit of each factor (3 bits in e4m3, 2 in e5m2).
 
-    For small factors it is half of the smallest number times the scale.
+    A small factor is off by half of the format's smallest number times the scale.
     """
     x, w, dy = arrays(eqn, 1)
 
@@ -119,7 +121,9 @@ def test_matmuls_against_exact_ones(eqn):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 def test_what_is_not_finite_stays_so(where, bad):
-    """A saturating conversion to e4m3 would turn infinity into 448, and the run would not notice that it diverged."""
+    """Each result that reads the infinity or NaN is all NaN. A saturating conversion to e4m3 would turn infinity into 448, and
+    hide that the run diverged.
+    """
     eqn = "BTD,DF->BTF"
     given = dict(zip(("x", "w", "dy"), arrays(eqn), strict=True))
     given[where] = given[where].at[(0,) * given[where].ndim].set(bad)
@@ -160,9 +164,10 @@ def feed_forward(x, weights, dy, activation, bounded):
 def test_gradients_scaled_by_a_bound(activation, size):
     """Compare `gated_linear` with three plain matmuls. The output and down's gradient have equal bits.
 
-    The gradients of gate and up have other scales. The largest gradient of their product h is at most dh = sum of |dy| |w|, so
-    their scales are at most s = 2 SLOPE dh max(|gate|, |up|) / 57344, and an element differs by at most s 2^-16: half of the
-    smallest number with each scale. The results are rounded to bfloat16, and dx is a sum of two rounded results.
+    The gradients of gate and up have other scales than with plain matmuls. The largest gradient of their product h is at most
+    dh = sum of |dy| |w|. So their scales are at most s = 2 SLOPE dh max(|gate|, |up|) / 57344. An element differs by at most s
+    2^-16: half of the smallest number with each of the two scales. The results are rounded to bfloat16, and dx is a sum of two
+    rounded results.
     """
     B, T, D, F, u = 2, 24, 32, 48, 2.0**-8
     keys = jax.random.split(jax.random.key(0), 5)
@@ -185,7 +190,9 @@ def test_gradients_scaled_by_a_bound(activation, size):
 
 @pytest.mark.parametrize("activation", layers.NONLINEARITIES)
 def test_slopes_of_activations(activation):
-    """SLOPE is at least |f'|, and also covers four roundings to bfloat16 in the backward pass of `gated_linear`."""
+    """SLOPE is at least |f'| of each activation f, and also covers four roundings to bfloat16 in the backward pass of
+    `gated_linear`.
+    """
     f = layers.NONLINEARITIES[activation]
     slopes = jax.vmap(jax.grad(f))(jnp.linspace(-30, 30, 60_001))
     assert float(f(0.0)) == 0 and 1 < float(abs(slopes).max()) * (1 + 2.0**-8) ** 4 < fp8.SLOPE
@@ -206,7 +213,9 @@ def test_slopes_of_activations(activation):
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
-    """Differences are within the bounds of rounding (parity/compare.py). Each device has its own scales."""
+    """Losses, gradients and weights differ from one device's within the bounds of rounding (parity/compare.py). Each device has
+    its own FP8 scales.
+    """
     comparison = matrix.against_one_device(name, "fp8")
     assert not comparison.wrong, comparison.wrong
 
@@ -233,14 +242,16 @@ def test_remat_gives_the_same_gradients(one, other):
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """Losses agree with bfloat16's over 20 steps. docs/evidence/fp8_training.md has 300 steps of benchmarks.numerics."""
+    """The loss falls over 20 steps, within 1% of bfloat16's. docs/evidence/fp8_training.md has 300 steps of
+    benchmarks.numerics.
+    """
     eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
     assert eight[-1] < 0.95 * eight[0]
     assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
 
 
 def test_checkpoints_do_not_change():
-    """A bfloat16 run continues in FP8, and back: the state has the same tensors, types and layouts."""
+    """A run may change from bfloat16 to FP8 on resume, and back: the state has the same tensors, types and layouts."""
     eight, sixteen = (helpers.program(helpers.tiny(SMALL | {"precision": p})).state for p in ("fp8", "bf16"))
     assert abstract_tensors(eight) == abstract_tensors(sixteen)
     assert {str(a.dtype) for a in jax.tree.leaves(eight)} == {"float32", "int32"}
@@ -303,8 +314,8 @@ def plan():
 
 @pytest.mark.more
 def test_every_matmul_is_an_fp8_call_on_one_gpu_too():
-    """On one GPU nothing is gathered, so the compiler could merge the rounding of a stack of weights with
-    the slice of a layer.
+    """All 21 matmuls of a layer are FP8 calls. On one GPU nothing is gathered, so the compiler could merge the rounding of a
+    stack of weights with the slice of a layer.
     """
     _, _, made = planned(parse("h200:1"))
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
@@ -331,7 +342,7 @@ def test_weights_that_do_not_learn_have_fewer_products():
 
 
 def test_gradients_are_added_up_in_full(plan):
-    """With XLA's default precision, cuBLASLt sums faster and less exactly. Only forward matmuls use it."""
+    """With XLA's default precision, cuBLASLt sums faster and less exactly. Only forward matmuls use the default precision."""
     _, compiled, _ = plan
     calls = [line for line in compiled.text.splitlines() if 'custom_call_target="__cublas$lt$matmul$f8"' in line]
     asked = {
@@ -360,7 +371,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
 
 
 def test_rates_differ_by_type(plan):
-    """FP8 runs at the measured 1,280 TFLOP/s, bfloat16 at 720."""
+    """The plan uses the measured 1,280 TFLOP/s for FP8 matmuls, and 720 for bfloat16."""
     run, _, made = plan
     least = bound.bound(run, NODE, made.rates)
     assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib

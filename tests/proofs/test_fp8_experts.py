@@ -1,4 +1,4 @@
-"""Experts in FP8: matmuls against the formats' definitions, layouts, rounds, and the compiled program."""
+"""Experts in FP8: matmuls against the formats' definitions, layouts, rounds of dispatch, and the compiled program."""
 
 import functools
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def held(w_EDF: jax.Array) -> fp8.Float8:
 
 @functools.cache
 def arrays(experts: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return rows x (R, D), h (R, F), gradients of very different sizes (R, F), and weights (E, D, F)."""
+    """Return x (E R, D), h (E R, F), gradients of very different sizes (E R, F), and weights (E, D, F)."""
     keys = jax.random.split(jax.random.key(experts), 4)
     x_RD, h_RF = (jax.random.normal(k, (experts * R, n), jnp.bfloat16) for k, n in zip(keys, (D, F), strict=False))
     spread = jnp.exp2(jax.random.randint(keys[2], (experts * R, F), -18, 1).astype(jnp.bfloat16))
@@ -74,7 +74,9 @@ def by_rows(a: np.ndarray, w: np.ndarray, eqn: str) -> np.ndarray:
 
 @pytest.mark.parametrize("impl", ["ragged", "pallas"])
 def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
-    """Both contractions, with both types. Rows without an expert hold NaN, which neither a result nor the scale may contain."""
+    """Matmuls over D in e4m3 and over F in e5m2 equal those of rounded rows. Rows without an expert hold NaN, which neither a
+    result nor the scale may contain.
+    """
     reset_gpu_interpret_mode_state()
     monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
     x_RD, _, d_RF, w_EDF = arrays(3)
@@ -92,7 +94,7 @@ def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(bad):
-    """All rows of the device become NaN, of other experts too: they share a scale."""
+    """One element that is not finite makes all rows of the device NaN, of other experts too: they share a scale."""
     x_RD, _, d_RF, w_EDF = arrays(3)
     x_RD = x_RD.at[0, 0].set(bad)
     assert np.isnan(np.asarray(eight.times(x_RD, held(w_EDF), "D", gradient=False), np.float32)).all()
@@ -114,7 +116,9 @@ def test_what_is_not_finite_stays_so(bad):
     ),
 )
 def test_layouts_take_the_steps_of_one_device(name):
-    """Differences are within the bounds of rounding (parity/compare.py). Each device has its own scales."""
+    """Losses, gradients and weights differ from one device's within the bounds of rounding (parity/compare.py). Each device has
+    its own FP8 scales.
+    """
     comparison = matrix.against_one_device(name, "fp8")
     assert not comparison.wrong, comparison.wrong
 
@@ -130,7 +134,7 @@ def losses(*given) -> np.ndarray:
 
 @pytest.mark.more
 def test_losses_follow_those_in_bfloat16():
-    """The losses agree with bfloat16's over 20 steps, with one expert a device and no dropped tokens."""
+    """The loss falls over 20 steps, within 1% of bfloat16's, with one expert a device and no dropped tokens."""
     wide, eight_bits = losses(("precision", "bf16")), losses()
     assert eight_bits[-1] < 0.95 * eight_bits[0]
     assert (abs(eight_bits / wide - 1) < 0.01).all() and (eight_bits != wide).any()
@@ -138,7 +142,9 @@ def test_losses_follow_those_in_bfloat16():
 
 @pytest.mark.more
 def test_further_rounds_lose_nothing():
-    """A buffer for half of the tokens takes two rounds. The rows of each round have their own scale, a power of two."""
+    """With a buffer for half of the tokens, dispatch takes two rounds, and losses change by less than 0.1%. The rows of each
+    round have their own scale, a power of two.
+    """
     assert (abs(losses(("moe.buffer", 0.5)) / losses() - 1) < 1e-3).all()
 
 
@@ -154,9 +160,7 @@ Products = list[tuple[str, str, bool | str]]  # (times or outer, the contracted 
 
 
 def products(given: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> tuple[Products, Products]:
-    """Return the FP8 matmuls of one block of experts, in the order of tracing: of the forward pass, and of
-    the backward pass.
-    """
+    """Return the FP8 matmuls of one block of experts, each list in the order of tracing: (forward pass, backward pass)."""
     run = helpers.tiny(MOE | given)
     placement, numerics, model = helpers.program(run).placement, numerics_of(run), run.model
     zero = make_zero(run, placement, numerics)
@@ -213,7 +217,7 @@ def test_gradients_of_weights_of_uneven_rows_are_not_in_8_bits(monkeypatch):
 
 
 def test_further_rounds_multiply_in_8_bits_too(monkeypatch):
-    """A second round recomputes with the types of the first. The backward pass repeats gate and up."""
+    """The second round of dispatch uses the FP8 types of the first. The backward pass recomputes gate and up."""
     forward, backward = products(ALONE | {"moe.buffer": 0.5}, monkeypatch)
     assert set(forward) == {*FORWARD} and len(forward) >= 2 * len(FORWARD)
     assert set(backward) == {*FORWARD[:1], *BACKWARD} and len(backward) >= 2 * len(BACKWARD) + 2
@@ -234,7 +238,7 @@ def test_all_matmuls_of_a_model_with_experts_are_in_8_bits():
 
 @pytest.mark.more
 def test_rows_in_groups_with_a_capacity_train():
-    """The settings that the refusal of uneven rows recommends (test_mesh_rules.py)."""
+    """A run trains with the settings that the error about uneven rows recommends (test_mesh_rules.py)."""
     run = helpers.tiny(MOE | {"mesh.expert": 2, "mesh.fsdp": 4, "moe.capacity_factor": 2.0})
     assert "layers.mlp.gate" in names(run)
     assert helpers.train(run, 2).loss[-1] > 0
@@ -267,7 +271,9 @@ def test_products_of_uneven_rows_are_fp8_calls():
     ids=["one each", "capacity"],
 )
 def test_every_matmul_is_an_fp8_call(layout):
-    """The layouts: one expert a device, and four experts with a capacity, which makes their numbers of rows equal."""
+    """Only the router's matmuls are not FP8 calls. Cases: one expert a device, and four experts with a capacity, which makes
+    their numbers of rows equal.
+    """
     made = planned(*layout)
     assert made.matmuls and (made.matmuls.eight, made.matmuls.products) == (21.0, 21.0 + ROUTER)
     assert all("router" in name for name in made.matmuls.wide)

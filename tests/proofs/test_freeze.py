@@ -1,4 +1,4 @@
-"""Frozen parameters keep their bits, and the step computes, stores and sends nothing for them."""
+"""Frozen parameters keep their bits: the step has no gradients, no moments and no communication of gradients for them."""
 
 import dataclasses
 import math
@@ -29,7 +29,9 @@ def frozen(names):
 
 @pytest.mark.more
 def test_the_rest_goes_as_it_would():
-    """After one step, the gradients and first moments of all other parameters are those of a run without frozen parameters."""
+    """After one step, the first moments of all other parameters, and so their gradients, are those of a run without frozen
+    parameters.
+    """
     one, other = (helpers.train(helpers.tiny(SMALL | CLIP | more), 1).tensors for more in ({}, {"train.freeze": PATTERNS}))
     moments = [name for name in other if name.startswith("optimizer.mu.")]
     assert len(moments) == len([name for name in one if name.startswith("optimizer.mu.")]) - (2 + 2 * 4)
@@ -54,7 +56,7 @@ def test_what_is_frozen_stays_on_every_layout(layout):
 
 
 def dots(run):
-    """Return the numbers of matmuls, of elements in all-reduces, and of scatters in the compiled step."""
+    """Return the numbers of matmuls, of elements in all-reduces and reduce-scatters, and of scatters in the compiled step."""
     text = helpers.train_step(run).as_text()
     assert text is not None
     summed = re.findall(r"= ([^=]*) (?:all-reduce|reduce-scatter)(?:-start)?\(", text)
@@ -71,7 +73,7 @@ def size(run, pattern):
 
 @pytest.mark.more
 def test_nothing_is_computed_for_what_is_frozen():
-    """In unrolled layers, each weight's gradient is one matmul and one sum over devices."""
+    """With unrolled layers, a frozen weight saves the matmul of its gradient, and the sum of this gradient over devices."""
     layout = {"mesh.fsdp": 2, "parallel.scan_layers": False, "remat.policy": "full"}
     everything = helpers.tiny(SMALL | layout)
     less = helpers.tiny(SMALL | layout | {"train.freeze": "layers.attention.w*,layers.mlp.*,head"})

@@ -28,7 +28,7 @@ H200S = topology.parse("h200:8")
 
 
 def test_every_shipped_config_has_a_golden_plan():
-    """Two configs have none: the one that trains on CPUs, and the one that uses its base's model."""
+    """Two configs have no golden plan: tiny.py trains on CPUs, and finetune.py uses its base's model."""
     files = {config.partition(":")[0] for config, _ in SHIPPED.values()}
     assert files == {f"configs/{file.name}" for file in (launch.REPO / "configs").glob("*.py")} - {
         "configs/tiny.py",
@@ -72,12 +72,12 @@ def healthy() -> Plan:
 
 
 def test_a_healthy_step_gives_no_warning(healthy):
-    """The one warning is that two layers leave little to overlap with. Golden plans have no warning at all."""
+    """The one warning is of exposed communication, because two layers leave little to overlap with."""
     assert [w for w in healthy.warnings if not w.startswith("exposed communication")] == []
 
 
 def named(differences, what):
-    """Return the sentence about one figure."""
+    """Return the one difference in the figure `what`, as text."""
     (found,) = [d for d in differences if d.startswith(f"{what}: ")]
     return found
 
@@ -87,7 +87,9 @@ def warned(differences):
 
 
 def test_float32_gathers_are_found(healthy, monkeypatch):
-    """A weight is clipped before its cast, so it is gathered in float32. XLA would move a cast alone before the gather."""
+    """The planted fault clips a weight before its cast, so it is gathered in float32. XLA would move a cast alone before the
+    gather.
+    """
 
     def gather(w, how):
         for dim, over in how.dims:
@@ -106,7 +108,9 @@ def test_float32_gathers_are_found(healthy, monkeypatch):
 
 
 def test_a_head_that_is_gathered_for_every_chunk_is_found(healthy, monkeypatch):
-    """The loss is called for one chunk of tokens after another. A barrier keeps XLA from gathering the head only once."""
+    """The planted fault calls the loss for one chunk of tokens after another. A barrier keeps XLA from gathering the head only
+    once.
+    """
 
     def by_chunk(hidden, head, batch, spec):
         def parts(a):

@@ -93,7 +93,7 @@ def test_bfloat16_gradients_are_those_of_float32(text, mesh):
 
 @pytest.mark.parametrize("zero", helpers.few((0, 1, 2), 2))
 def test_gradients_of_bfloat16_weights_are_float32(text, zero):
-    """Weights in bfloat16 have unrounded gradients: sums over microbatches and devices are in float32."""
+    """Gradients of weights in bfloat16 are not rounded to bfloat16: sums over microbatches and devices are in float32."""
     layout = EIGHT | {"train.grad_accum": 2, "sharding.zero": zero, "dtypes.reduce": "f32"}
     got = gradients(text, precision="bf16", **layout)
     errors = errors_of(got, gradients(text))
@@ -104,7 +104,9 @@ def test_gradients_of_bfloat16_weights_are_float32(text, zero):
 
 
 def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
-    """With weights a thousandth as large, whose sum is below 1, mean loss and gradients stay the same."""
+    """With weights 4,096 times smaller, whose sum is below 1, mean loss and gradients stay the same. With zero weights they are
+    zero.
+    """
     run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": 2})
     program, host = helpers.program(run), helpers.host_batch(run, 0)
     params = helpers.fresh_state(run).params
@@ -124,7 +126,7 @@ def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
 
 
 def test_microbatches_weigh_as_many_targets_as_they_have():
-    """The mean is over all targets; it is not the mean of the microbatches' means."""
+    """The loss is the mean over all targets; it is not the mean of the microbatches' means."""
     found = []
     for accum in (1, 2):
         run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": accum})

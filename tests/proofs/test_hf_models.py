@@ -109,7 +109,9 @@ def test_without_any_one_option_they_are_not(tmp_path, name, change, monkeypatch
 
 @pytest.mark.parametrize("form", [4, 5])
 def test_yarn_turns_as_in_transformers(form):
-    """YaRN's factor and frequencies agree for config.json as transformers 4 and 5 write it. Export writes the same settings."""
+    """YaRN's factor and frequencies equal transformers', for config.json as transformers 4 and 5 write it. Export writes the
+    same settings.
+    """
     tree = hugging_face.settings("qwen3_yarn", form)
     for settings, (factor, *frequencies) in zip(YARN, GOLDEN["yarn"], strict=True):
         rotary = {"rope_type": "yarn", **settings}
@@ -133,7 +135,7 @@ def test_deepseek_multiplies_scores_by_the_square_of_mscale():
 
 
 def packed_documents() -> dict[str, np.ndarray]:
-    """Return a batch of one row that holds all of DOCUMENTS."""
+    """Return a batch of one row with documents of the lengths DOCUMENTS."""
     rows = [hugging_face.random_tokens(128, (1, n + 1), seed=200 + i) for i, n in enumerate(DOCUMENTS)]
     batch = {"tokens": np.concatenate([row[:, :-1] for row in rows], 1), "targets": np.concatenate([x[:, 1:] for x in rows], 1)}
     batch |= {"segments": np.repeat([[1, 2]], DOCUMENTS, axis=1).astype(np.int32)}
@@ -143,7 +145,9 @@ def packed_documents() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_gradients_are_those_of_transformers(tmp_path, name):
-    """Every parameter's gradient agrees in norm and direction. Two documents share a row; transformers computes each alone."""
+    """Every parameter's gradient agrees with transformers' in norm and in a random projection. Two documents share a row;
+    transformers computed each alone.
+    """
     folder = open_folder(hugging_face.write(tmp_path, name))
     shape = {f"model.{k}": v for k, v in dataclasses.asdict(folder.model).items()}
     how = {"data.seq_len": sum(DOCUMENTS), "train.global_batch": 1, "data.max_segments": len(DOCUMENTS)}
@@ -167,7 +171,7 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_logits_of_packed_documents_are_those_of_transformers(tmp_path, name):
-    """Two documents share a row; transformers computes each alone."""
+    """Two documents share a row; transformers computed each alone. Without segments the logits differ."""
     batch = packed_documents()
     logits = logits_of(open_origin(str(hugging_face.write(tmp_path, name))))
     assert np.abs(logits(batch["tokens"], batch["segments"])[0] - GOLDEN[f"{name}_documents"]).max() < SAME
@@ -192,9 +196,7 @@ def test_logits_are_those_of_all_experts_whatever_capacity_a_run_had(tmp_path):
 
 @pytest.mark.parametrize("name", helpers.few(FAMILIES, "qwen2", "gemma3", "mixtral", "deepseek_v3"))
 def test_round_trip(tmp_path, name):
-    """After import and export, the tensors are equal bit for bit, the config reads the same, and transformers' logits are
-    equal.
-    """
+    """After import and export, the tensors are equal bit for bit, and config.json gives the same model, except init_std."""
     folder, ours, said = imported(tmp_path, name)
     assert "0 unused, 0 missing; stored as f32" in said[0]
     out = tmp_path / "back"
@@ -217,7 +219,7 @@ def test_logits_command(tmp_path, capsys):
 
 
 def test_a_key_that_is_missing_can_be_said(tmp_path, capsys):
-    """Llama 2's config.json has no rope_theta, so the user sets it."""
+    """Llama 2's config.json has no rope_theta, so the user sets it with --set."""
     folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=None)
     args = ["import", str(folder), f"--out={tmp_path / 'ours'}"]
     assert command.main(args) == 2
@@ -301,8 +303,8 @@ def test_export_refuses_what_no_family_holds(tmp_path):
 
 
 def test_a_replaced_export_survives_a_kill(tmp_path, monkeypatch):
-    """At every moment a folder holds the old or the new model. No later export deletes that folder before it has a complete
-    model.
+    """A kill at any moment leaves the complete old or new model in a folder. A later export deletes this folder only after it
+    has written a complete model.
     """
     _, ours, _ = imported(tmp_path, "llama")
     out, moved = tmp_path / "out", tmp_path / "out.replaced"
@@ -335,7 +337,9 @@ def test_an_export_needs_the_name_of_a_folder(tmp_path, capsys, monkeypatch):
 
 
 def test_a_checkpoint_is_listed_once_however_many_tensors_are_exported(tmp_path, monkeypatch):
-    """In a bucket each listing and each read of meta.json is a request."""
+    """An export of one tensor at a time lists the checkpoint and reads meta.json as often as an export of all at once. In a
+    bucket each is a request.
+    """
     _, ours, _ = imported(tmp_path, "llama")
     calls: list[str] = []
 

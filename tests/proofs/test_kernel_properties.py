@@ -1,9 +1,9 @@
 """Every other kernel against its definition in float64, over random values, on one device and on eight.
 
 As in test_attention_properties.py, error bounds follow from the types, element by element. `e` is the roundoff of float32, in
-which all sums are made. `u` is that of the compute dtype, to which results are rounded. `r` is that of the reduce dtype, in
-which P partial sums are communicated: each of them is rounded, and so may each of their P - 1 sums be. A
-matmul with "D terms" sums D products for each element.
+which each device sums. `u` is that of the compute dtype, to which results are rounded. `r` is that of the reduce dtype, in
+which P partial sums are communicated. Each partial sum is rounded, and each of the P - 1 additions may round too. A matmul with
+"D terms" sums D products for each element.
 """
 
 import functools
@@ -88,7 +88,9 @@ on = pytest.mark.parametrize(
 
 @on
 def test_dot(mesh, types):
-    """y = x w: D terms. dx = dy w^T: F terms, in partial sums. dw = x^T dy: B T terms, in partial sums in the compute dtype."""
+    """y = x w: D terms. dx = dy w^T: F terms, in partial sums in the compute dtype. dw = x^T dy: B T terms, in partial sums in
+    the reduce dtype.
+    """
     n, u, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual, weight, hidden = ("batch", "residual", None), ("embed", "mlp"), ("batch", "sequence", "mlp")
@@ -113,7 +115,9 @@ def test_dot(mesh, types):
 
 @on
 def test_dot_of_heads(mesh, types):
-    """y = x w^T: 4 H terms for 4 heads, in partial sums. dx = dy w: D terms. dw = dy^T x: B T terms, in partial sums."""
+    """y = x w^T: 4 H terms for 4 heads, in partial sums in the compute dtype. dx = dy w: D terms. dw = dy^T x: B T terms, in
+    partial sums in the reduce dtype.
+    """
     n, u, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual, weight, heads = ("batch", "residual", None), ("embed", "heads", "head_dim"), ("batch", "sequence", "heads", None)
@@ -181,9 +185,10 @@ def test_norm(mesh, types, axes, offset):
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_rope(dtype):
-    """A pair is rotated by its position times a frequency. The frequency, a power, is off by some 64 e of itself.
+    """A pair is rotated by its position times a frequency. The frequency, a power of the base, is off by some 64 e of itself.
 
-    The angle is rounded; sine and cosine add 4 e. Then come two products and a sum. The gradient is the rotation back.
+    The angle is rounded; sine and cosine add 4 e. Then come two products and a sum. The gradient is rotated back by the same
+    angle.
     """
     base, u = 10_000.0, ROUNDOFF[dtype]
 
@@ -213,8 +218,8 @@ def test_rope(dtype):
 
 
 def test_stretched_frequencies():
-    """For 4,096 positions, pairs with more than 4 turns keep their frequency, and pairs with less than one turn are 8 times
-    slower.
+    """Llama 3's scaling for 4,096 positions: pairs with more than 4 turns keep their frequency. Pairs with less than one turn
+    are 8 times slower.
     """
     freq = 2 * np.pi / np.array([100.0, 1024.0, 2048.0, 4096.0, 40000.0])
     got = rope.llama3_scaling(jnp.asarray(freq), 8.0, 1.0, 4.0, 4096)
@@ -224,7 +229,7 @@ def test_stretched_frequencies():
 
 
 def test_whole_head():
-    """A user's own loss gets the whole head on every device. The head's gradient is the sum over all devices."""
+    """`whole_head` gives a user's own loss the whole head on every device. The head's gradient is the sum over all devices."""
     p, zero = placement("eight"), zero_of("eight", "f32")
     spec = LossSpec(zero.numerics, p, zero, chunk=1, logit_softcap=0.0)
     (w,), (shares,) = normal(0, (V, D)), normal(1, (8, V, D))
@@ -275,11 +280,11 @@ def test_embedding(mesh, types):
     ("dtype", "chunk", "softcap", "z_loss"), [("f32", 7, 0.0, 0.0), ("f32", 30, 2.0, 0.1), ("bf16", 7, 0.0, 0.1)]
 )
 def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
-    """A logit l is off by d = (D + 2) e |x| |w|, and with a soft cap by 8 e c more.
+    """A logit l is off by d = (D + 2) e |x| |w|, and with a soft cap c by 8 e c more.
 
     So a token's loss is off by the error of its logits plus (V + 8) e, and its probabilities q by Q = q (d + sum(q d) + (V + 8)
     e). dl = weight (q - target) is rounded. The z-loss z log(Z)^2 adds its slope 2 z log(Z) times q to dl. The loss's error
-    grows by the error of log(Z) times the slope.
+    grows by the error of log(Z) times this slope.
     """
     n, u = 30, ROUNDOFF[dtype]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:split]), ("tensor",))

@@ -29,7 +29,9 @@ def at_home(monkeypatch, request):
 
 @pytest.fixture
 def retraced():
-    """Clear JAX's caches before and after: otherwise JAX would reuse a trace from without, or with, the planted bug."""
+    """Clear JAX's caches before and after the test. Otherwise JAX would reuse traces from before the planted bug with it, or
+    the reverse.
+    """
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -60,7 +62,7 @@ def test_documents_are_apart():
 
 @pytest.mark.parametrize("where", ["everywhere", "across devices"])
 def test_documents_that_leak_are_found(where, monkeypatch, retraced):
-    """A token sees other documents of its sequence: all of them, or those on another device."""
+    """The planted bug: a token attends to all other documents of its sequence, or to those on another device. It is found."""
     name = "visible" if where == "everywhere" else "describe_block"
     right = getattr(reference, name)
 
@@ -76,7 +78,7 @@ def test_documents_that_leak_are_found(where, monkeypatch, retraced):
 
 
 def test_wrong_gradients_are_found(monkeypatch, capsys, tmp_path, retraced):
-    """A gradient is summed twice over `data`. The command exits with 1, and names the layout and the tensor."""
+    """The planted bug sums a gradient twice over `data`. The command exits with 1, and names the layout and the tensor."""
     right = sharding.reduce_gradient
     monkeypatch.setattr(
         sharding, "reduce_gradient", lambda g, how: right(2 * g if g.ndim == 3 and "data" in how.summed else g, how)
@@ -102,7 +104,9 @@ def test_a_layout_that_cannot_run_is_wrong():
 @pytest.mark.more
 @pytest.mark.parametrize("planted", [False, True])
 def test_data_that_depends_on_processes_is_found(planted, monkeypatch):
-    """The planted bug: each process reads the first rows of a batch instead of its own."""
+    """The planted bug: each process reads the first rows of a batch instead of its own. The check fails, and without the bug
+    passes.
+    """
     bug = """
 from jaxtrain.data.pipeline import Batches
 right = Batches.batch

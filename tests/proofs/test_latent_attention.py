@@ -43,7 +43,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", helpers.few(CASES, "two tensor ranks", "adapters"))
 def test_a_cache_of_latents_decodes_what_expanded_keys_give(name):
-    """A prompt, then one token at a time: the logits equal those of the whole text, which uses no cache."""
+    """Decoding with the cache, first a prompt, then one token at a time, gives the logits of the whole text without a cache."""
     run = helpers.tiny(CASES[name])
     made, params = helpers.program(run), helpers.fresh_state(run).params
     if run.lora.rank:  # a new adapter would add nothing
@@ -151,7 +151,9 @@ SMALLER = (
 
 @pytest.mark.more
 def test_a_step_on_h200s_computes_what_the_formula_says():
-    """A smaller DeepSeek-V3, compiled for 8 H200s: cuDNN supports heads of 192 (keys) and 128 (values) numbers."""
+    """For a smaller DeepSeek-V3 on 8 H200s, the program's FLOPs equal the formula's. cuDNN supports its heads of 192 (keys) and
+    128 (values) numbers.
+    """
     made = plans.plan("h200:8", *SMALLER, of="configs/deepseek_v3.py")
     calls = [
         i for i, _, _, _ in hlo.walk(plans.module("h200:8", *SMALLER, of="configs/deepseek_v3.py")) if "fmhaSoftmax" in i.target

@@ -39,8 +39,8 @@ def test_no_arguments_install_once_and_train_tiny(machine: Machine):
 
 
 def test_a_change_installs_again(machine: Machine):
-    """The changes: other requirements, another Python, which needs a new environment, and an installation
-    that failed before.
+    """run.sh installs again after an installation that failed and after a change of the requirements. Another Python also needs
+    a new environment.
     """
     failed = machine.run(FAKE_SYNC_EXIT="1")
     assert (failed.returncode, failed.stdout) == (1, "") and "installation failed" in failed.stderr
@@ -97,7 +97,7 @@ def test_notebooks_open_in_their_folder_and_stay_installed(machine: Machine):
 
 
 def test_the_site_is_built_anew_and_its_tools_stay_installed(machine: Machine):
-    """In an old build, a deleted page would stay, and a warning about an unchanged page would not be repeated."""
+    """If old builds were kept, a deleted page would stay, and a warning about an unchanged page would not be repeated."""
     old = machine.repo / "build/docs/old.html"
     old.parent.mkdir(parents=True)
     old.touch()
@@ -154,7 +154,7 @@ def test_a_dry_run_of_training_is_the_supervisors_where_it_is_installed(machine:
 
 
 def test_python_takes_the_launchers_place_with_a_stdin(machine: Machine):
-    """Python replaces the launcher, so it gets signals itself. stdin may be closed, as a daemon's."""
+    """Python replaces the launcher, so it gets signals itself. A closed stdin, as a daemon has, becomes /dev/null."""
     script(machine.bin / "venv-python", "#!/bin/bash\n[[ $1 == -c ]] && echo 3.12 && exit\necho $$ $(readlink /dev/fd/0)\n")
     machine.run("setup")
     for words in ([], ["data"], ["preflight", "--nodes=a,b"]):
@@ -218,7 +218,7 @@ esac
 
 
 def test_a_start_outside_the_environment_ends_with_a_sentence(tmp_path: Path):
-    """-S starts Python without its packages, as outside the environment."""
+    """Without its packages, a command ends with one error. -S starts Python without packages, as outside the environment."""
     for module in ("jaxtrain.main", "jaxtrain.data", "jaxtrain"):
         command = [sys.executable, "-S", "-m", module, "--help"]
         done = subprocess.run(command, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path, capture_output=True, text=True)

@@ -44,7 +44,7 @@ ROUNDOFF = 2.0**-24
 
 
 def arguments(T: int = T) -> list[np.ndarray]:
-    """Return q, k, v, log decay and beta, which float32 represents exactly. Keys are a little shorter than 1."""
+    """Return q, k, v, log decay and beta, which float32 represents exactly. The norms of keys are a little below 1."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((B, T, N, width)) for width in (K, K, V))
     k /= 1.001 * np.linalg.norm(k, axis=-1, keepdims=True)
@@ -54,7 +54,7 @@ def arguments(T: int = T) -> list[np.ndarray]:
 
 
 def by_definition(q, k, v, log_decay, beta, segments):
-    """Return the delta rule, token by token in float64, and the length of the state before each token."""
+    """Return the outputs of the delta rule, by token in float64, and the Frobenius norm of the state before each token."""
 
     def one(before, token):
         q, k, v, log_decay, beta, starts = token
@@ -70,7 +70,9 @@ def by_definition(q, k, v, log_decay, beta, segments):
 
 
 def inverse_and_error(system, error):
-    """Return the inverse of 1 + system as the recipe computes it, and its float32 error bound. `error`: the error of system."""
+    """Return the inverse of 1 + system as the recipe computes it, and its float32 error bound. `error`: the error bound of
+    system.
+    """
     size, block = len(system), 1
     row, column = np.indices(system.shape)
     x, dx = np.eye(size), np.zeros_like(system)
@@ -88,17 +90,17 @@ def inverse_and_error(system, error):
 def bound(q, k, v, log_decay, beta, segments):
     """Return the error bound of outputs in float32, (B, T, N).
 
-    To first order in the roundoff e, with lengths of vectors and Frobenius norms of matrices. A sum of C log decays has an
-    error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1): so a decay's error is at most ((C + 1) / exp(1) + 4) e. Sums of C
-    or K products, and the factors of each, add up to c = (C + K + 4) e + 2 x (the error of a decay). For a chunk that begins
-    with the state S, with X the inverse of 1 + A and r = beta (|v| + |k| |S|):
+    The bound is to first order in the roundoff e. |x| is the length of a vector or the Frobenius norm of a matrix. A sum of C
+    log decays has an error of (C + 1) e |sum|, and |sum| exp(sum) < 1/exp(1). So a decay's error is at most ((C + 1) / exp(1) +
+    4) e. Sums of C or K products, and the factors of each, add up to c = (C + K + 4) e + 2 x (the error of a decay). A chunk
+    begins with the state S. X is the inverse of 1 + A, and r = beta (|v| + |k| |S|). Then the errors are:
 
         A    c beta_i |k_i| |k_j|
         X    dX, as `inverse_and_error` computes it
         u    du = (dX + c |X|) r; u itself is no longer than |X| r
         S    c |S| + sum of |k_j| (du_j + c |u_j|), and the error of the S before: a token multiplies it by
              decay (1 - beta k k^T), which lengthens no vector
-        o    |q| times the same, over the tokens up to its own
+        o    |q| times the error of S, with the sum over the tokens up to its own
     """
     lengths = np.asarray(by_definition(q, k, v, log_decay, beta, segments)[1])
     ql, kl, vl = (np.linalg.norm(x, axis=-1) for x in (q, k, v))
@@ -153,7 +155,7 @@ def test_gradients_are_those_of_the_definition(chunk):
 
 
 def test_state_and_convolution_stay_in_their_document():
-    """Other values in one document change no bit of another document."""
+    """Other values in one document change no bit of another document's outputs."""
     given = [jnp.asarray(x, jnp.float32) for x in arguments()]
     second = (SEGMENTS == 2)[..., None]
     changed = [jnp.where(second.reshape(B, T, *[1] * (x.ndim - 2)), 0.9 * x, x) for x in given]
@@ -167,7 +169,7 @@ def test_state_and_convolution_stay_in_their_document():
 
 
 def test_convolution_sees_the_tokens_before():
-    """The last tap multiplies the token itself, and the first tap the token three positions before."""
+    """The convolution's last tap multiplies the token itself, and its first tap the token three positions before."""
     x, taps = 100 * jnp.arange(1.0, 7.0)[None, :, None, None], jnp.asarray([[[1000.0, 100.0, 10.0, 1.0]]])
     y = recipe.short_convolution(x, taps, jnp.asarray([[1, 1, 1, 1, 1, 2]]))[0, :, 0, 0]
     np.testing.assert_allclose(y / 100, [1, 12, 123, 1234, 2345, 6], rtol=1e-6)  # where silu is the identity
@@ -212,7 +214,9 @@ def test_contract(test):
 
 
 def test_counts_are_those_of_its_own_layers():
-    """Parameters are counted in the model. FLOPs are the family's own: 2 for each weight except embedding and norms."""
+    """The number of parameters is the model's. FLOPs are the family's own: 2 for each weight except embedding and norms, plus
+    attention and the recurrent states.
+    """
     made = helpers.program(helpers.tiny(SMALL))
     run, shapes = made.run, made.definition.abstract
     assert made.parameters == sum(a.size for a in jax.tree.leaves(shapes))
@@ -235,7 +239,7 @@ def test_counts_are_those_of_its_own_layers():
 
 
 def test_a_stack_is_as_long_as_its_array():
-    """Four layers are one period, so there is no loop over layers. Eight layers have one trip before the last period."""
+    """Four layers are one period, so there is no loop over layers. Twelve layers have two trips before the last period."""
     assert [helpers.program(helpers.tiny(SMALL | {"model.num_layers": n})).layer_trips for n in (4, 12)] == [0, 2]
 
 

@@ -41,7 +41,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(workdir: Path) -> Any:
-    """Return the harness's model on eight devices, which shard rows and weights."""
+    """Return jaxtrain's model for the harness on eight devices, which shard rows and weights."""
     return lm_eval.harness_model()(workdir=str(workdir), batch_size=3)
 
 
@@ -72,7 +72,7 @@ def expected(tokens: list[int], count: int) -> tuple[float, bool]:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    """Return the likeliest next token, `count` times, each time computed from the whole text."""
+    """Return `count` likeliest next tokens, one after another, each computed from the whole text before it."""
     made: list[int] = []
     for _ in range(count):
         made.append(int(log_probs([*prompt, *made, 0])[-1].argmax()))
@@ -84,7 +84,9 @@ def requests(*arguments: Any) -> list[Any]:
 
 
 def test_scores_are_those_of_the_logits(model: Any) -> None:
-    """Contexts and continuations of many lengths, in any order, fill more than one batch. One continuation is the likeliest."""
+    """Scores follow from the logits, for contexts and continuations of many lengths, in any order and in several batches. One
+    continuation is the likeliest.
+    """
     byte = ByteTokenizer()
     asked = [("def f(", "x):"), ("a", "b"), ("", "whole"), ("two words ", "here")]
     asked += [("x" * n, "yz") for n in (3, 9, 27)] + [("c" * 20, "d" * 5)]
@@ -102,7 +104,7 @@ def test_scores_are_those_of_the_logits(model: Any) -> None:
 
 
 def test_long_inputs_lose_their_left(model: Any) -> None:
-    """The model sees 32 tokens: the last of 33 tokens is predicted from the 32 before it."""
+    """The model's context is 32 tokens: the last of 33 tokens is predicted from the 32 before it."""
     tokens = ByteTokenizer().encode("".join(chr(ord("a") + i % 26) for i in range(50)))
     ((score, _),) = model.scorer.score([Scored(tokens, 4)])
     assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
@@ -125,7 +127,7 @@ def test_rolling_scores_every_token_once(model: Any) -> None:
 
 
 def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer puts a token before every text. This token comes once before contexts, prompts and whole texts."""
+    """This tokenizer puts a token before every text. The token comes once before contexts, prompts and whole texts."""
     byte = ByteTokenizer()
     monkeypatch.setattr(byte, "bos", (7,), raising=False)
     monkeypatch.setattr(model, "ids", byte)
@@ -139,7 +141,7 @@ def test_texts_begin_as_in_training(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_texts_are_the_likeliest_tokens(model: Any) -> None:
-    """Prompts of different lengths share a batch. Each text ends at its own limit or stop string, whatever the others do."""
+    """A batch has prompts of different lengths. Each text ends at its own limit or stop string, independent of the others."""
     byte = ByteTokenizer()
     prompts = ["d", "def f(x", "a longer prompt here", "", "z" * 60]
     seen = [byte.encode(p)[-(32 - 8) :] or [EOT] for p in prompts]
@@ -221,7 +223,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 def test_tasks_of_the_harness(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The harness runs by its command line, and the scores in its file follow from the logits."""
+    """The harness's own command line runs two tasks, and the scores in its file follow from the logits."""
     byte = ByteTokenizer()
     questions = [("one", [" a", " bb"]), ("two ", ["x", "y", "z"]), ("three", ["!", "?"]), ("f", ["oo", "rr"])]
     best = [

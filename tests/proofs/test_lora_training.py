@@ -45,7 +45,7 @@ PREFIX = "params."
 
 
 def begun(run):
-    """Return the tensors of a run's initial state, with random numbers in b, which starts at zero."""
+    """Return the tensors of a run's initial state, with random numbers in the adapters' matrices b, which start at zero."""
     tensors = dict(helpers.initial_tensors(run))
     for i, name in enumerate(sorted(tensors)):
         if name.startswith(PREFIX) and name.endswith("_b"):
@@ -92,7 +92,7 @@ def expected():
 
 @pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "unrolled"))
 def test_gradients_are_those_of_the_merged_weights(layout, expected):
-    """The loss too is that of the merged weights, and the step leaves the bits of the base unchanged."""
+    """The loss, too, is that of the merged weights. The step leaves the bits of the base unchanged."""
     tensors, loss, grads = expected
     run = helpers.tiny(MODEL | LORA | LAYOUTS[layout])
     found, mine, after = step(run, tensors)
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_merged_weights(layout, expected):
 
 
 def test_nothing_is_computed_for_the_base():
-    """The count of matmuls, unrolled and with full recompute, leaves none for gradients of the base or of the embedding."""
+    """The number of matmuls, with unrolled layers and full remat, leaves none for gradients of the base or of the embedding."""
     run = helpers.tiny(MODEL | LORA | {"parallel.scan_layers": False, "lora.targets": "wq,up"})
     text = helpers.train_step(run).as_text()
     assert text is not None
@@ -119,7 +119,7 @@ def test_nothing_is_computed_for_the_base():
 
 
 def test_an_fp8_base():
-    """Only the base is in FP8."""
+    """With adapters and precision=fp8, the program has arrays in e4m3."""
     text = helpers.lowered(helpers.tiny(MODEL | LORA | {"precision": "fp8", "mesh.fsdp": 2}))
     assert "f8E4M3FN" in text
 
@@ -181,7 +181,7 @@ def test_checkpoints_hold_adapters_alone_and_name_the_base(trained):
 
 @pytest.mark.more
 def test_resumes_to_the_bit(trained):
-    """The run ends after step 8 and continues."""
+    """A run that ends after step 8 and resumes has the tensors of an uninterrupted run, bit for bit."""
     parts, again = over(trained), trained / "again"
     assert runs.train(trained / "small.py", again, **parts, train__steps=8) == 0
     assert runs.train(trained / "small.py", again, **parts, train__steps=16) == 0
@@ -191,7 +191,9 @@ def test_resumes_to_the_bit(trained):
 
 
 def test_what_was_saved_can_be_used(trained):
-    """Sampling and evaluation load base and adapters, and give the logits of the merged weights."""
+    """`generation.load` restores base and adapters. Greedy sampling gives the tokens of the merged weights, which differ from
+    the base's.
+    """
     run, sampler, params, at = generation.load(str(trained / "adapters"), jax.devices()[:2])
     assert (at, run.lora.rank) == (16, 4)
     prompt = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
@@ -233,7 +235,9 @@ def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
 
 @pytest.mark.more
 def test_another_base_is_refused(trained, tmp_path, capsys):
-    """The base at the path in the config first changes, and then is deleted."""
+    """The base at the path in the config first changes, and then is deleted. Both times training and `generation.load` end with
+    an error.
+    """
     folder = tmp_path / "copy"
     shutil.copytree(trained / "adapters", folder)
     shutil.copytree(trained / "base", tmp_path / "base")

@@ -1,4 +1,4 @@
-"""Classic mistakes of a layout: plans of layouts with a mistake, beside plans without it."""
+"""Classic mistakes of a layout: the plan of a layout with one warns of it, and the plan of a mended layout does not."""
 
 import re
 
@@ -11,7 +11,7 @@ from jaxtrain.plan.result import Plan
 
 
 def plan(machine: str, *overrides: str) -> Plan:
-    """Return a plan of two layers in a loop, as most configs have it."""
+    """Return a plan of two layers in a loop over layers, as in most configs."""
     return plans.plan(machine, TWO, LOOP, *overrides)
 
 

@@ -152,7 +152,9 @@ def test_logits_match_numpy(variant):
 
 
 def test_every_variant_changes_the_logits():
-    """Otherwise the comparison above would pass for a feature that both sides ignore."""
+    """Each variant changes NumPy's logits by more than 0.01. Otherwise the comparison would pass for a feature that both
+    implementations ignore.
+    """
     plain = {name: logits_of(helpers.tiny(SMALL | VARIANTS[name]))[1] for name in VARIANTS}
     for name, logits in plain.items():
         if name != "plain":
@@ -215,7 +217,8 @@ def test_gradients_of_a_stack_are_those_of_autodiff(policy, monkeypatch):
 
 @pytest.mark.more
 def test_offloaded_tensors_go_to_host_memory():
-    """The step is compiled ahead of time for 8 H200s: CPUs have one memory, so an offloading policy moves nothing there.
+    """The step is compiled ahead of time for 8 H200s: CPUs have one kind of memory, so an offloading policy moves nothing
+    there.
 
     The host holds the offloaded activation of every layer but the last, of each device's own sequences, and nothing else.
     """
@@ -306,7 +309,9 @@ def draw(run, prompt=(3, 1, 4, 1, 5), params=None, **changes) -> list[int]:
 
 
 def test_temperature_0_takes_the_likeliest_token_of_the_whole_model():
-    """The prompt is longer than the 64 positions of the smallest cache."""
+    """Each token is the argmax of the whole text's logits, for any seed. The prompt is longer than the 64 positions of the
+    smallest cache.
+    """
     run, prompt = helpers.tiny(SMALL | {"data.seq_len": 80}), [i * 37 % 251 for i in range(70)]
     tokens = list(prompt)
     for token in draw(run, prompt, temperature=0.0, max_tokens=5):

@@ -69,12 +69,12 @@ class Case:
         return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
 
     def __call__(self, params, x, real):
-        """Return this device's term of y, and the statistics, for local shards."""
+        """Return this device's partial sum of y, and the statistics, from local shards."""
         model = self.definition.bind(params)
         return model.ctx.zero.gather_module(model)(x, real)
 
     def jitted(self, f, out_specs):
-        """Return jitted `f` of local shards of (params, x, real, y's multiplier), as a function of global arrays."""
+        """Return jitted `f` of local shards of (params, x, real, y's cotangent), as a function of global arrays."""
         of_params, of_x = self.specs
         return jax.jit(
             self.placement.shard_map(f, (of_params, of_x, self.placement.spec(("batch", "sequence")), of_x), out_specs)
@@ -88,7 +88,7 @@ class Case:
 
 @functools.cache
 def compiled(case: Case):
-    """Return a compiled function (params, x, real, y's multiplier) -> y, statistics, gradients of params and x."""
+    """Return a compiled function (params, x, real, y's cotangent) -> y, statistics, gradients of params and x."""
 
     def run(params, x, real, by):
         def share(params, x):
@@ -118,7 +118,8 @@ def inputs(model=(), seed=0):
 
 
 def plain(params, x, real, model, keep=None, moe=NO_LOSSES):
-    """Return the outputs of a block of experts, written independently: every expert of every token, then the chosen ones.
+    """Return y, statistics and chosen experts, written independently: all experts run on every token, then the chosen ones
+    count.
 
     keep: bool (B, T, K), False for a choice that is dropped.
     """
@@ -243,7 +244,7 @@ def biased(name):
 @pytest.mark.parametrize("over", ROUNDS)
 @pytest.mark.parametrize("bias", BIASES)
 def test_uneven_loads_lose_no_token(bias, over):
-    """Devices receive all tokens of their experts, round by round."""
+    """Devices receive all tokens of their experts, round by round, so that results equal the plain model's."""
     case, given = ROUNDS[over], biased(bias)
     got, wanted = compiled(case)(*given), plain_gradients(*given, case.run.model)
     loads = np.asarray(got[1][len(COLUMNS) :])
@@ -258,8 +259,8 @@ def test_uneven_loads_lose_no_token(bias, over):
 def test_rounds_lose_no_precision_in_bfloat16(bias):
     """Compared with the plain model in float32, many small rounds are hardly less exact than one large round.
 
-    Gradients of weights also round the first round's sum, by at most 2^-9 of each element. That sum may be twice as large as
-    the sum of all rounds. Independent errors add up in squares.
+    In gradients of weights, the first round's sum is also rounded, by at most 2^-9 of each element. That sum may be twice as
+    large as the sum of all rounds. Independent errors add up in squares.
     """
     given, off = biased(bias), []
     y, _, grads = plain_gradients(*given, ROUNDS["expert=8"].run.model)
@@ -276,7 +277,9 @@ def test_rounds_lose_no_precision_in_bfloat16(bias):
 
 @pytest.mark.parametrize(("parts", "alone", "further_room"), [(8, True, 1), (4, False, 2), (1, False, 8)])
 def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_room):
-    """By hand: each device has 16 tokens with 2 choices. One choice is of padding, and the other 31 are of one expert."""
+    """An even share is 32 / parts rows; a further round has room for a quarter of it. Each device has 16 tokens with 2 choices:
+    one is of padding, 31 are of one expert.
+    """
     exchange = Exchange(E, 16, K, ("expert",) if parts > 1 else (), parts, ("expert",) if parts > 1 else (), 0.0, 1.0, alone)
     assert (exchange.room, exchange.further_room) == (32 // parts, further_room)
     chosen = jnp.full((16, K), 5, jnp.int32).at[0, 0].set(E)  # one is a padding token's
@@ -334,7 +337,8 @@ def product(name, impl, x_RD, h_RF, w_EDF, sizes):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_pallas_multiplies_like_xla(name, interpreted):
-    """Several tiles each way, tiles with rows of two experts, experts without rows, and rows without an expert that hold NaN.
+    """Cases: several tiles each way, tiles with rows of two experts, experts without rows, rows without an expert that hold
+    NaN.
 
     The interpreter finds no race between copies and loads or stores.
     """
@@ -411,7 +415,7 @@ def test_pallas_lowers_for_a_gpu(name):
     ],
 )
 def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
-    """Elsewhere auto chooses another implementation, and pallas by name is refused."""
+    """For bfloat16 on Hopper auto chooses Pallas. Elsewhere it chooses XLA's ragged matmul, and moe.impl=pallas is refused."""
     assert grouped.choose("auto", hardware, jnp.dtype(dtype)) == impl
     assert grouped.choose("ragged", hardware, jnp.dtype(dtype)) == "ragged"
     for name in ("auto", "ragged", *(() if because else ("pallas",))):
@@ -425,7 +429,9 @@ def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
 
 
 def test_step_moves_the_bias_and_no_gradient_does():
-    """A layer's bias moves by moe.bias_rate a step, toward equal loads. It has no moment. The loss is cross entropy alone."""
+    """A layer's bias moves by moe.bias_rate a step, toward equal loads. The optimizer stores no moment for it. The loss is
+    cross entropy alone.
+    """
     base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
     run = helpers.tiny(base | {"moe.bias_rate": 0.25})
     assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [
@@ -460,9 +466,9 @@ def test_losses_of_experts_by_hand():
 
 
 def test_microbatches_share_the_losses_and_metrics_of_experts():
-    """The same rows in two microbatches give the metrics and gradients of one.
+    """The same rows in each of two microbatches give the metrics and gradients of one microbatch.
 
-    The same holds for rows whose tokens have a millionth of the weight.
+    So do rows whose tokens have a millionth of the weight.
     """
     losses = {"model.num_layers": 1, "model.num_experts": 4, "moe.balance_loss": 0.5, "moe.z_loss": 0.1}
     once = helpers.host_batch(helpers.tiny(losses | {"train.global_batch": 8}), 0)
@@ -488,7 +494,9 @@ def test_microbatches_share_the_losses_and_metrics_of_experts():
 
 @pytest.mark.parametrize("zero", helpers.few([1, 2], 1))
 def test_a_router_is_float32_in_every_layout(zero):
-    """In bfloat16 runs the router's metrics are equal to the last bit, however the step stores its weight and bias."""
+    """In bfloat16 runs the router's metrics are equal to the last bit for any sharding.zero: the router's weight and bias stay
+    float32.
+    """
     base = {"precision": "bf16", "model.num_layers": 1, "model.num_experts": 4, "mesh.fsdp": 2, "model.router_bias": True}
 
     def reported(more):

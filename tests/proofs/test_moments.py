@@ -1,4 +1,4 @@
-"""Moments in 8-bit blocks: training, and checkpoints in either type on any mesh."""
+"""Moments in 8-bit blocks: training, and checkpoints of int8 or float32 moments that resume as either type on any mesh."""
 
 from pathlib import Path
 
@@ -29,7 +29,9 @@ def test_moments_are_split_like_the_parameters():
 
 
 def test_training_tracks_float32():
-    """benchmarks/numerics.py is the long version; docs/evidence/moments.md has its table."""
+    """Over 20 steps, losses with int8 moments stay within 1% of those with float32. docs/evidence/moments.md has longer runs of
+    benchmarks/numerics.py.
+    """
     wide, narrow = (helpers.train(helpers.tiny(SIZES | {"dtypes.m": m, "dtypes.v": m}), 20).loss for m in ("f32", "int8"))
     assert wide[0] == narrow[0]
     assert narrow[-1] < narrow[0] - 0.05
@@ -39,7 +41,7 @@ def test_training_tracks_float32():
 
 @pytest.mark.more
 def test_layouts_agree():
-    """Blocks are the same on any mesh, so that only the order of sums differs."""
+    """Losses on a mesh are those of one device. Blocks are the same on any mesh, so that only the order of sums differs."""
     found = helpers.first_steps(helpers.tiny(SIZES | INT8 | SPLIT), 3)
     np.testing.assert_allclose(found.loss, helpers.train(helpers.tiny(SIZES | INT8), 3).loss, rtol=1e-4)
 
@@ -49,7 +51,7 @@ def test_layouts_agree():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """Return a checkpoint of an int8 run on one device, and its tensors."""
+    """Return the folder with a checkpoint of an int8 run on one device, and the checkpoint's tensors."""
     run, folder = helpers.tiny(SIZES | INT8), tmp_path_factory.mktemp("int8")
     return folder, save(run, trained(run), folder)
 

@@ -118,7 +118,9 @@ def stepped(depth=2):
 
 @pytest.mark.parametrize("depth", helpers.few([1, 2], 2))
 def test_loss_and_gradients_are_those_of_the_reports_equations(depth):
-    """The loss is main + weight / D x sum over k of the mean cross entropy of token i + k + 1, for each document."""
+    """The loss is main + mtp_weight x the mean of the modules' losses. Module k has the mean cross entropy of token i + k + 1,
+    within documents.
+    """
     run, batch, params, ((loss, sums), gradients) = stepped(depth)
     made = helpers.program(run)
 
@@ -151,7 +153,7 @@ def test_targets_lie_in_the_document_of_their_input():
 
 
 def test_what_follows_a_document_plays_no_part_in_it():
-    """Other tokens after the third document change neither the model's loss nor that of the modules."""
+    """Other tokens after the third document change neither the model's loss nor the modules' loss on these documents."""
     run, batch, params, ((loss, sums), _) = stepped()
     made, after = helpers.program(run), sum(LENGTHS[:3])
     weights = batch["weights"].copy()
@@ -220,7 +222,9 @@ def test_the_routers_of_modules_learn_to_spread_tokens():
 
 
 def test_a_checkpoint_with_a_module_goes_there_and_back(tmp_path):
-    """Every tensor has DeepSeek-V3's name and the same bits. Embedding and head occur a second time in the module."""
+    """After import and export, every tensor has DeepSeek-V3's name and the same bits. Embedding and head occur a second time in
+    the module.
+    """
     folder, ours, said = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
     assert "0 missing" in said[0] and not any("unused" in line for line in said[1:])
     assert json.loads((ours / "config.json").read_text())["model"]["mtp_layers"] == 1
@@ -259,7 +263,9 @@ def test_a_module_of_a_checkpoint_computes_by_its_own_names(tmp_path):
 
 
 def test_a_folder_without_the_tensors_has_no_module(tmp_path):
-    """transformers writes num_nextn_predict_layers = 1, but drops the tensors."""
+    """transformers writes num_nextn_predict_layers = 1, but drops the modules' tensors: the import has no module. If a folder
+    has only some of the tensors, it is refused.
+    """
     folder = hugging_face.write(tmp_path, "deepseek_v3")
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert open_folder(folder).model.mtp_layers == 0
@@ -331,7 +337,7 @@ def test_parameters_are_counted():
 
 
 def test_frozen_weights_save_what_they_save():
-    """If only the modules are trained, the model's layers have no backward pass."""
+    """If only the modules are trained, FLOPs include no backward pass of the model's layers."""
     run = helpers.tiny(MTP | {"model.mtp_layers": 1, "train.freeze": "embed.*,layers.*,final_norm.*,head"})
     m = run.model
     main = dataclasses.replace(m, mtp_layers=0)

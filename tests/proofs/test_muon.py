@@ -84,7 +84,7 @@ def adam_step(p, g, m, v, t: int, decay: float, o: config.Optimizer, lr: float):
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, np.ndarray]]:
-    """Return the toy's parameters after each of three steps."""
+    """Return the toy model's parameters after each of three steps, by the definitions of Muon and Adam."""
     p = by_name(toy(0))
     m, v, out = {n: 0 * x for n, x in p.items()}, {n: 0 * x for n, x in p.items()}, []
     for t in (1, 2, 3):
@@ -105,7 +105,7 @@ def placed(mesh: dict[str, Any]) -> Any:
 
 
 def steps(o: config.Optimizer, dtypes: config.Dtypes, mesh: dict[str, Any], numerics: Numerics = FLOAT32, count: int = 3):
-    """Return the toy's parameters after each step, and the last state."""
+    """Return the toy model's parameters after each step, and the last optimizer state."""
     placement = placed(mesh)
     tx = make_optimizer(o, dtypes, AXES, placement, numerics)
     homes = jax.tree.map(lambda p, a: placement.sharding(a), toy(0), AXES)
@@ -136,7 +136,9 @@ def test_first_three_steps_are_the_definitions(mesh, expected):
 
 
 def test_first_three_steps_of_a_run():
-    """The gradients are derived from the stored momentum. The run has clipping and a schedule."""
+    """Three steps of a run with clipping and a schedule change weights as the definition does. The gradients are derived from
+    the stored momentum.
+    """
     run = helpers.tiny(SMALL)
     rates = make_schedule(run.optimizer, run.train.steps)
     before, o = helpers.initial_tensors(run), run.optimizer
@@ -176,7 +178,9 @@ def test_orthogonal_at_any_scale_and_either_way_up(numerics):
 
 
 def test_devices_share_the_layers():
-    """Each of 8 devices multiplies 2 of 16 layers and never holds other layers whole: all-to-all is the only collective."""
+    """Each of 8 devices computes the updates of 2 of 16 layers and never gathers other layers. All-to-all is the only
+    collective.
+    """
     placement, axes = placed({"mesh.fsdp": 4, "mesh.tensor": 2}), {"layers": {"down": AXES["layers"]["down"]}}
     tx = make_optimizer(RECIPE, TYPES, axes, placement)
     home = placement.sharding(axes["layers"]["down"])
@@ -193,7 +197,9 @@ def test_devices_share_the_layers():
 
 @pytest.mark.parametrize(("m", "atol"), [("bf16", 0.02), ("int8", 0.04)])
 def test_momentum_is_stored_in_its_type(m, atol):
-    """Blocks need 4096 elements a layer. The update uses the new momentum before it is rounded."""
+    """Updates stay near those with float32 momentum. The first update is equal: it uses the new momentum before rounding.
+    Blocks need 4096 elements a layer.
+    """
     axes = {"layers": {"w": ("layers", "embed", "mlp")}, "head": ("vocab", "embed")}
     rng = np.random.default_rng(0)
     trees = [
@@ -241,7 +247,7 @@ def test_stopped_and_resumed(tmp_path):
 
 
 def test_bounds_count_what_is_held():
-    """The search counts the state's bytes on a device, and each matmul."""
+    """The search counts the optimizer state's bytes on a device, and each matmul of Newton-Schulz."""
     run = helpers.tiny(MUON | {"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.m": "bf16"})
     sizes = {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
     held = compiler.local_bytes(helpers.program(run).state.optimizer)

@@ -1,4 +1,4 @@
-"""Moments in host memory: equal numbers and checkpoints. proofs/test_plan_memory.py has the plan's figures."""
+"""Moments in host memory: steps and checkpoints as without offload. proofs/test_plan_memory.py has the plan's figures."""
 
 from typing import Any
 
@@ -21,7 +21,9 @@ def moments(current: Any) -> dict[str, jax.Array]:
 
 @pytest.fixture(scope="module")
 def both() -> dict[str, Any]:
-    """Return states after two clipped steps, with float32 and 8-bit moments, without offload and with it."""
+    """Return the states after two clipped steps, without offload and with it. The first moments are in int8 blocks, the second
+    in float32.
+    """
     # every gradient's norm is above clip_norm, so every step clips
     mixed = SIZES | SPLIT | {"dtypes.m": "int8", "dtypes.v": "f32", "optimizer.clip_norm": 0.1}
     return {name: trained(helpers.tiny(mixed | changes)) for name, changes in (("none", {}), ("moments", OFFLOAD))}

@@ -19,9 +19,9 @@ from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 
 @pytest.mark.parametrize("beta2", helpers.few([0.95, 0.98, 0.99, 0.998, 0.999], 0.98, 0.99))
 def test_second_moments_in_bfloat16_follow_gradients_only_where_they_decay_fast(beta2):
-    """Gradients span three decades, then shrink to 0.03 times.
+    """Up to a beta2 of 0.98, updates are off by less than 1%. `validate` refuses a higher beta2.
 
-    `validate` refuses a beta2 above 0.98, where updates are off by 1%.
+    Gradients span three decades. After 1,000 steps they shrink to 0.03 times.
     """
     rng, n = np.random.default_rng(0), 2048
     size = jnp.asarray(10 ** rng.uniform(-4, -1, n), jnp.float32)
@@ -72,7 +72,7 @@ def test_random_bits_of_weights_are_unbiased_and_of_each_step_layer_and_paramete
 
 
 def test_random_bits_do_not_depend_on_the_layout():
-    """The bits equal those of one device: on four devices, on stages with another order of layers, and layer by layer."""
+    """Stochastic rounding gives the bits of one device on four devices, on stages with reordered layers, and layer by layer."""
     rng = np.random.default_rng(0)
     w, e = rng.standard_normal((6, 8, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(np.float32)
     exact = {"embed": jnp.asarray(e), "layers": {"w": jnp.asarray(w)}}
@@ -103,7 +103,9 @@ def test_random_bits_do_not_depend_on_the_layout():
 
 
 def test_a_streamed_update_is_that_of_all_at_once():
-    """The update runs layer by layer from the host, with equal clipping and rounding. Layers have different random bits."""
+    """An update layer by layer from the host equals the update of all layers at once, with clipping and rounding. Layers have
+    different random bits.
+    """
     axes = {"embed": ("vocab", "embed"), "layers": {"w": ("layers", "embed", "mlp")}}
     types = config.Dtypes("bf16", "bf16", "f32", "f32", "f32")
     placement = make_placement(helpers.tiny(), jax.devices()[:1])
@@ -135,7 +137,9 @@ STREAMED, MUON = {"optimizer.offload": "moments"}, {"mesh.fsdp": 4, "optimizer.n
 
 @pytest.mark.parametrize("more", helpers.few([{}, STREAMED, MUON], {}))
 def test_all_weights_move_where_masters_are_bfloat16(more):
-    """At a learning rate of 1e-4, an update of 1.0 is far below half of a bfloat16 step of most weights."""
+    """At a learning rate of 1e-4, an update of 1.0 is far below half of the spacing of bfloat16 at most weights. Stochastic
+    rounding still moves them.
+    """
     run = helpers.tiny(BF16_MASTERS | more)
     before, after = helpers.initial_tensors(run), helpers.train(run, 5).tensors
     moved = {name: (after[name] != x).mean() for name, x in before.items() if name.startswith("params.")}

@@ -90,9 +90,7 @@ for step in range(first, last):
 
 
 def test_rows_are_the_same_in_any_number_of_processes_and_after_a_resume(tmp_path: Path) -> None:
-    """One, two and four real processes read their rows of 12 batches. The mixture changes at step 6, and
-    some runs start later.
-    """
+    """One, two and four real processes read their rows of 12 batches. Two also start at step 5. Step 6 changes the mixture."""
     for k, which in enumerate(SETS):
         write(tmp_path / f"{k}.tok", [min(n, 1500) for n in drawn(which, 400)])
     source, schedule = f"{tmp_path}/0.tok=0.5,{tmp_path}/1.tok=0.5", f"6: {tmp_path}/0.tok=0.2,{tmp_path}/1.tok=0.8"

@@ -99,7 +99,7 @@ def test_no_device_holds_more_than_its_share(mesh):
     [(4, {}), pytest.param(2, {"mesh.fsdp": 4}, marks=pytest.mark.more), (4, {"mesh.fsdp": 2, "mesh.seq": 2})],
 )
 def test_evaluation_loss_does_not_depend_on_batches_and_layouts(accum, mesh):
-    """37 sequences in batches of 16, 8 or 4, on one device and on meshes. Padding fills the last batch."""
+    """The loss of 37 sequences is equal in batches of 16, 8 or 4, on one device and on meshes. Padding fills the last batch."""
     assert held_out_loss(accum, mesh) == pytest.approx(held_out_loss(1, {}), abs=1e-6)
 
 
@@ -138,7 +138,9 @@ def assert_same_steps(run, reference, steps: int = STEPS) -> None:
     ("mesh", "accum"), [*((mesh, 1) for mesh in MESHES), ("data=2 x fsdp=4", 2), ("fsdp=2 x tensor=2 x seq=2", 2), ("one", 4)]
 )
 def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
-    """The loss falls over 20 steps. Rows hold several documents, and microbatches have different numbers of targets."""
+    """The loss falls over 20 steps, on meshes as on one device. Rows hold several documents, and microbatches have different
+    numbers of targets.
+    """
     source = {"data.source": text}
     batch = helpers.host_batch(helpers.tiny(source), 0)
     assert (batch["segments"].max(axis=1) > 1).mean() > 0.3

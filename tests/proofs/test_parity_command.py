@@ -37,7 +37,9 @@ def row(printed: str, name: str) -> list[str]:
 
 
 def test_layouts_that_agree_differ_and_fail(monkeypatch, capsys, tmp_path):
-    """A gradient is summed twice over `data`, which exceeds the bound of bfloat16. Another layout fails."""
+    """The planted bug sums a gradient twice over `data`, which exceeds the bound of bfloat16. Layouts with seq=2 raise an
+    error.
+    """
     reduce_gradient, train = sharding.reduce_gradient, compare.train
 
     def fails_over_seq(run, devices, steps):
@@ -76,7 +78,7 @@ def test_layouts_that_agree_differ_and_fail(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.more
 def test_a_machine_with_one_cpu_device():
-    """The machine has one CPU device until the command sets more, as for a user."""
+    """The process starts with one CPU device, as a user's does. The command itself sets the number of devices."""
     argv = [*SMALL, "--meshes=one,fsdp2xseq2,tensor2/sharding.zero=1", "--steps=2"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

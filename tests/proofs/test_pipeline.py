@@ -1,4 +1,4 @@
-"""Programs of pipelines: their memory and bubble, and equal steps to one device with frozen layers, adapters and others.
+"""Programs of pipelines: their memory and bubble, and the same steps as one device with frozen layers, adapters and others.
 
 tests/matrix.py has layouts with stages. Each case here adds another feature.
 """
@@ -59,7 +59,7 @@ def loops(jaxpr: Any, times: int = 1) -> Any:
 
 
 def carried(jaxpr: Any) -> int:
-    """Return the bytes that the largest of a program's loops carries."""
+    """Return the largest number of bytes that a loop (scan) of a program returns: its carry, and its stacked results."""
     made = [[v.aval for v in eqn.outvars] for eqn, _ in loops(jaxpr) if eqn.primitive.name == "scan"]
     return max(sum(a.size * a.dtype.itemsize for a in avals) for avals in made)
 
@@ -110,7 +110,9 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
 
 
 def test_a_custom_loss_sees_the_whole_vocabulary():
-    """The layers are unrolled, and gradients are summed over `data` at the end of the step."""
+    """A loss that computes all logits takes the steps of one device. The layers are unrolled, and gradients are summed over
+    `data` at the end of the step.
+    """
     asked = {"loss.name": "helpers:whole_logits_loss", "model.tied_head": True, "model.num_layers": 2}
     same(asked, TWO | {"mesh.data": 2, "mesh.tensor": 2, "parallel.scan_layers": False})
 
@@ -139,7 +141,9 @@ def test_fp8_matmuls_run_on_a_stage():
 
 @pytest.mark.more
 def test_fp8_rounds_as_it_does_without_stages():
-    """A device has the same tokens as without stages, and so the same scales. Only the sums of its shard of the head differ."""
+    """A device has the same tokens with and without stages, and so the same scales. Only the sums over its shard of the head
+    differ.
+    """
     with_stages, without = (
         steps_of({"precision": "fp8", "mesh.fsdp": 2, "train.grad_accum": 2} | mesh) for mesh in ({"mesh.stage": 2}, {})
     )

@@ -39,7 +39,9 @@ def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_layers_communicate_no_float32(which):
-    """Only the loss and the gradient norm use float32. test_golden_compare.py has a step that gathers weights in float32."""
+    """Only the loss and the gradient norm communicate float32. test_golden_compare.py has a step that gathers weights in
+    float32.
+    """
     found = [f for f in moved(*which) if "f32" in f.dtype and "layers" in f.op_name and "(loss)" not in f.op_name]
     assert not found
 
@@ -66,7 +68,7 @@ def test_head_is_gathered_once_and_its_gradient_reduced_once():
 
 
 def test_attention_is_cudnn_and_runs_forward_once():
-    """The output and the log-sum-exp are saved. Full remat runs attention's forward pass again, in the same number of calls."""
+    """The shipped policy saves attention's output and log-sum-exp. With full remat attention's forward pass runs twice."""
     assert compiled(*SHIPPED)[1].program.kernel.name == "cudnn"
     for which, times in ((SHIPPED, 1), (RECOMPUTED, 2)):
         forward = attention_calls("__cudnn$fmhaSoftmax", *which)
@@ -79,7 +81,7 @@ def test_attention_is_cudnn_and_runs_forward_once():
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_no_matmul_runs_twice(which):
-    """The step executes the formula's matmuls: XLA repeats no saved matmul and recomputes nothing on its own."""
+    """The step's FLOPs are the formula's: XLA repeats no saved matmul and recomputes nothing on its own."""
     flops = plan(*which).flops
     assert flops.hardware_per_step == pytest.approx(flops.expected_per_step, rel=0.01)
 
@@ -129,7 +131,7 @@ def test_a_plan_survives_json():
 
 
 def test_compiler_options_are_those_of_training():
-    """The scheduler's memory limit is the memory that training may use."""
+    """The plan compiles with the options of training. The scheduler's memory limit is the memory that training may use."""
     _, step = compiled(*RECOMPUTED)
     made = plan(*RECOMPUTED)
     assert made.options == step.chosen.options and "xla_dump_to" not in made.options

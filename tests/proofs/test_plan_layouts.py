@@ -172,7 +172,7 @@ def test_pairs_of_each_rank():
 
 @pytest.mark.more
 def test_activations_grow_with_tokens_and_sends_are_hidden():
-    """Twice the tokens need at most twice the memory beside the state. With wide heads attention overlaps with the sends."""
+    """With twice the tokens, memory beside the state at most doubles. With wide heads the sends overlap with attention."""
     wide = ("num_layers=2", "d_model=2048", "num_heads=16", "num_kv_heads=4", "head_dim=128", "d_ff=4096", "vocab_size=2048")
     sizes = (*(f"model.{s}" for s in wide), "train.global_batch=1", "train.grad_accum=1", "mesh.seq=4")
     short, long = (plan("h200:4", *sizes, f"data.seq_len={1 << n}") for n in (16, 17))
@@ -200,7 +200,9 @@ def staged() -> tuple[RunConfig, Plan]:
 
 
 def routed(load: float = 1.0) -> tuple[RunConfig, Plan]:
-    """Return a run with four experts on two GPUs of a node, and its plan."""
+    """Return a run with four experts on two GPUs of a node, and its plan. load: of the busiest expert, as a multiple of an even
+    load.
+    """
     return config(*ROUTED, of=TINY), plan("h100:2", *ROUTED, of=TINY, experts_load=load)
 
 
@@ -254,7 +256,7 @@ def test_stages_and_experts_communicate_what_their_formulas_say():
 def test_an_uneven_load_of_experts_is_priced():
     """One expert has three times an even load, and the other expert of its device has a third of an even load.
 
-    So their device has 1.67 times its even load: one round of 1.5 and another of 0.25.
+    So their device has 1.67 times its even load. The first round has room for 1.5, and a further round for 0.25.
     """
     (_, even), (_, uneven) = routed(), routed(3.0)
     assert (even.experts.load, even.experts.rounds, uneven.experts.load, uneven.experts.rounds) == (1.0, 1, 3.0, 2)
@@ -339,7 +341,7 @@ EARLY = {
 
 @pytest.mark.parametrize("case", several(EARLY, "zero 2", "gather step"))
 def test_the_bound_is_below_the_plan_of_one_microbatch(case):
-    """A config that the bound refuses is never compiled, so the bound may not exceed a plan."""
+    """The search never compiles a config whose bound on memory is too high, so this bound may not exceed the plan's memory."""
     asked = (*ONE_MICROBATCH, *EARLY[case])
     made = plan("h200:8", *asked)
     least = bound(config(*asked), parse("h200:8"), made.rates)

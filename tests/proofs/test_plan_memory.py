@@ -1,4 +1,4 @@
-"""Memory of a step: XLA's buffer assignment, replayed, gives XLA's own peak; classes and names are those of the config.
+"""Memory of a step: a replay of XLA's buffer assignment gives XLA's own peak, by class of arrays and by saved activation.
 
 Also cuDNN's workspace, moments on the host, and remat.policy=auto, which saves the activations that fit. Steps are compiled
 ahead of time for GPUs.
@@ -72,7 +72,7 @@ def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
 
 
 def test_state_and_batch_are_counted_to_the_byte_and_once(held):
-    """The new state reuses the memory of the old one."""
+    """Parameters, moments and batch count once, with their exact bytes: the new state reuses the memory of the old one."""
     step, memory = held
     current = step.program.state
     adam = current.optimizer[0]
@@ -108,7 +108,7 @@ def test_the_timeline_reaches_the_peak_through_the_phases_of_a_step(held):
 
 
 def test_saved_activations_have_their_names():
-    """The names are those of the policy. With full remat they are layer inputs; offloaded ones are in host memory."""
+    """The names are those of the policy. With full remat only layer inputs are saved. Offloaded activations are on the host."""
     d_model, d_ff, kv = 4096, 14336, 1024
     _, memory = of("saved")
     assert memory.saved["mlp_gate, mlp_up"] == 2 * STACK * d_ff
@@ -155,7 +155,9 @@ def test_a_group_of_layers_saves_its_input_alone():
 
 @pytest.mark.more
 def test_two_microbatches_hold_the_saved_activations_of_one():
-    """XLA unrolls a loop of two trips. It ran both forward passes first, with 32% more memory than four microbatches need."""
+    """XLA unrolls a loop of two trips. Without the barrier in train/gradients.py, it ran both forward passes first, with 32%
+    more memory than four microbatches need.
+    """
 
     def temporaries(accum: int) -> int:
         sizes = ("model.num_layers=6", "model.vocab_size=4096", "remat.policy=attention", LOOP)
@@ -254,7 +256,9 @@ def test_a_plan_sees_moments_on_the_host(on_host):
 
 @pytest.mark.more
 def test_unpacked_rows_leave_arguments_that_no_kernel_reads(on_host):
-    """The moments are found by their index among all arguments."""
+    """With unpacked rows no kernel reads some arguments. The moments stay on the host: they are found by their index among all
+    arguments.
+    """
     run, step = on_host
     unpacked = dataclasses.replace(run, data=dataclasses.replace(run.data, packing="none"))
     other = compile_step(unpacked, parse("h200:8")).executable.memory_analysis()
@@ -269,7 +273,7 @@ def auto(*overrides: str):
 
 
 def test_a_step_that_is_too_big_saves_less_until_it_fits():
-    """XLA decides whether a step fits: here JAX may use 4 GiB of the GPU."""
+    """XLA decides whether a step fits: here JAX may use 3.5 GiB of the GPU. remat.policy=auto then saves fewer activations."""
     few = "data.max_segments=2"  # with more documents a row, cuDNN's workspace would not fit
     run = auto(TWO, "model.vocab_size=4096", "train.memory_fraction=0.025", few)
     step = compile_step(run, parse("h200:8"))

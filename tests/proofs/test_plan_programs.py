@@ -1,4 +1,4 @@
-"""Figures that plans read from compiled programs: collectives against a profiled run, FLOPs against formulas; and a plan."""
+"""Figures that plans read from compiled programs: collectives against a profiled run, FLOPs against formulas; printed plans."""
 
 import collections
 import dataclasses
@@ -48,15 +48,17 @@ def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
 
 
 def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found], devices: int) -> None:
-    """Check FLOPs. On CPUs attention computes the whole square, and twice as much backward as forward."""
+    """Check that the program's FLOPs equal the formula's. On CPUs attention computes all T x T scores, and twice as much
+    backward as forward.
+    """
     assert program(run).kernel.name == "reference"
     predicted = roofline.predict(hlo.parse(text), RATES, found)
     assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)
 
 
 def test_planned_launches_are_those_of_a_run(tmp_path):
-    """In a trace of 8 devices each collective occurs 8 times as often as in the plan. Loops over layers
-    and microbatches count.
+    """In a trace of 8 devices each collective occurs 8 times as often as in the plan. The plan counts each trip of the loops
+    over layers and microbatches.
     """
     run = tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2, **WHOLE_CHUNKS})
     text, found = read(run)
@@ -78,7 +80,7 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
 
 
 def test_data_parallel_sums_every_gradient_once():
-    """By formula: 2 (n-1) / n of the parameters' bytes, and a few sums of the loss."""
+    """Each device sends 2 (n-1) / n of the parameters' bytes, by formula, and a few sums of the loss."""
     run = tiny({"mesh.data": 8, "remat.policy": "full", **WHOLE_CHUNKS})
     text, found = read(run)
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
@@ -101,7 +103,9 @@ def test_data_parallel_sums_every_gradient_once():
     ],
 )
 def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machine, kernel, policy):
-    """Packed documents in cuDNN, and WGMMA, need Hopper. For an A100, attention.impl=auto chooses a kernel in XLA."""
+    """Packed documents in cuDNN need Hopper or newer, and the Pallas kernel's WGMMA needs Hopper. For an A100,
+    attention.impl=auto chooses a kernel in XLA.
+    """
     asked = "attention.impl=" + ("pallas" if kernel == "pallas" else "auto")
     run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}", asked), topology.parse(machine)
     compiled = compile_step(run, on)

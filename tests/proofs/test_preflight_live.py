@@ -16,7 +16,7 @@ from jaxtrain.preflight.table import FAULT, OK
 
 
 def fake_smi(tmp_path: Path, body: str) -> str:
-    """Return a folder for PATH with a fake nvidia-smi."""
+    """Return a folder for PATH with fakes of nvidia-smi and dmesg, which run `body`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("nvidia-smi", "dmesg"):
@@ -56,7 +56,7 @@ def alive(pid: str) -> bool:
 
 
 def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
-    """Each command waits until all have started."""
+    """Each fake command waits until all have started, and then fails. Each answer has its exit code and its output."""
     begun = tmp_path / "begun"
     begun.mkdir()
     all_begun = f"[ $(ls {begun} | wc -l) -ge {len(inspection.COMMANDS)} ]"
@@ -71,7 +71,9 @@ def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeyp
 
 
 def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
-    """nvidia-smi answers as on the healthy node. With --record the verdict is the same as live."""
+    """nvidia-smi answers as on the healthy node. A record gives the checks of the live run that wrote it, and contains no
+    secrets.
+    """
     answers = tmp_path / "answers"
     answers.mkdir()
     for each in inspection.COMMANDS:

@@ -66,7 +66,7 @@ def all_devices_at_once(monkeypatch, seconds: float) -> None:
 
 
 def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
-    """By hand: FLOPs of three matmuls, bytes of three arrays, nccl-tests' bus bandwidth with 2(n-1)/n or (n-1)/n."""
+    """Expected by hand: FLOPs of three matmuls, bytes of three arrays, nccl-tests' bus bandwidth with 2(n-1)/n or (n-1)/n."""
     all_devices_at_once(monkeypatch, 0.5)
     found = measure.Results({}, 60.0)
     measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
@@ -80,7 +80,9 @@ def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
 
 
 def test_processes_make_the_same_number_of_calls(monkeypatch, tmp_path):
-    """With a limit by the clock, one process could start a call that another does not."""
+    """The number of calls of a collective is fixed. With a limit by the clock, one process could start a call that another does
+    not.
+    """
     seen: list[micro.Sizes] = []
     all_devices_at_once(monkeypatch, 0.5)
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: seen.append(sizes) or [1.0])
@@ -104,7 +106,9 @@ def test_nodes_are_told_apart(monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
-    """Collectives over several processes are never left out: the other processes would wait."""
+    """Measurements of a GPU that fail or come too late are left out, with the reason. Collectives are never left out: other
+    processes would wait.
+    """
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such luck\nand much more")
@@ -148,7 +152,7 @@ def test_which_errors_are_faults(tmp_path, text, fault):
 
 
 def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
-    """JAX falls back to the CPU if its plugin for GPUs does not start."""
+    """JAX falls back to the CPU if its plugin for GPUs does not start. The measurement then ends with an error."""
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
     monkeypatch.setattr(measure.startup, "start_jax", lambda *_: None)
     monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
@@ -157,7 +161,9 @@ def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
 
 
 class Played:
-    """A fake of monitor.card's GPU under load."""
+    """A fake of monitor.card's GPU under load. `sample` returns or raises the items of `said` one after another, and repeats
+    the last.
+    """
 
     index = 6
 
@@ -241,7 +247,7 @@ def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
 
 
 def test_a_slow_disk_is_given_up_in_time(disk, tmp_path, monkeypatch):
-    """Half of the limit of 0.5 s is for writing. The third piece, each of 0.1 s, passes that half."""
+    """Half of the limit of 0.5 s is for writing. Each piece takes 0.1 s, so writing ends after the third."""
     monkeypatch.setattr(disk_rates, "SYNC_BYTES", MIB)
     found = disk_rates.disk(tmp_path, 0.5, 64 * MIB)
     assert len(disk[0]) == 3 and found["write_gb_s"] == pytest.approx(3 * MIB / 0.3 / 1e9)
@@ -289,7 +295,7 @@ def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
 
 
 def test_a_broken_jax_costs_no_finding(tmp_path):
-    """Preflight exists to explain faults such as a jax that cannot be imported, so it must print its table without jax."""
+    """Preflight exists to explain faults such as a jax that cannot be imported, so it must give its findings without jax."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}

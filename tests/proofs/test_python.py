@@ -1,4 +1,4 @@
-"""Runs called from Python: results and errors of `train.run`, and the process state that it and its import leave alone."""
+"""Runs called from Python: results and errors of `train.run`, and process state that neither a run nor the import changes."""
 
 import dataclasses
 import os
@@ -43,7 +43,9 @@ assert "jaxtrain.train.run" in __import__("sys").modules and not xla_bridge.back
 def test_a_run_returns_what_it_reached_and_resumes(
     config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's environment variables (env.set) are set in the process, and are in log and receipt."""
+    """`train.run` returns exit code, step, metrics and checkpoints. The run's environment variables (env.set) are set in the
+    process, and are in log and receipt.
+    """
     monkeypatch.setenv("NCCL_CROSS_NIC", "")  # monkeypatch then restores the exported variables
     monkeypatch.setenv(environment.EXPORTED, "")
     config.env.set = "NCCL_CROSS_NIC=1"
@@ -93,7 +95,9 @@ def test_all_that_is_wrong_is_raised_and_nothing_written(config: Any, tmp_path: 
 
 
 def test_what_is_found_later_is_raised_too(config: Any, tmp_path: Path) -> None:
-    """The errors: a name that does not exist, and a folder whose receipt cannot be read. The folder is unlocked afterwards."""
+    """A loss that does not exist and a folder whose receipt cannot be read raise ConfigError. The folder is unlocked
+    afterwards.
+    """
     with pytest.raises(ConfigError, match="defines no hlaf_loss"):
         train.run(changed(config, "loss", name="helpers:hlaf_loss"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -115,6 +119,6 @@ def test_a_run_that_diverges_raises(config: Any, tmp_path: Path) -> None:
 
 
 def changed(config: Any, section: str, **values: Any) -> Any:
-    """Return a RunConfig with other values."""
+    """Return a RunConfig with other values in one section."""
     run = resolve(config)[0]
     return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **values)})

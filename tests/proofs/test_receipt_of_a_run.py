@@ -1,4 +1,4 @@
-"""Receipt and rates of one real run: its source code, its figures on the page and in TensorBoard, and its printed form."""
+"""Receipt and rates of one real run: the source code that ran, rates on page and in TensorBoard, and the printed receipt."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from jaxtrain.report.run import read
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run that is long enough for a speed, on this process's devices."""
+    """Train a run that is long enough to measure step times, on this process's devices."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "small.py").write_text(runs.SMALL)
     run = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__peak_tflops": 0.1, "model__num_layers": 1}
@@ -41,7 +41,7 @@ def test_a_receipt_names_the_source_that_ran(trained: Path, tmp_path: Path) -> N
 
 
 def test_rates_are_the_same_on_the_page_and_in_tensorboard(trained: Path) -> None:
-    """Both have the figures of metrics.jsonl, to the last digit."""
+    """Page and TensorBoard have the rates of metrics.jsonl. TensorBoard stores them as float32."""
     shown = curves_of(page.html([read(trained)]))
     lines = {x["step"]: x for x in runs.lines(trained)}
     rates = {step: x["tokens_per_s_per_device"] for step, x in lines.items()}

@@ -184,7 +184,7 @@ def test_a_resume_that_cannot_be_is_refused_and_nothing_written(
 
 
 def test_a_changed_mixture_goes_on_in_each_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The mixture changes twice. An attempt between the changes has an unchanged mixture."""
+    """Each source continues from its last position. The mixture changes twice, and one attempt between the changes keeps it."""
     for i, name in enumerate("ab"):
         with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
             for _ in range(200):
@@ -334,7 +334,7 @@ def test_broken_files_of_a_run_are_named_and_kept(copy: Path, capsys: pytest.Cap
 
 
 def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first loss is that of the source's weights on the first batch, as a resumed run would compute it."""
+    """The first loss is that of the weights of init.from on the first batch, as a resumed run would compute it."""
     new = tmp_path / "new"
     assert go_on(new, init__from=base, train__steps=5) == 0
     said = f"initial weights from step 10 of {base}/checkpoints; step and learning-rate schedule start at 0"
@@ -354,7 +354,9 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsy
 
 
 def test_a_run_starts_from_weights_and_optimizer(base: Path, tmp_path: Path) -> None:
-    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments, so that the result shows both."""
+    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments. So the first checkpoint shows which were
+    restored.
+    """
     source = runs.tensors(base, 10)
     kept: dict[str, Any] = {f"optimizer__{name}": 0 for name in ("lr", "lr_min", "warmup_steps")}
     kept |= {"optimizer__beta1": 0.9999999, "optimizer__beta2": 0.9999999, "train__steps": 1, "eval__every_steps": 0}

@@ -243,7 +243,9 @@ def test_what_is_kept_is_what_the_policy_names(policy):
 
 
 def test_arrays_kept_without_a_name_are_found():
-    """The policy `dots` saves the outputs of matmuls, which come before rotary, so they are not the named q and k."""
+    """The policy `dots` saves the outputs of matmuls. Queries and keys are saved before rotary, so they are not the named q and
+    k.
+    """
     rows = table({"remat.policy": "dots"}).filter(saved="keep")
     products = [r for r in rows if r.name.endswith("dot_general")]
     found = {r.local_shape[1:]: r.copies for r in products}
@@ -269,7 +271,9 @@ def test_offloaded_activations_take_no_device_memory():
 
 
 def test_llama3_8b_by_hand():
-    """Two layers: float32 weights and two moments over 8 GPUs, and one sequence of 8192 tokens a GPU and microbatch."""
+    """Bytes expected by hand, for two layers: float32 weights and two moments over 8 GPUs, and one sequence of 8192 tokens a
+    GPU and microbatch.
+    """
     found = jaxtrain.shardings(CONFIG, "h200:8", **FEW)
     parameters = 8_030_261_248 - 30 * 218_112_000
     assert sum(r.total_bytes or 0 for r in found.filter(kind="parameter")) == 4 * parameters

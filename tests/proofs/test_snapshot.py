@@ -120,7 +120,7 @@ def test_what_was_in_the_way_while_it_got_ready_is_tried_again(monkeypatch: pyte
 
 @pytest.mark.parametrize("layout", ["replicas", "moments on the host"])
 def test_memory_of_all_copies_is_allocated_in_another_thread(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, pinning this memory in the loop's thread would delay the first save."""
+    """On GPUs, pinning the copies' host memory in the training loop's thread would delay the first save."""
     run = helpers.tiny(SMALL | LAYOUTS[layout])
     snapshots, current = Snapshots(helpers.program(run).state), helpers.fresh_state(run)
     snapshots._keeps = False

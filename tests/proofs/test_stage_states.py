@@ -58,7 +58,7 @@ def some(name: str) -> TrainState:
 
 
 def numbered(name: str) -> TrainState:
-    """Return the arrays of `some` with values, among them values that sums of floats would change."""
+    """Return the arrays of `some` with random values, and with -0.0, NaN and infinity, which sums of floats would change."""
     abstract = some(name)
     wanted = abstract_tensors(abstract)
     tensors = {}
@@ -154,7 +154,7 @@ def test_the_digest_of_a_base_does_not_depend_on_stages():
 
 
 def sizes(text: str) -> set[int]:
-    """Return the number of elements of every device array in a compiled program."""
+    """Return the numbers of elements that float32 and uint32 arrays of a compiled program have."""
     return {int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"(?:f32|u32)\[([\d,]+)\]", text)}
 
 

@@ -38,7 +38,7 @@ def gpus(node: Supervised) -> Supervised:
 
 
 class Case(NamedTuple):
-    """The ends of the attempts, and the supervisor's reaction."""
+    """The ends of a run's attempts, and the supervisor's expected reaction."""
 
     plan: list[str]
     code: int
@@ -120,7 +120,7 @@ def test_the_last_ten_minutes_of_a_job(node: Supervised, left_s: int, code: int,
 
 
 def test_attempts_know_their_circumstances(gpus: Supervised):
-    """Attempts get preflight's findings, the number of the restart, and the time of the first start. Restarts wait a second."""
+    """Attempts get preflight's findings, the number of the restart, and the time of the first start."""
     done = gpus.train(*["exit 0", "exit 75"] * 2, "exit 0", "exit 0", JAXTRAIN_RESTART_WAIT="1")
     assert done.returncode == 0 and gpus.started() == "PTpTpT", done.stderr
     look, *others = gpus.attempts()
@@ -201,7 +201,7 @@ def test_a_run_does_not_outlive_the_supervisor(node: Supervised):
 
 @pytest.mark.parametrize(("name", "code"), ASKED.items())
 def test_a_signal_between_two_attempts_ends_at_once(node: Supervised, name: str, code: int):
-    """The pause before the second attempt would be eleven days. A request for a trace does not end it."""
+    """A stop signal ends the pause of eleven days before the second attempt. SIGUSR2, which requests a trace, does not."""
     process = node.begin("exit 124", JAXTRAIN_RESTART_WAIT="999999", JAX_PLATFORMS="cpu")
     assert process.stderr
     introduction = "".join(process.stderr.readline() for _ in range(2))
@@ -232,7 +232,7 @@ def test_a_signal_during_preflight_ends_it(gpus: Supervised, restarts: str):
 
 
 def test_a_signal_before_the_first_attempt_ends_the_supervisor(node: Supervised):
-    """The signal comes while the supervisor runs git and nvidia-smi."""
+    """The signal comes while the supervisor runs nvidia-smi, before the first attempt."""
     asks = node.cwd / "asks"
     (node.bin / "nvidia-smi").write_text('#!/bin/bash\ntouch "$HOME/asks"\nuntil [[ -e $HOME/go ]]; do sleep 0.01; done\n')
     if HAS_GPU:
@@ -262,7 +262,7 @@ def test_a_run_finds_signals_as_the_supervisor_found_them(node: Supervised, rest
 
 
 def test_signals_ignored_from_the_start_stay_ignored(node: Supervised):
-    """nohup starts a process with SIGHUP ignored; it must stay ignored."""
+    """nohup starts a process with SIGHUP ignored. Attempts must ignore it too, and an ignored SIGINT."""
     node.plan("exit 0")
     command = ["bash", "-c", 'trap "" HUP INT; exec "$@"', "bash", *node.command("main")]
     subprocess.run(command, env=node.environ | {"JAX_PLATFORMS": "cpu"}, check=True, stdin=subprocess.DEVNULL)
@@ -300,7 +300,9 @@ def test_switched_off_the_trainer_takes_the_supervisors_place(node: Supervised):
 
 
 def test_switched_off_after_preflight_too(gpus: Supervised):
-    """Without a supervisor, the folder with preflight's findings stays for the trainer."""
+    """Without restarts, the trainer replaces the supervisor after preflight. The folder with preflight's findings stays for the
+    trainer.
+    """
     process = gpus.begin("exit 0", "exit 75", JAXTRAIN_RESTARTS="0", TMPDIR=str(gpus.cwd))
     assert ended(process) == (75, "") and gpus.started() == "PT"
     look, trained = gpus.attempts()
@@ -354,7 +356,9 @@ def test_a_command_that_fails_or_hangs_gives_no_answer():
 
 
 def test_a_run_changes_no_file_and_names_its_variables(node: Supervised):
-    """The user's files, the repository's and temporary files stay unchanged."""
+    """The user's files, the repository's and temporary files stay unchanged. JAXTRAIN_VERBOSE=1 prints the variables that
+    run.sh sets.
+    """
     home, out = node.cwd, node.cwd / "tmp"
     out.mkdir()
     before, repo = {p.name for p in home.iterdir()}, runs.tree(runs.REPO / "jaxtrain" / "runtime")
@@ -421,7 +425,7 @@ def test_a_signal_during_the_look_at_the_config_ends_the_supervisor(node: Superv
 
 
 def test_preflight_on_several_nodes(node: Supervised):
-    """Each node gets its number. The command's exit code is the verdict of all nodes."""
+    """Each node gets its number. The command's exit code is that of the node that fails."""
     env = node.reaches(REACH)
     node.plan("exit 0")
     done = node.run("preflight", "--no-measure", "--nodes=here,bad3", **env)

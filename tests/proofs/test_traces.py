@@ -24,7 +24,7 @@ WINDOW = (5, 6)
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small model on 8 devices; its config asks for a trace."""
+    """Train a small model on 8 devices, with a config that requests a trace."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "small.py").write_text(runs.SMALL)
     asked = {"profile__start": WINDOW[0], "profile__steps": 2, "train__steps": 12, "data__source": "synthetic"}
@@ -39,7 +39,7 @@ def split(traced: Path) -> Profile:
 
 
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
-    """The time of the profiler, and of writing the trace, does not count as training time."""
+    """Traced steps have no step time. The time of the profiler, and of writing the trace, does not count as training time."""
     assert split.steps == WINDOW
     assert f"python -m jaxtrain.profile {traced}" in (traced / "log.txt").read_text()
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(traced)}

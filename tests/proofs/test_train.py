@@ -1,4 +1,4 @@
-"""Whole runs on 8 CPU devices: their messages, their files, and their ends when something is wrong."""
+"""Whole runs on 8 CPU devices: their messages and files, a user's own parts, and how runs end after an error or a signal."""
 
 import importlib
 import json
@@ -66,7 +66,7 @@ def test_checkpoints_tell_what_they_hold(plain: Path) -> None:
 
 
 def test_switches_switch_off(plain: Path, tmp_path: Path) -> None:
-    """Training is the same without evaluations, TensorBoard and saves before the last, and with one batch read ahead."""
+    """The final tensors are the same without evaluations, TensorBoard and earlier saves, and with one batch read ahead."""
     workdir = tmp_path / "a run"
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false", "data__prefetch": 1}
     assert run(workdir, train__steps=8, log__every_steps=3, **off) == 0
@@ -210,7 +210,7 @@ def test_memory_is_looked_at_and_reserved_for_saves_before_the_first_step(
 
 
 class SmallDevice:
-    """A fake device with a thousand bytes."""
+    """A fake device with a thousand bytes of memory."""
 
     platform = "cpu"
 

@@ -64,7 +64,7 @@ def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclasses.dataclass
 class Watched:
-    """A run, and the text of its files before it resumed from step 4."""
+    """A run that resumed from step 4, and the text of its files before that."""
 
     workdir: Path
     first: dict[str, str]
@@ -292,7 +292,7 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_wandb_is_told_the_same(watched: Watched) -> None:
-    """The package's offline files are read back: they hold two attempts with one id."""
+    """W&B's offline files have the lines of metrics.jsonl, in two attempts with one id."""
     attempts = [runs.wandb_records(path) for path in sorted((watched.workdir / "wandb").glob("offline-run-*/run-*.wandb"))]
     assert len(attempts) == 2
     known = json.loads((watched.workdir / "wandb.json").read_text())

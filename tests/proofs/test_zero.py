@@ -1,7 +1,7 @@
-"""Stages of ZeRO: which arrays each shards, and exactly the bytes on the wire that it promises.
+"""Stages of ZeRO: which arrays each stage shards, and exactly the bytes on the wire that its formula gives.
 
-The collectives are read from the program that XLA:GPU compiles ahead of time for 8 H200s. test_parity.py checks that each
-stage takes the steps of one device.
+The collectives are read from the program that XLA:GPU compiles ahead of time for 8 H200s. test_parity.py checks that each stage
+takes the steps of one device.
 """
 
 import dataclasses
@@ -38,7 +38,9 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_shards_the_state(stage):
-    """Except in zero=0, arrays are sharded over `fsdp`, the table over `tensor` and `seq` too. `data` replicates them."""
+    """Except in zero=0, arrays are sharded over `fsdp`, and the embedding's table over `tensor` and `seq` too. `data`
+    replicates them.
+    """
     state = helpers.program(helpers.tiny(MODEL | {"mesh.data": 2, "mesh.fsdp": 4} | STAGES[stage])).state
     state = dataclasses.replace(state, guard=())  # a few hundred numbers, replicated on every device
     held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(state))
@@ -71,7 +73,8 @@ def sizes(state) -> dict[str, int]:
 def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, accum: int) -> dict[tuple[str, str], float]:
     """Return {(kind, mesh axis): bytes that each GPU sends in a step}. `rows`: elements of a microbatch's residual on a GPU.
 
-    If the embedding's table or its gradient is sharded, rows of a microbatch are sent instead of the table.
+    `w`: numbers of weights, as `sizes` returns them. If the embedding's table or its gradient is sharded, rows of a microbatch
+    are sent instead of the table.
     """
     data, n = mesh["data"], mesh["fsdp"]
     ring = BF16 * (n - 1) / n
@@ -178,7 +181,7 @@ def test_a_custom_loss_has_the_whole_head_however_it_is_held(layout):
 )
 @pytest.mark.parametrize("accumulate", ["layer", "microbatch"])
 def test_a_stack_that_is_not_run_once_whole_and_unchanged_is_refused(family, said, accumulate):
-    """If a family runs its layers otherwise, sums of earlier microbatches would be lost or counted twice.
+    """If a family runs its layers otherwise, sums of earlier microbatches' gradients would be lost or counted twice.
 
     A change of weights before the layers would be ignored.
     """
