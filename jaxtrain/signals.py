@@ -21,6 +21,7 @@ TRACE = signal.SIGUSR2
 SAME_REQUEST_S = 0.2
 
 CLOSE = 0  # no signal has this number
+NOTHING_YET = "stopping, there is nothing to save yet."
 
 
 class Stop:
@@ -55,7 +56,7 @@ class Stop:
     @property
     def name(self) -> str:
         """Return the signal's name for messages."""
-        return "Ctrl-C" if self.reason == "SIGINT" else str(self.reason)
+        return _name(str(self.reason))
 
     @staticmethod
     def exit_code_of(why: str) -> int:
@@ -104,6 +105,7 @@ class Stop:
         """
         if self.at_once is not None and self.reason is None:
             code = self.exit_code_of(why)
+            _say(f"\n{_name(why)}: {NOTHING_YET}\n")
             try:
                 self.at_once(why, code)
             finally:
@@ -119,7 +121,7 @@ class Stop:
             self.exit_code = EXIT_CODES[number]
             self.reason = number.name  # set after `exit_code`, because the loop checks `reason`
             if self.at_once is not None:
-                _say(f"\n{self.name}: stopping, there is nothing to save yet.\n")
+                _say(f"\n{self.name}: {NOTHING_YET}\n")
                 try:
                     self.at_once(number.name, self.exit_code)
                 finally:
@@ -133,6 +135,11 @@ class Stop:
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
     """Do nothing. A Python handler must be set for the interpreter to write to the pipe, which a thread reads."""
+
+
+def _name(why: str) -> str:
+    """Return the reason of a stop for messages."""
+    return "Ctrl-C" if why == "SIGINT" else why
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,6 @@
 """SIGTERM in each phase: exit code 75, the state is saved, and the run resumes unchanged; on one process and on two."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -171,7 +172,10 @@ def test_one_of_two_processes_is_killed(
 
 
 def test_a_time_limit_leaves_in_time(faults: Faults, tmp_path: Path) -> None:
+    """A limit of two minutes ends after a saved step; a limit of six seconds is over before the first step, with a message."""
+    code, said = faults.start(tmp_path / "short", train__steps=100_000, train__max_minutes="0.1").end()
+    assert code == 75 and re.search(r"^time limit, .*: stopping, there is nothing to save yet\.$", said, re.MULTILINE), said
     workdir = tmp_path / "run"
-    code, said = faults.start(workdir, train__steps=100_000, train__max_minutes="0.5").end()
+    code, said = faults.start(workdir, train__steps=100_000, train__max_minutes="2").end()
     assert code == 75, said
     assert "time limit" in said and max(runs.steps(workdir)) == steps_written(workdir)

@@ -42,7 +42,9 @@ def test_signals_ask_to_stop_or_to_trace(
     assert asked == ([reason] if reason else []) and bool(stop) == bool(reason)
 
 
-def test_where_nothing_is_there_to_save_a_run_leaves_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_where_nothing_is_there_to_save_a_run_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """The request is a signal, another process's request or the time limit. The run's files are closed first, and the
     process ends even if that fails.
     """
@@ -63,5 +65,6 @@ def test_where_nothing_is_there_to_save_a_run_leaves_at_once(monkeypatch: pytest
         with pytest.raises(OSError):
             ask(stop)
         assert seen == [told] and left.pop() == told[1] and not left
+        assert capfd.readouterr().err == f"\n{told[0].replace('SIGINT', 'Ctrl-C')}: stopping, there is nothing to save yet.\n"
     Stop().asked_elsewhere("SIGTERM")  # with something to save, the loop ends the run
     assert not left
