@@ -232,7 +232,10 @@ def mean(found: Iterable[Row]) -> float:
 
 
 def ranges(found: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return the contents of published_ranges.json: each kind's range, and whether XLA compiled the runs behind it."""
+    """Return the contents of published_ranges.json.
+
+    For each kind of run: the range of planned over published step time, and the compilers of the runs in words.
+    """
     kinds = rows_by_kind(found)
     programs = {True: "XLA programs", False: "programs of other compilers than XLA"}
     return {

@@ -211,7 +211,7 @@ def fit_schedule(
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Return the result of `config.resolve`. The problem of a dropout key explains why jaxtrain has none."""
+    """Return the result of `config.resolve`. The problem of an unknown dropout key has the reason for its absence."""
     run, problems = resolve(config)
     return run, [_explain_refusal(p) for p in problems]
 

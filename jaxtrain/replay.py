@@ -240,7 +240,10 @@ def _in_loss(program: Program, params: Any, micro: Any) -> str:
 
 
 def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
-    """Return parameter (of one layer) -> f32 (2,): the number of its gradient's values that are not finite, and the norm."""
+    """Return name of a parameter -> f32 (2,): number of its gradient's values that are not finite, and the gradient's norm.
+
+    Each layer of a stack has its own entries.
+    """
     _, grads = program.gradients(params, batch)
     return {name: np.asarray(_measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 

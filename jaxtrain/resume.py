@@ -45,18 +45,18 @@ TABLE = (
     Row(
         ("attention.impl", "attention.ulysses", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
         "free",
-        "the same step. With moe.capacity_factor and mesh.seq, parallel.context and attention.ulysses decide which tokens "
-        "experts drop: then only if named in checkpoint.allow_change",
+        "the same step up to rounding. With moe.capacity_factor and mesh.seq, parallel.context and attention.ulysses decide "
+        "which tokens experts drop: then only if named in checkpoint.allow_change",
         LAYOUT,
     ),
-    Row(("moe.impl", "moe.buffer"), "free", "the same step", LAYOUT),
-    Row(("train.accumulate", "loss.chunk"), "free", "the same step", LAYOUT),
-    Row(("train.memory_fraction",), "free", "the same step", MACHINE),
+    Row(("moe.impl", "moe.buffer"), "free", "the same step up to rounding", LAYOUT),
+    Row(("train.accumulate", "loss.chunk"), "free", "the same step up to rounding", LAYOUT),
+    Row(("train.memory_fraction",), "free", "the same step up to rounding", MACHINE),
     Row(
         ("train.grad_accum",),
         "free",
-        "the same step. moe.balance_loss, moe.z_loss and moe.capacity_factor apply to a microbatch: with them only if named in "
-        "checkpoint.allow_change",
+        "the same step up to rounding. moe.balance_loss, moe.z_loss and moe.capacity_factor apply to a microbatch: with them "
+        "only if named in checkpoint.allow_change",
         LAYOUT,
     ),
     Row(("train.max_minutes", "train.timeouts"), "free", "training does not depend on it", NOTHING),
@@ -71,7 +71,9 @@ TABLE = (
     Row(("env.*",), "free", "NCCL's algorithms add in different orders: values differ by rounding", NOTHING),
     Row(("train.deterministic",), "free", "other kernels: values differ by rounding", MACHINE),
     Row(
-        ("train.steps",), "free", "a run may become longer or shorter; a schedule of all steps then ends with the new last step"
+        ("train.steps",),
+        "free",
+        "a run may become longer or shorter; with optimizer.decay_steps=0 the schedule then ends at the new last step",
     ),
     Row(
         ("optimizer.lr", "optimizer.lr_min", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"),
@@ -110,7 +112,7 @@ TABLE = (
     Row(
         ("init.*",),
         "free",
-        "used only at a run's start; with adapters, the path of their base: another base is refused",
+        "used only at a run's start; with adapters, the path of their base, whose weights must be the same",
         INPUTS,
     ),
     Row(
@@ -160,7 +162,7 @@ TABLE = (
         "ask",
         "part of the recipe",
     ),
-    Row(("optimizer.offload",), "free", "the same step", MACHINE),
+    Row(("optimizer.offload",), "free", "the same step up to rounding", MACHINE),
     Row(("optimizer.name",), "never", "another optimizer stores other tensors"),
     Row(("lora.alpha",), "ask", "the same weights compute another function"),
     Row(("lora.rank", "lora.targets", "train.freeze"), "never", "other tensors are trained and have moments"),

@@ -35,7 +35,9 @@ def settings(name: str, version: int = 5) -> dict[str, Any]:
 def write(
     folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, mtp: int = 0, **changes: Any
 ) -> Path:
-    """Write a Hugging Face folder with the golden weights of a model. `changes`: keys of config.json; None removes a key.
+    """Write a Hugging Face folder of a model in reference/golden, with its random weights.
+
+    changes: keys of config.json; None removes a key.
 
     mtp: the number of multi-token prediction modules. transformers never writes weights of such modules.
     """
@@ -61,7 +63,7 @@ def off(logits: np.ndarray, name: str) -> float:
 
 
 def imported(place: Path, name: str, dtype: str = "auto", **changes: Any) -> tuple[Path, Path, list[str]]:
-    """Write a Hugging Face folder with golden weights, and import it. Returns (folder, run's folder, messages)."""
+    """Write a Hugging Face folder as `write` does, and import it. Returns (folder, run's folder, messages)."""
     folder, said = write(place / "theirs", name, **changes), []
     import_folder(open_folder(folder), place / "ours", dtype, said.append)
     return folder, place / "ours", said

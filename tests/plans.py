@@ -1,4 +1,7 @@
-"""Compiled steps and plans for described machines, made without GPUs and once in a process. They need the `plan` extra."""
+"""Train steps compiled ahead of time for a GPU topology, and their plans. They need no GPU, but the `plan` extra.
+
+Each is made once in a process.
+"""
 
 import functools
 import importlib.util

@@ -201,7 +201,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
-    """Return tokens first..last-1 as text, as ids if `tokenizer` is None. ⟦ and ⟧ enclose tokens without loss."""
+    """Return tokens first..last-1 as text, as ids if `tokenizer` is None. ⟦ and ⟧ enclose tokens that the loss leaves out."""
 
     def decode(ids: np.ndarray) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))

@@ -53,7 +53,7 @@ class Batches:
       pairs: whether rows are pairs.
       left_out: number of pairs that are never read because they are longer than a row.
       references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
-      sources: the rows of each source that the run has read or will read, by number.
+      sources: the rows of each source of all phases, past ones included. The index in the list is the source's number.
       mixture: the phases of the run and their weights of the sources, which decide the source of each row (mixture.py).
     """
 

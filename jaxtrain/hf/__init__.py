@@ -1,1 +1,1 @@
-"""Import and export of Hugging Face checkpoints; jaxtrain/models has the names of tensors and keys."""
+"""Import and export of Hugging Face checkpoints; jaxtrain/models has their names of tensors and of keys in config.json."""

@@ -20,9 +20,10 @@ Each matmul contracts the last axes of two operands, 8-bit arrays times their sc
 call with scales (`__cublas$lt$matmul$f8`), which requires the contracted axes last. On CPU, XLA multiplies the same rounded
 numbers in bfloat16 and sums in float32.
 
-Arrays that outlive a matmul (weights, saved activations) are stored as the same bits in uint8. `jax.checkpoint` rounds all
-floating-point numbers that it saves to the exponent and mantissa bits of their type, by the rules of IEEE formats (jax 0.11.2,
-`_insert_reduce_precision`). For e4m3 this rounding would turn values above 240 into NaN, and subnormal values into 0.
+8-bit arrays that outlive a matmul (weights, and the rounded inputs of the backward pass) are stored as the same bits in uint8.
+`jax.checkpoint` rounds all floating-point numbers that it saves to the exponent and mantissa bits of their type, by the rules
+of IEEE formats (jax 0.11.2, `_insert_reduce_precision`). For e4m3 this rounding would turn values above 240 into NaN, and
+subnormal values into 0.
 """
 
 import dataclasses

@@ -256,7 +256,7 @@ class Transformer(nnx.Module):
             return share(self.model, self.kernel, rows)
 
     def enter(self, tokens_BT: jax.Array, shared: Shared) -> Carry:
-        """Return the input of the stack of layers: the embeddings, after the dense layers if there are any."""
+        """Return the input of the stack of layers: the output of the first model.dense_layers layers, or the embeddings."""
         carry = self.embed_tokens(tokens_BT)
         if self.model.dense_layers:
             run = self.remat.checkpoint(self.layer, in_loop=False)

@@ -1,10 +1,11 @@
 """Compare the steps of two runs, with bounds that follow from rounding.
 
 The comparison covers the loss and the gradient norm of every step, the gradient of every tensor at the first step, and the
-total change of every weight. The gradients are read from the optimizer: after the first step Adam's first moment, like Muon's
-momentum, is 1 - beta1 times the gradient. The initial weights must be equal bit for bit. The error of a tensor's gradient is
-|got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its gradient is mostly rounding. For
-such a tensor, the denominator is the tensor's share of the global gradient norm.
+total change of every weight. The gradients are read from the optimizer: after the first step Adam's first moment is 1 - beta1
+times the gradient, and Muon's momentum is 1 - optimizer.momentum times it. The initial weights must be equal bit for bit. The
+error of a tensor's gradient is |got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its
+gradient is mostly rounding. For such a tensor, the denominator is the global gradient norm times sqrt(elements of the tensor /
+all elements).
 
 float32: the bound is 1e-5 for all values except the weights. This allows 168 roundings of u = 2^-24 with one sign, or 28,000
 with random signs.
@@ -58,7 +59,7 @@ class Trained:
     loss: np.ndarray  # of each step
     grad_norm: np.ndarray
     start: Arrays  # weights before the first step
-    gradients: Arrays  # of the first step, times 1 - beta1 and the clipping factor
+    gradients: Arrays  # of the first step, times 1 - beta1 (Muon: 1 - optimizer.momentum) and the clipping factor
     weights: Arrays  # after the last step
 
 

@@ -253,7 +253,10 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
 
 
 def cards_of(devices: Sequence[Any]) -> list[Card]:
-    """Return the NVML card of each of JAX's devices; [] for CPUs. CUDA_DEVICE_ORDER must be PCI_BUS_ID."""
+    """Return the Card (a GPU by its NVML handle) of each of JAX's devices; [] for CPUs.
+
+    CUDA_DEVICE_ORDER must be PCI_BUS_ID.
+    """
     if devices[0].platform != "gpu":
         return []
     pynvml.nvmlInit()

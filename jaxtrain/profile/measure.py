@@ -286,7 +286,7 @@ def operations_of(trace: Trace, program: Program | None) -> dict[int, list[tuple
 def divide_time(
     events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
 ) -> Sums:
-    """Return operation -> its sums (`Sums`) over one device's steps.
+    """Return `Sums` over one device's steps: operation -> its times, launches, FLOPs, bytes and planned seconds.
 
     Args:
         events: (event, operation) pairs, ordered by start.

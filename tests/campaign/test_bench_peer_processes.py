@@ -67,7 +67,7 @@ def test_a_peer_that_takes_too_long_is_ended(tmp_path, monkeypatch):
 
 
 def test_torch_does_the_same_work(tmp_path, capsys):
-    """A small model has the same four losses in PyTorch and in jaxtrain, from the same weights.
+    """From the same weights, a small model has the same loss in each of four steps in PyTorch and in jaxtrain.
 
     The model has grouped queries, a tied head and scaled rotary frequencies.
 

@@ -62,7 +62,9 @@ def kept_programs(tmp_path_factory):
 
 
 def test_a_suite_in_tiny_form(tmp_path, monkeypatch, capsys, kept_programs):
-    """All parts except rates succeed on 8 CPU devices in this process. `program_here` replaces some of them."""
+    """All parts except rates succeed on 8 CPU devices in this process. `program_here` fixes the results of preflight, kernel
+    tests and training.
+    """
     monkeypatch.setattr(node_suite, "run_case", run_here)
     monkeypatch.setattr(parts, "run_program", program_here)
     monkeypatch.setattr(node_suite, "SMOKE_LAYOUTS", "one,fsdp2xtensor2")

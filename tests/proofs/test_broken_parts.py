@@ -1,4 +1,7 @@
-"""The contract tests detect parts that break the contract: each fails the right test, with a message that names the rule."""
+"""test_contract.py detects families, losses, optimizers and sources that break its rules.
+
+Each broken one here fails the right test, with a message that gives the rule.
+"""
 
 import helpers
 import pytest

@@ -36,7 +36,10 @@ def test_ctrl_c_ends_a_command_with_one_line():
 
 
 def test_ctrl_c_during_imports_ends_a_command_with_one_line():
-    """While Python looks for a command's module, sys.argv[0] is `-m`. A KeyboardInterrupt would be lost at that point."""
+    """While `python -m` imports the package (sys.argv[0] is still `-m`), the signal's handler ends the process.
+
+    A KeyboardInterrupt could be caught by an `except BaseException` around an import.
+    """
     interrupt = "os.kill(os.getpid(), signal.SIGINT)"
     process = _start("pass", f"sys.argv = ['-m']; import jaxtrain\ntry:\n    {interrupt}\nexcept BaseException:\n    pass")
     assert process.communicate() == ("", "interrupted\n") and process.returncode == 130

@@ -323,8 +323,10 @@ def test_key_changes_the_program(key, text):
 
 
 def test_the_same_config_gives_the_same_program():
-    """Otherwise every key would seem to change the program. Only sample.seed differs: no program depends on it, but it is in
-    the key of the caches.
+    """Otherwise every key would seem to change the program.
+
+    The two configs differ in sample.seed alone. No program depends on it, but the caches are keyed by the config: both
+    programs are lowered.
     """
     one = helpers.tiny(BASE)
     other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, seed=5))  # another key of the caches
@@ -333,7 +335,7 @@ def test_the_same_config_gives_the_same_program():
 
 
 def test_heads_are_split_together():
-    """heads and kv_heads change the program together. One of them alone, and a sharded head_dim, are refused."""
+    """The rules of heads and kv_heads change the program if both change. A change of one, or a sharded head_dim, is refused."""
     both = {"sharding.rules.heads": "", "sharding.rules.kv_heads": ""}
     assert differs(helpers.tiny(BASE | SPLIT | both), helpers.tiny(BASE | SPLIT)), "heads and kv_heads change nothing"
     for key, value in (*both.items(), ("sharding.rules.head_dim", "tensor")):

@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): definition, documents, experts, names in checkpoints.
 
-matrix.py has the layouts.
+tests/matrix.py lists the layouts that train multi-token prediction.
 """
 
 import dataclasses

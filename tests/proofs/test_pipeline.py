@@ -110,8 +110,9 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
 
 
 def test_a_custom_loss_sees_the_whole_vocabulary():
-    """A loss that computes all logits takes the steps of one device. The layers are unrolled, and gradients are summed over
-    `data` at the end of the step.
+    """With a loss that computes all logits, the steps equal those on one device.
+
+    The layers are unrolled, and gradients are summed over `data` at the end of the step.
     """
     asked = {"loss.name": "helpers:whole_logits_loss", "model.tied_head": True, "model.num_layers": 2}
     same(asked, TWO | {"mesh.data": 2, "mesh.tensor": 2, "parallel.scan_layers": False})

@@ -145,7 +145,7 @@ EXPERTS = RunConfig(model=FEW, train=Train(freeze=""))
 
 
 def test_experts_count_those_a_token_goes_through():
-    """A token counts three matrices of each of its two experts and of the shared expert, and the router."""
+    """The FLOPs of a token are three matmuls in each of its two experts and in the shared expert, and the router's matmul."""
     d = FEW.d_model
     mlp = 3 * 2 * d * (2 * FEW.d_ff + FEW.shared_d_ff) + 2 * d * 4
     dense = 3 * 2 * d * SMALL.d_ff
@@ -204,7 +204,7 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
 
 
 def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
-    """Each token has two experts, and the buffer holds 1.25 even shares. A device with one expert computes its whole buffer."""
+    """Each token has two experts, and a buffer has room for 1.25 even loads. A device with one expert computes all of it."""
     few = dataclasses.replace(EXPERTS, moe=Moe(buffer=1.25))
     for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
         spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))

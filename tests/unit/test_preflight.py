@@ -375,7 +375,8 @@ def beside(*far: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
 def test_a_card_for_each_gpu(far, state, cards, tmp_path):
-    """One of eight GPUs without a near card is a fault. If only one GPU has a near card, the card is for storage.
+    """If one of eight GPUs has no NIC nearby (PIX in nvidia-smi's topology), it is a fault. A NIC near one GPU alone is
+    for storage.
 
     The number of network cards counts active cards near a GPU.
     """

@@ -69,8 +69,8 @@ ROOT = f"\n  ROOT %c = {BIG} all-gather(%x), replica_groups={{{{0,1}}}}, dimensi
 
 
 def test_small_messages_are_slower():
-    """On one node the largest messages reach 370 GB/s, and the smallest take 10 us. Between them rates follow the published
-    sweep.
+    """On one node the largest messages reach 370 GB/s, and the smallest take 10 us. Between them rates follow the
+    published all-reduce bandwidths by size (`_SWEEP` in plan/rates.py).
     """
     speeds = [on_links("all-gather", mib, 1) for mib in (1 / 1024, 1 / 32, 1, 8, 64, 512, 16384)]
     assert speeds == pytest.approx([0.09, 2.87, 30.6, 119.3, 265.9, 345.5, 370.0], rel=0.01)

@@ -155,7 +155,10 @@ def test_a_redirected_gradient_is_that_of_the_other_array():
 
 @pytest.mark.parametrize("partial", [(), ("tensor",), ("fsdp", "tensor"), ("fsdp",)])
 def test_a_blocks_output_is_summed_into_the_residual_stream_and_gathered_from_it(partial: tuple[str, ...]):
-    """Each device gets the sums of its tokens. The gradients of the sums and of the next block's input reach every summand."""
+    """Partial outputs are reduce-scattered: each device gets the sum over devices for its own tokens.
+
+    Backward, each partial output gets the gradient of the residual stream plus that of the next block's gathered input.
+    """
     p = Placement(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor")), tuple(RULES.items()))
     of_device = P(("fsdp", "tensor"))
     x, of_residual, of_block = whole_numbers(4, 4, 2), whole_numbers(4, 2, 2), whole_numbers(4, 4, 2)[::-1]

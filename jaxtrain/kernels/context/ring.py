@@ -178,7 +178,15 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return x[:rows], x[rows:]
 
     def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
-        """Return gradients of queries, then of keys and values in one array: each (rows of the first block, of the second)."""
+        """Return the gradients of the queries, and those of keys and values joined along the heads.
+
+        Args:
+            queries: q, output, log-sum-exp, and the output's gradient.
+            of: the description of the block (`BlockOf` of the kernel).
+
+        Returns:
+            Two pairs. Each pair is (rows of the early chunk, rows of the late chunk).
+        """
         q, out, lse, do = queries
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
         return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))

@@ -424,7 +424,10 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
 
 
 def _kept(policy: str, memory: Memory) -> float:
-    """Return the GiB of the plan's saved activations that `policy` also saves. Names of one entry count as equal in size."""
+    """Return the GiB of the plan's saved activations that `policy` also saves.
+
+    A key of `memory.saved` may list several activations: each counts as an equal part of its GiB.
+    """
     names = {"layer input", *activations.KEPT[policy]}
     total = 0.0
     for group, gib in memory.saved.items():
