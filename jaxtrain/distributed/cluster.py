@@ -39,9 +39,9 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
     """Return (cluster of this process, or None for a run of one process; all problems found).
 
     Each value comes from its option, else from JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID or
-    JAXTRAIN_LOCAL_DEVICES. The remaining values come from the variables of the first of these launchers that sets them:
-    torchrun, Slurm (under srun), Open MPI, a Kubernetes Job (the index only). If torchrun, Slurm or Open MPI starts several
-    processes on a node, each uses the device of its local rank. Otherwise a process uses all devices of its node.
+    JAXTRAIN_LOCAL_DEVICES. The remaining values come from the first of these launchers whose variables are set: torchrun,
+    Slurm (under srun), Open MPI, a Kubernetes Job (the index only). If torchrun, Slurm or Open MPI starts several processes on
+    a node, each uses the device of its local rank. Otherwise a process uses all devices of its node.
 
     Args:
       options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", each "" if not given.
@@ -53,7 +53,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 @dataclasses.dataclass
 class _Launcher:
-    """Values from a launcher's variables. A value is None if no variable has it; `devices` None: all devices of the node."""
+    """Values from a launcher's variables. None: no variable has the value; for `devices`: all devices of the node."""
 
     name: str
     coordinator: str | None

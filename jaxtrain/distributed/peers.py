@@ -63,7 +63,7 @@ class Peers:
 
     @classmethod
     def of_this_run(cls) -> "Peers":
-        """Return the peers that `start` connected, or those of a run of one process.
+        """Return the peers that `start` connected; in a run of one process, peers without a client.
 
         A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed, with exit code
         1. To end with another exit code, call `close` and then `leave`.
@@ -318,8 +318,8 @@ class Peers:
     def close(self, failed: str = "") -> None:
         """Leave the service together with the other processes, or report to them that this process has failed.
 
-        Without `failed`, it waits until all processes have called it (EXIT_S at most). Process 0 leaves last: the others would
-        abort if process 0's store ended before they have left. Only the first call has an effect.
+        Without `failed`, `close` waits until all processes have called `close` (EXIT_S at most). Process 0 leaves last: the
+        others would abort if process 0's store ended before they have left. Only the first call has an effect.
 
         Args:
           failed: the reason why this process must end; "": it has not failed. Call `leave` next. If a collective failed, the

@@ -117,7 +117,7 @@ def _delay_abort() -> None:
 
     JAX aborts this process when it loses the connection to process 0. The handler of SIGABRT is C's sleep(); its argument, the
     signal's number 6, is the delay in seconds. In this time, the threads of `Peers` report the loss of process 0, and the run
-    exits with 75. Every other abort ends the process as before, 6 s later. No Python runs in the handler, because the aborting
+    exits with 75. Every other abort also ends the process 6 s later. No Python runs in the handler, because the aborting
     thread may hold the GIL.
     """
     libc = ctypes.CDLL(None)
