@@ -75,7 +75,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
-    """Return (size of each mesh axis, with the actual size for -1; problems). An impossible mesh has the sizes None."""
+    """Return (size of each mesh axis, with the actual size for -1; problems). The sizes are None if the mesh is impossible."""
     if devices.problem:
         return None, [devices.problem]
     if devices.count < 1:
