@@ -103,7 +103,7 @@ class Watch:
         )
 
     def measured(self) -> dict[str, float | None]:
-        """Return the median step time (s) after FIRST lines of metrics, and the latest peak memory (GiB); None without any."""
+        """Return the median step time (s) after FIRST lines of metrics and the latest peak memory (GiB); None if unmeasured."""
         return {"step_s": statistics.median(self.steps) if self.steps else None, "peak_gib": self.peak_gib}
 
     def record(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
 
 
 def _window(starts: Sequence[float], layers: float) -> tuple[float, float] | None:
-    """Return (start, end) of the layer of median duration; None below two layers. starts: start of each attention kernel."""
+    """Return (start, end) of the layer of median duration; None without two layers. starts: start of each attention kernel."""
     kernels = max(1, round(len(starts) / layers))  # attention kernels of one layer: a ring has several
     marks = starts[::kernels]
     pairs = list(zip(marks, marks[1:], strict=False))

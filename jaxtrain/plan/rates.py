@@ -1,4 +1,4 @@
-"""Rates of a GPU: from a calibration on that GPU if there is one, else published rates of its kernels.
+"""Rates of a GPU: from a calibration on that GPU if there is one, else published kernel rates.
 
 A calibration is one JSON file per GPU name. `Rates.source` names the origin of a plan's rates.
 """
@@ -136,7 +136,7 @@ def ranges() -> dict[str, list[float]]:
 def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, float] | None:
     """Return the (shortest, longest) expected step time in ms, by the ratios of published runs of the same kind.
 
-    None if the kind has no range, or at calibrated rates.
+    Return None if the kind has no range, or if any rate is calibrated.
 
     Args:
         step_ms: step time of the roofline.

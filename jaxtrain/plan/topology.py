@@ -118,7 +118,7 @@ def _read(chip: str) -> dict[str, Any]:
 def here() -> Topology:
     """Return the machine that consists of all GPUs that JAX finds.
 
-    Raises TopologyError if these are not GPUs, if they differ in kind, or if nodes differ in the number of GPUs.
+    Raises TopologyError if JAX finds no GPU, if the GPUs differ in kind, or if nodes differ in the number of GPUs.
     """
     found = jax.devices()
     if found[0].platform != "gpu":
@@ -152,8 +152,8 @@ def _toolkits() -> list[Path]:
 def devices(topology: Topology) -> list[Any]:
     """Return the devices to compile for, ordered by id, node by node. `process_index` is the number of the node.
 
-    Without `topology.description`, these are JAX's devices. With it, they exist only for the compiler, and cannot run programs.
-    Raises RuntimeError without XLA's GPU compiler.
+    Without `topology.description`, return JAX's devices. Devices of a description exist only for the compiler, and cannot run
+    programs. Raises RuntimeError without XLA's GPU compiler.
     """
     if not topology.description:
         return jax.devices()

@@ -6,10 +6,11 @@ Bytes are those of the ring algorithms, which send the fewest bytes possible (n 
     all-reduce          2(n-1)/n of the array            all-to-all           (n-1)/n of the array
     collective-permute  the array                        collective-broadcast the array
 
-A ring visits the devices node by node, so it leaves each node once. NCCL runs as many rings as there are network cards. So a
-GPU's share of the network traffic is the bytes that it sends, divided by the number of its group's GPUs in its node. An
-all-to-all is not a ring: its bytes for devices of other nodes cross the network. If any pair of a permutation crosses nodes,
-all its bytes count as network traffic: the GPU at the border sends all of its bytes over the network.
+A ring visits the devices node by node, so in each node only one GPU sends to the next node. NCCL runs a ring for each network
+card, which spreads these sends over the GPUs of the node. So a GPU's share of the network traffic is the bytes that it sends,
+divided by the number of its group's GPUs in its node. An all-to-all is not a ring: its bytes for devices of other nodes cross
+the network. If any pair of a permutation crosses nodes, all its bytes count as network traffic: the GPU at the border sends
+all of its bytes over the network.
 
 Each hop from node to node has a latency. The first byte of a ring passes through all nodes, one after the other. For its
 latency, an all-reduce counts as a tree of nodes, up and down, since NCCL uses a tree if that is faster.
@@ -233,7 +234,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _named(match: re.Match[str]) -> np.ndarray:
-    """Return device groups along axes of the compiler's own mesh. `'a':(2)4`: axis a is 2 x 4 x rest, and its 4 is grouped."""
+    """Return device groups along axes of the compiler's own mesh. `'a':(2)4`: a group spans the 4 of axis a = 2 x 4 x rest."""
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
     if not match[2]:
         devices = np.arange(math.prod(axes.values()))

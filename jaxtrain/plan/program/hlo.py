@@ -1,7 +1,8 @@
 """Read the text of a scheduled, partitioned HLO module (`compiled.as_text()`).
 
 Instructions are in the order in which they start, each with the computations that it calls and its line of Python. `walk`
-multiplies loops out. A line that cannot be parsed is an error, since a skipped collective would be missing in every figure.
+counts an instruction once per iteration of its loops. A line that cannot be parsed is an error, since a skipped collective
+would be missing in every figure.
 
 The text is parsed instead of the HloProto, because XLA documents the text's syntax. The text also has the number of partitions,
 and one instruction for each asynchronous start.
@@ -59,7 +60,7 @@ _MOST_TRIPS = 20_000  # largest trip count that is found by evaluating the loop'
 
 
 class HloError(ValueError):
-    """A part of the module cannot be parsed. The message has the instruction's name and text."""
+    """A line of the module cannot be parsed, or the cost of an instruction is unknown. The message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -357,10 +358,10 @@ def _short(path: str) -> str:
 def walk(module: Module, fusions: bool = False) -> Iterator[tuple[Instruction, Computation, int, tuple[str, ...]]]:
     """Yield every instruction that a step runs: (instruction, its computation, executions per step, the enclosing loops).
 
-    Instructions are in scheduled order, a caller before its computations. Loops are listed from the outermost. Loop bodies are
-    multiplied out. The condition of a loop is included only without a recorded trip count, since XLA evaluates it only then.
-    Every branch of a conditional counts as if it ran each time, which is an upper bound. Computations that are applied to
-    elements (the addition of a reduction) are left out.
+    Instructions are in scheduled order, a caller before its computations. Loops are listed from the outermost. Executions
+    count every iteration of these loops. A loop's condition is included only without a recorded trip count, since XLA
+    evaluates the condition only then. Every branch of a conditional counts as if it ran each time, which is an upper bound.
+    Computations that are applied to elements (the addition of a reduction) are left out.
 
     Args:
       fusions: whether to enter fusions. If not, a fusion is one instruction.
@@ -412,8 +413,9 @@ def trip_count(module: Module, loop: Instruction) -> int:
     """Return the trip count of a while loop.
 
     XLA's passes record the count. Without a record, this function evaluates a counter that starts from a constant and depends
-    only on itself, as in Qwen3's experts. A loop over further rounds of an expert dispatch has the module's `further_rounds`
-    iterations. A loop around such a loop has at most one iteration. Raises HloError if any other count depends on data.
+    only on itself, as in the loop over Qwen3's experts. A loop over further rounds of an expert dispatch has the module's
+    `further_rounds` iterations. A loop around such a loop has at most one iteration. Raises HloError if any other count depends
+    on data.
     """
     if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
         return int(known[1])

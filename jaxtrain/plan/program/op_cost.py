@@ -175,7 +175,7 @@ def gemm_flops(where: Computation, i: Instruction) -> float:
 
 
 def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
-    """Return the number of query-key pairs inside a mask, by the convention of `flops.attention`.
+    """Return the number of query-key pairs inside a mask. A causal mask has half of all pairs, as in `flops.attention`.
 
     A packed sequence counts as one document, which is an upper bound: the program does not have the documents' lengths.
     """
@@ -291,7 +291,10 @@ def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type],
 
 
 def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return the cost of `made` FLOPs and of `moved`: (bytes, array) of each access. The kind is "host" for host memory."""
+    """Return the cost of `made` FLOPs and of `moved`: (bytes, array) of each access.
+
+    The cost's kind is "host" if any access is to host memory, else `kind`.
+    """
     host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
     return Work("host" if host else kind, made, device, host)

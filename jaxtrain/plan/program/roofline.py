@@ -5,9 +5,9 @@ run in the order of the compiler's schedule. There are four: for kernels, collec
 and copies to and from the host. Each stream runs one operation at a time. An asynchronous operation begins when its stream is
 free, and its `-done` instruction waits for its end.
 
-The model simplifies: collectives and matmuls do not slow each other down; all matmuls of a dtype run at one rate, for any
-shape; the attention of a packed sequence counts as one document; a conditional counts as its slowest branch. If one
-loop has layers with several kinds of attention, each branch is weighted by the fraction of layers of its kind.
+The model simplifies. Collectives and matmuls do not slow each other down. All matmuls of a dtype run at one rate, for any
+shape. A packed sequence counts as one document. A conditional takes the time of its slowest branch. If the kind of a layer's
+attention selects the branch, the conditional takes the mean time, weighted by the fraction of layers of each kind.
 """
 
 import dataclasses
@@ -147,7 +147,7 @@ class _Schedule:
 
     @staticmethod
     def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
-        """Return a collective summed over a step: bytes of all launches, and these times."""
+        """Return a collective summed over a step. ms, exposed_ms: times of all its launches."""
         names = ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
         wire, network = (found.count * each / GIB for each in (found.wire_bytes, found.network_bytes))
         same = {name: getattr(found, name) for name in names}
@@ -285,7 +285,7 @@ STACK = "layers"  # the scope around all layers
 
 
 def label(op_name: str) -> str:
-    """Return a readable name of an instruction: its pass, then its named scopes and its operation.
+    """Return a readable name of an instruction: its pass, its named scopes, and its operation unless that is dot_general.
 
     "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/BTD,DF->BTF/dot_general" is
     "recompute mlp/BTD,DF->BTF".

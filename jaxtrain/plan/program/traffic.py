@@ -1,9 +1,11 @@
 """Memory traffic of a step outside of matmuls and attention, part by part, with the least possible traffic.
 
 The least traffic assumes one kernel for each elementwise part of the model. The kernel reads its inputs once, and writes the
-inputs of matmuls, attention and the residual stream once. No array is copied, filled or stacked. With n tokens on a device, D,
-F, N, K, H and V as in shapes.py (F, N, K and V divided by the tensor axis, n at norms too), c bytes an activation, L layers,
-P weights of a layer on a device, and A microbatches of n tokens:
+inputs of matmuls, attention and the residual stream once. No array is copied, filled or stacked.
+
+A microbatch has n tokens on a device. D, F, N, K, H and V are as in shapes.py; F, N, K, V, and the n of norms are divided by
+the tensor axis. An element of an activation has c bytes. A layer has P weights on a device. Norms, rotary, SwiGLU and weights
+count in each layer and microbatch, loss and embedding in each microbatch, the optimizer once per step:
 
     norms         forward 2 x 4 n D c: reads the residual stream and a block's output, writes their sum and its norm.
                   Backward 2 x 5 n D c: reads the sum, its gradient and the norm's gradient; writes the sum's gradient, and

@@ -105,7 +105,7 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
 
 
 def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
-    """Yield a warning for each float32 gather if `precision` is narrower, and each reduction if `dtypes.reduce` is."""
+    """Yield a warning for each float32 gather if `precision` is not f32, and float32 reduction if `dtypes.reduce` is not."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
@@ -187,7 +187,7 @@ def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
 
 
 def _replicated(program: Program) -> Iterator[str]:
-    """Yield a warning about replicated state. Arrays of equal names in several layers have one entry."""
+    """Yield a warning about replicated state. An array of several layers is named once, with their number."""
     # One of an adapter's two matrices has no dimension that is sharded over the batch's axes. It is small.
     tensors = {name: a for name, a in abstract_tensors(program.state).items() if not is_adapter(name)}
     sizes = {name: math.prod(a.shape) * a.dtype.itemsize for name, a in tensors.items()}  # bytes

@@ -12,7 +12,7 @@ from rich.text import Text
 
 class Show(Protocol):
     def __call__(self, completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:
-        """Show progress: on a terminal the counts and `now`, elsewhere the new `lines`."""
+        """On a terminal, show a bar with both counts and `now` (work in progress). Elsewhere, print `lines` (new results)."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs no network. Only the timeline of a layer needs scripts."""
+"""A plan as one HTML page that needs no network. Without scripts, the page lacks only the timeline of a layer."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -194,12 +194,12 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
 def show_savings(
     plan: Plan, found: Mapping[str, Overrides], outcomes: Mapping[str, Outcome], plain: Any, console: Console
 ) -> tuple[str, ...]:
-    """Print whether a config that fits needs each setting that saves memory. Return the printed lines, as hints.
+    """For each setting that saves memory, print whether the config fits without it. Return the printed lines, as hints.
 
     Args:
         plan: the config's plan.
         found: result of `savings`: setting that saves memory -> overrides without it.
-        outcomes: setting that saves memory -> the plan without it.
+        outcomes: setting that saves memory -> the outcome of planning without it.
         plain: the config.
     """
     lines = []

@@ -87,7 +87,7 @@ def details(plan: Plan) -> list[Section]:
 
 
 def verdict(plan: Plan) -> str:
-    """Return whether the step fits, and by how much."""
+    """Return one line: whether the step fits, and its free or missing memory."""
     m = plan.memory
     unit, (allocated, usable, margin) = gib([m.taken_gib, m.usable_gib, abs(m.usable_gib - m.taken_gib)])
     if plan.fits and m.taken_gib < 1 <= m.usable_gib:
@@ -118,7 +118,7 @@ def expected(plan: Plan) -> str:
 
 
 def expected_mfu(plan: Plan) -> str:
-    """Return the expected range of causal MFU; "" without a range. With precision=fp8: of the bf16 peak and of the FP8 peak."""
+    """Return the expected range of causal MFU; "" without a range. precision=fp8 has one range per peak: bf16 and FP8."""
     t = plan.time
     if t.expected_step_ms is None:
         return ""
@@ -145,7 +145,7 @@ def range_source(plan: Plan) -> str:
 
 
 def mfu(plan: Plan) -> str:
-    """Return the causal MFU of the roofline. With precision=fp8: of the bf16 peak and of the FP8 peak."""
+    """Return the causal MFU of the roofline. precision=fp8 has one MFU per peak: bf16 and FP8."""
     t = plan.time
     of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
     return f"{percent(t.mfu_causal)} causal{of_fp8}"
@@ -404,7 +404,7 @@ def kernels_section(plan: Plan) -> Section:
 
 
 def loops_section(plan: Plan) -> Section:
-    """Return the section of the program's loops and their iterations, which all other figures include."""
+    """Return the section of the program's loops and their iterations. All other figures count every iteration."""
     loops = sorted(plan.trip_counts.items(), key=lambda item: -item[1])
     if not loops:
         return Section("Loops", [])

@@ -1,4 +1,4 @@
-"""Search for layouts: ordered by formula (bound), compiled in parallel (parallel), kept on disk (cache)."""
+"""Search for layouts: order them by formula (bound.py), compile them in parallel (parallel.py), cache the plans (cache.py)."""
 
 FOLDER = "~/.cache/jaxtrain/plans"
 MOST = 24  # largest number of plans of a search, unless --most is given

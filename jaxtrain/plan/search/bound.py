@@ -8,8 +8,8 @@ at the same rates as a plan, and assumes that all communication that can overlap
     memory-bound   optimizer, sums over microbatches, norms, SwiGLU, logits
     links          weights gathered and gradients reduced, by sharding.zero and sharding.gather; tensor, expert, seq and
                    stage traffic
-    step_s         max(GEMMs + attention + memory-bound + forward tensor and expert collectives, traffic of one link,
-                   copies of offloaded moments)
+    step_s         max(GEMMs + attention + memory-bound + forward tensor and expert collectives, traffic of NVLink,
+                   traffic of the network, copies of offloaded moments)
 
     memory_gib     weights and moments + gathered weights that stay + summed gradients (with accumulation)
                    + saved activations, in a pipeline of every microbatch in flight
@@ -73,7 +73,7 @@ class Bound:
     Attributes:
         step_s: step time in seconds.
         memory_gib: lower bound of a plan's memory.
-        state_gib: memory of weights and moments.
+        state_gib: memory of weights and moments, without offloaded moments.
         likely_gib: approximate memory of a plan, which includes the activations that remat.policy=auto saves.
     """
 
@@ -216,7 +216,7 @@ class Layout:
 
     @property
     def gradients(self) -> dict[str, float]:
-        """Return part of the model -> number of elements of its gradient on one device, before the last reduction."""
+        """Return part of the model -> elements of its gradient on one device, before the reduction at the end of a step."""
         return self.whole if self.once else self.parameters
 
     @property
@@ -378,8 +378,8 @@ Traffic = tuple[tuple[str, ...], float, int, float]
 def _traffic(layout: Layout) -> Iterator[Traffic]:
     """Yield the communication over each combination of mesh axes.
 
-    Matmuls of a layer wait for tensor and expert collectives, so the forward half of these collectives counts as exposed.
-    Other communication counts as overlapped.
+    Matmuls of the forward pass wait for tensor and expert collectives, so half of these collectives counts as exposed. Their
+    other half, in the backward pass, and all other communication are assumed to overlap with computation.
     """
     run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
     p, shards, launches = layout.placement, layout.shards, 4 * layout.layers * run.train.grad_accum
@@ -457,7 +457,7 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
 
 
 def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
-    """Return the number of nodes of one group over these mesh axes. Adjacent devices are along the last axis."""
+    """Return the number of nodes of one group over these mesh axes. Consecutive device ids are along the last mesh axis."""
     devices = np.arange(math.prod(layout.sizes.values())).reshape([layout.sizes.get(axis, 1) for axis in MESH_AXES])
     group = devices[tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)]
     return len(np.unique(group // layout.node))

@@ -101,7 +101,7 @@ class SearchResult:
     def sort(self, some: list[Candidate], above: float = ABOVE) -> None:
         """Sort settings by formula: settings that probably fit first, then by cheapest change ("fit") or step time ("speed").
 
-        Step times that differ by less than ERROR count as equal. Of layouts with equal times, fewer mesh axes come first.
+        Step times that differ by less than ERROR count as equal. Of these layouts, one with fewer mesh axes ranks higher.
 
         Args:
             above: ratio of a plan's memory to its lower bound, both without weights and moments.
@@ -177,7 +177,7 @@ def search(
         budget_s: seconds after which running compiles are ended; 0: no limit.
         most: largest number of plans; 0: MOST_FOR_FIT if the objective is "fit", else MOST.
         check: returns the problems of training a config; None: `training_check`.
-        rates: rates of the GPU; None: those of rates.py.
+        rates: rates of the GPU; None: `rates_for` this GPU.
         own: the plan of the config itself, if it is made already.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
         jobs: number of compiles that run at the same time; 0: the number of cores.
@@ -298,7 +298,7 @@ def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
     """Return the reason why a config cannot fit, and settings that probably fit; None if the config may fit.
 
     A config that training on this machine would reject is refused only if its weights and moments are too big for every mesh.
-    Takes about a second.
+    The call takes about a second.
     """
     usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
     legal, state = not check(run), least_state_gib(run, topology)

@@ -1,4 +1,4 @@
-"""The settings that a search tries. Checks of the config leave out illegal settings."""
+"""The settings that a search tries. Settings that training would reject are left out."""
 
 import dataclasses
 import functools
