@@ -179,7 +179,7 @@ class Peers:
                 self._begin_to_stop(text)
 
     def _watch_live(self) -> None:
-        """Ask the service repeatedly which processes are alive. Report a lost process in the news, and end.
+        """Ask the service repeatedly which processes are alive. Report a lost process in the news, then return.
 
         `get_live_nodes` returns when every process that is alive has called it.
         """

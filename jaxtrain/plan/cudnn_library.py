@@ -1,4 +1,4 @@
-"""Load cuDNN on a machine without a GPU, so that XLA can ask cuDNN for the workspace of attention.
+"""Load cuDNN on a machine without a GPU, so that XLA gets the workspace of attention from cuDNN.
 
 With the compiler option COMPILE, XLA builds the graphs of the attention kernels and writes their workspace into the program.
 Compilation fails if cuDNN has no kernel for a graph. The extra `plan-cudnn` installs the libraries. They link to the CUDA

@@ -266,8 +266,8 @@ def _check_curve(name: str, curve: result.Curve) -> None:
 def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) -> result.Rates:
     """Return this GPU's calibrated rates; without a calibration, the rates of `datasheet`.
 
-    Rates that a calibration does not have come from `datasheet`, and `source` lists them: matmuls and attention in float32, and
-    FP8 matmuls if they were not measured. Raises ValueError as `datasheet` and `load` do.
+    A calibration has no rates of float32 matmuls and attention, and may have no rate of FP8 matmuls. If `precision` needs these
+    rates, they come from `datasheet`, and `source` names both sources. Raises ValueError as `datasheet` and `load` do.
     """
     sheet = datasheet(gpu, precision)
     measured = load(gpu.name, folder)

@@ -595,8 +595,8 @@ def _saved_activations(program: Program, named: Named) -> Saved:
 def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
     """Return the rows of activations in the order of the model. Activations without a name are last.
 
-    The global layout is unknown for the tokens of a device's experts, for arrays without a name, and for outputs of Ulysses
-    attention, whose shards are heads instead of tokens.
+    The global layout is unknown for the tokens of a device's experts and for arrays without a name. It is also unknown for
+    outputs of Ulysses attention, since their shards are heads instead of tokens.
     """
 
     def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:

@@ -67,7 +67,7 @@ class Topology:
         return self.memory_bytes / 2**30
 
     def usable_gib(self, configured: float = 0.0) -> float:
-        """Return the GiB per GPU that a program may use. configured: train.memory_fraction; 0: all but the reserve."""
+        """Return the GiB per GPU that a program may use. configured: train.memory_fraction; 0: all but a reserve for NCCL."""
         return self.memory_gib * hardware.memory_fraction(self.memory_gib, configured)
 
     @property

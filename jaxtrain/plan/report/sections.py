@@ -73,7 +73,7 @@ def summary(plan: Plan, steps: int | None = None) -> list[Section]:
 
 
 def details(plan: Plan) -> list[Section]:
-    """Return the sections that only the page shows."""
+    """Return the last sections of the page, which the terminal does not show."""
     counted = [rates(plan), f"model: {ASSUMPTIONS}", work(plan), compiler(plan)]
     return [
         memory_details(plan),
