@@ -36,7 +36,7 @@ MODULES = ("parity", "plan", "train")  # functions of the API with the name of a
 
 
 def _check_environment() -> None:
-    """Raise an error if this version of Python, or its installed packages, cannot run jaxtrain.
+    """Raise an error if Python is older than 3.12 or, for a command, if jaxtrain's packages are not installed.
 
     Raises:
         SystemExit: this process was started as `python -m jaxtrain.COMMAND`.

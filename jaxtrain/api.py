@@ -145,7 +145,7 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
     `open_run("runs/tiny").to_pandas()` has a row for each logged step; `.write_report()` makes the HTML report.
 
     Raises:
-        RunError: the folder is no run.
+        RunError: the folder has no run.
     """
     from jaxtrain.report.run import read
 

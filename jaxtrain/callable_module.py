@@ -8,8 +8,8 @@ from typing import Any
 class CallableModule(types.ModuleType):
     """The class of a module with the name of an API function. Calling the module calls the function of jaxtrain/api.py.
 
-    `python -m jaxtrain.plan` needs a module of this name. Its import sets the attribute `jaxtrain.plan`, so the function can
-    have the same name only if the module is the function.
+    `python -m jaxtrain.plan` needs a module of this name. Its import sets the attribute `jaxtrain.plan` to the module, so
+    `jaxtrain.plan(...)` works only if the module can be called.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

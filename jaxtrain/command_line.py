@@ -51,11 +51,11 @@ class Option:
         value: placeholder of its value in --help, such as FILE. "": a switch, which takes no value.
         default: its value if it is left out.
         bare: its value if it is given without "=VALUE". "": a value is required. A switch that is given has the value "yes".
-        least: its value must be a whole number, at least this one.
-        choices: all its values, if they can be listed.
-        writes: its value names a file to write.
+        least: its value must be a whole number that is at least `least`. None: it need not be a number.
+        choices: all its valid values. (): the values cannot be listed.
+        writes: whether its value is the path of a file that the command writes.
         check: function that returns the rule that a value breaks, or "".
-        example: a value that works, for the error.
+        example: a valid value, which the error message shows.
         may_be_empty: whether an empty value is valid.
         modes: the modes that use it (see Command.modes); "" is the command's usual action. (): all modes.
     """
@@ -132,8 +132,8 @@ class Command:
         options: all its options but --config and --help.
         config: whether the command takes --config=FILE and --config.KEY=VALUE.
         arguments: placeholder and description of its arguments without dashes, such as ("RUN...", "a run's folder"); (): none.
-            Each word is one argument. "..." at the end allows more, "[" at the beginning allows none.
-        modes: names of options that each replace the usual action. At most one is given.
+            Each word of the placeholder is one argument. "..." at its end allows more, "[" at its beginning allows none.
+        modes: names of options that each replace the usual action. A command line may have one of them at most.
         examples: command lines for --help, without `python -m jaxtrain.NAME`.
         notes: the last paragraphs of --help, such as the exit codes.
     """
@@ -162,7 +162,7 @@ class Command:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Return argument and options, each with its description."""
+        """Return (usage, description) of --config, the arguments and the options, in the order of --help."""
         rows = [(self.arguments[0], self.arguments[1])] if self.arguments else []
         return [*(CONFIG if self.config else ()), *rows, *((o.usage, o.doc) for o in self.options)]
 
@@ -211,7 +211,7 @@ class Command:
         return Parsed(self, mode, values, tuple(arguments or ()), loaded, problems, frozenset(written))
 
     def _with_fix(self, problem: Problem) -> Problem:
-        """Return the problem of an option without a value, with an example of this option."""
+        """Return the problem. If an option lacks its value, the remedy is an example of this option."""
         if problem.rule != launch.NO_VALUE:
             return problem
         fix = next((o.fix for o in self.options if f"--{o.name}" == problem.key), problem.remedy)

@@ -1,8 +1,8 @@
 """Every config key: its default, type and meaning. Imports no jax and touches no device or file.
 
-A config file returns a `ConfigDict` that starts as `default_config()`; the command line may override any key; `resolve`
-turns the result, once, into the frozen `RunConfig` that all other modules read. The dataclasses below are the only
-declaration: defaults, types, choices, ranges, `--explain` and `docs/config.md` all come from them.
+A config file returns a `ConfigDict` that starts as `default_config()`. The command line may override any key. `resolve` then
+makes the frozen `RunConfig`, which all other modules read. The dataclasses below are the only declaration of keys: defaults,
+types, choices, ranges, `--explain` and `docs/config.md` all come from them.
 
 No key defaults to None, because `ml_collections` cannot override None from the command line. No key is a tuple, because an
 override could change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
@@ -77,7 +77,7 @@ ALLOWED = {
 
 
 def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
-    """Return the rules that the step has no collectives for, as (logical axis, broken rule, remedy).
+    """Return the entries of sharding.rules that the step has no collectives for: (logical axis, why it is refused, remedy).
 
     table: logical axis -> mesh axes of size above 1 that shard it.
     """
@@ -772,12 +772,13 @@ class ConfigError(ValueError):
 def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
 
-    With zero = 0, weights, gradients and moments are replicated over the mesh axes that shard the batch and the sequence.
+    With sharding.zero = 0, weights, gradients and moments are replicated over mesh axes that shard the batch and the sequence.
 
-    The axis `expert`, and axes of sharding.rules.experts whose sizes divide the number of experts, shard the experts: the
-    shards are contiguous in memory for the all-gather. The other axes shard the model dimension of each expert's weights.
+    Of sharding.rules.experts, `expert` shards the experts, and so does each further axis as long as the product of the sizes
+    divides the number of experts. Other axes of sharding.rules.expert_embed shard the model dimension of experts' weights.
     """
     rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
+    # Shards of whole experts are contiguous in memory for the all-gather.
     whole: list[str] = []
     for axis in rules["experts"]:
         parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
@@ -870,9 +871,9 @@ class RecordingDict(ml_collections.ConfigDict):
 
 
 def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that were assigned since `default_config`. A section that was assigned at once yields all its keys.
+    """Yield the dotted keys that were assigned since `default_config`. A section assigned as a whole yields all its keys.
 
-    A copy by `copy.deepcopy`, or of another class, has no record.
+    Yield nothing for a copy by `copy.deepcopy`, or for a ConfigDict that is no RecordingDict: neither has a record.
     """
     names = config.assigned if isinstance(config, RecordingDict) else set()
     for name, value in config.items():
@@ -943,13 +944,13 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return a remedy for a misspelt name: the nearest known name, or all of them."""
+    """Return a remedy for a misspelt name: the nearest known name, or all known names if none is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
 
 
 def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Return the typed sections of a nested dict, and its problems. Unknown keys and wrong types leave the default."""
+    """Return the RunConfig of a nested dict, and the dict's problems. A value of a wrong type is replaced by the default."""
     problems: list[Problem] = []
 
     def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:

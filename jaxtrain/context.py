@@ -52,7 +52,7 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
 
     Args:
       method: parallel.context. Unless it is ulysses, all ranks are ring ranks.
-      asked: attention.ulysses; 0: as many ranks as the heads allow.
+      asked: attention.ulysses, the number of ranks in a Ulysses group; 0: as many as the heads allow.
       ranks: mesh.seq.
       heads, kv_heads: numbers of query and key/value heads on each rank of the tensor axis.
     """

@@ -48,13 +48,14 @@ class Verifier:
         self._digests = jax.jit(local, out_shardings=NamedSharding(mesh, P()))
 
     def by_device(self, current: TrainState) -> np.ndarray:
-        """Return the digests of each tensor's shard on each device of the mesh, u32 (devices, tensors, 2)."""
+        """Return the first two sums of the digest of each device's shard of each tensor, u32 (devices, tensors, 2)."""
         return np.asarray(self._digests(*(x for _, x in _leaves(current))))
 
     def twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
         """Return the result of `train_step(current, batch)` after two executions gave the same bits. `current` is donated.
 
-        During the two executions, a copy of the state is in host memory, so devices need no more memory than for a step.
+        During the first execution, a copy of the state is in host memory, so devices need no more memory than for one step.
+        done: number of the step, for messages.
         Raises Corrupted if the two results differ, or if replicas of a shard differ after the step.
         """
         jax.block_until_ready(current)

@@ -37,7 +37,7 @@ class Bad:
 
 
 class Bads:
-    """The skipped steps of this attempt. `in_a_row` and `skipped` include those of earlier attempts."""
+    """Counts of skipped steps. `in_a_row` and `skipped` include earlier attempts; `row` has this attempt's present series."""
 
     def __init__(self, in_a_row: int, skipped: int, most: int):
         self.in_a_row, self.skipped = in_a_row, skipped

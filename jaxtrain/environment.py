@@ -1,8 +1,9 @@
 """The environment variables of a run: a table for each GPU, the config's additions, and refused variables of the shell.
 
 The same config must give the same run to every user. So variables that change the results or the speed of GPUs are part
-of the config: `env.defaults` takes the table below, `env.set` adds to it, and `env.inherit` names variables of the shell that
-may stay. Other such variables of the shell are refused by name. Imports no jax: all of this is decided before jax is imported.
+of the config: `env.defaults` sets the GPU's table below, `env.set` adds to it, and `env.inherit` names variables of the shell
+that may stay. Any other such variable of the shell is reported as a problem. Imports no jax: the variables must be set before
+jax is imported.
 """
 
 import dataclasses

@@ -88,7 +88,7 @@ _OF_MTP = ("embed_proj", "hidden_proj")  # each (D, D)
 
 
 def projections(model: Model) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of one layer's attention weights, by the last part of their names."""
+    """Return (input width, output width) of one layer's attention weights, by the last part of their names."""
     d, n, h = model.d_model, model.num_heads, head_dim(model)
     if not model.kv_lora_rank:
         return {"wq": (d, n * h), **dict.fromkeys(("wk", "wv"), (d, model.num_kv_heads * h)), "wo": (n * h, d)}
@@ -212,7 +212,7 @@ def newton_schulz(model: Model) -> float:
 
 
 def learns(run: RunConfig, name: str) -> bool:
-    """Return whether a parameter, by its name without layer numbers, is trained."""
+    """Return whether a parameter of the model is trained; False with adapters. name: without layer numbers."""
     return not run.lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(run.train.freeze))
 
 
@@ -239,9 +239,9 @@ def training(run: RunConfig) -> Flops:
     """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
 
     A weight has three matmuls in a step, one of which computes its gradient; a frozen weight has two. With adapters, a step has
-    the FLOPs of two forward passes of the base and three of the adapters. Gradients of activations below the lowest trained
-    layer are counted although they are not needed, as usual for the input of the first layer. For a family that states its
-    FLOPs, all weights count as trained.
+    the FLOPs of two forward passes of the base's weights, and of three of attention and of the adapters. Gradients of
+    activations below the lowest trained layer are counted although they are not needed, as usual for the input of the first
+    layer. For a family that states its FLOPs, all weights count as trained.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
     if stated(m):
@@ -320,8 +320,8 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
     - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
     - down, if it is not saved, in the layers whose output is the next layer's input under the same checkpoint. The last layer
-      of each `remat.every` is not such a layer: the backward pass does not read its output, and XLA drops it. With
-      sandwich_norm, down in all layers;
+      of each checkpoint (of `remat.every` layers) is not such a layer: the backward pass does not read its output, and XLA
+      drops it. With sandwich_norm, down in all layers;
     - both projections of multi-token prediction, whose results only "dots" saves.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
@@ -366,8 +366,8 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 def parameters(model: Model) -> dict[str, int]:
     """Return the number of parameters by part, and their "total". A tied head has no parameters of its own. For a model with
-    experts, "mlp" is the shared expert and the feed-forward of layers without experts. A module of
-    multi-token prediction is a layer; "mtp" has its projections.
+    experts, "mlp" is the shared expert and the feed-forward of layers without experts. The block of a module of multi-token
+    prediction counts as a layer; "mtp" has the module's two projections.
     """
     d, h, mtp = model.d_model, head_dim(model), model.mtp_layers
     count, stacked = model.step_layers, model.stacked_layers + mtp

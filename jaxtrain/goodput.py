@@ -1,7 +1,7 @@
 """The wall time of a run by cause, over all attempts, summed from its ledger. Imports no jax.
 
-Goodput is the fraction of the wall time spent on steps that are not repeated later. The time between a planned end (exit code
-0, or 130 for Ctrl-C) and the next attempt is "stopped", and excluded from the wall time. ledger.py writes the ledger.
+Goodput is the fraction of the wall time spent on steps that are not repeated later. It does not count "stopped" as wall time:
+the time between a planned end (exit code 0, or 130 for Ctrl-C) and the next attempt. ledger.py writes the ledger.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The wall time of a run by cause. `parts` has every cause of CAUSES, in seconds, and sums to `wall_s`."""
+    """The wall time of a run by cause. `parts` has the seconds of every cause, "stopped" included, and sums to `wall_s`."""
 
     wall_s: float
     parts: dict[str, float]

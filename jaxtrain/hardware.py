@@ -115,7 +115,7 @@ class Devices:
 def probe(environ: Mapping[str, str] | None = None) -> Devices:
     """Return the devices of this process as JAX will find them, without starting JAX.
 
-    JAX_PLATFORMS decides first. CPU devices are counted by JAX_NUM_CPU_DEVICES, else by XLA_FLAGS. GPUs are those that the
+    JAX_PLATFORMS decides first. The number of CPU devices is in JAX_NUM_CPU_DEVICES, else in XLA_FLAGS. GPUs are those that the
     driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
     none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute. Unless JAX_PLATFORMS
     asks for a GPU, the devices are CPUs if there is no driver or CUDA plugin, or if CUDA_VISIBLE_DEVICES is "" or -1.
@@ -229,7 +229,10 @@ def _invisible(visible: str, rule: str) -> InvisibleGpu:
 
 
 def memory_fraction(total_gib: float, configured: float = 0.0) -> float:
-    """Return the fraction of a GPU's memory that JAX preallocates: `configured`; for 0, all but RESERVE_GIB, to four digits."""
+    """Return the fraction of a GPU's memory that JAX preallocates: `configured`, or all but the reserve if it is 0.
+
+    The reserve is RESERVE_GIB, but at most the fraction RESERVE_MOST of the memory.
+    """
     if configured > 0:
         return configured
     return round(1 - min(RESERVE_GIB, RESERVE_MOST * total_gib) / total_gib, 4)
@@ -252,7 +255,7 @@ def host_gib() -> float:
 def available_gib(root: str | os.PathLike[str] = "/") -> float:
     """Return the GiB that this process can still allocate: the least of MemAvailable and the limits of its memory cgroups.
 
-    root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine is in place of MemAvailable.
+    root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine counts as available.
     """
     base = Path(root)
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(base / "proc/meminfo"), re.MULTILINE)

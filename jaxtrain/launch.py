@@ -1,8 +1,8 @@
 """From a command line to a RunConfig: reads the config file, applies the overrides, and collects all problems.
 
-Every command that takes `--config` comes through `load`. absl's flags are not used: they stop at the first mistake, drop
-arguments without dashes silently, and read `None` for a string as the text 'None'. The config object is from ml_collections, so
-files written for it work.
+Every command that takes `--config` reads it by `load`. absl's flags are not used: they stop at the first mistake, drop
+arguments without dashes silently, and read `None` for a string as the text 'None'. Config files have
+the format of ml_collections' config_flags: `get_config` returns a ConfigDict.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def load(
 
 
 def length(o: Optimizer, steps: int) -> int:
-    """Return the least number of steps for warm-up and decay of a schedule, in a run of `steps` steps."""
+    """Return the number of steps that the warm-up and the decay of a schedule need, in a run of `steps` steps."""
     if o.schedule == "constant":
         return o.warmup_steps
     decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
@@ -170,8 +170,8 @@ def fit_schedule(
     """Shorten warm-up and decay to fit train.steps, and lower optimizer.lr_min to fit optimizer.lr.
 
     With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run.
-    Warm-up and decay change only if their origin (default, file, command line) ranks below the origin of train.steps, lr_min
-    only if its origin ranks below that of optimizer.lr. Otherwise `validate` reports the contradiction.
+    Warm-up and decay change only if their origin (default, file, command line) ranks below the origin of train.steps. lr_min
+    changes only if its origin ranks below that of optimizer.lr. Otherwise `validate` reports the contradiction.
 
     Args:
         run: the resolved config.
@@ -211,7 +211,7 @@ def fit_schedule(
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """Return the result of `config.resolve`. The problem of an unknown dropout key has the reason for its absence."""
+    """Return the result of `config.resolve`. A problem of an unknown dropout key has the reason why jaxtrain has no dropout."""
     run, problems = resolve(config)
     return run, [_explain_refusal(p) for p in problems]
 
@@ -269,7 +269,7 @@ def split(
 
 
 def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence[str]) -> str:
-    """Return the remedy for an unknown option: an option that is spelt like it, or the keys that it may mean.
+    """Return the remedy for an unknown option: the option spelt like it, else the keys that it may mean, else all options.
 
     Args:
         name: the option without its dashes.
@@ -290,7 +290,7 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
 
 
 def _as_option(setting: str, given: str) -> str:
-    """Return a setting of the table of synonyms as an option, with the table's value; if it has none, the typed value.
+    """Return a setting of the table of synonyms as an option: with the table's value, or else with the typed value.
 
     given: "=VALUE" as it was typed, or "".
     """
@@ -410,7 +410,7 @@ def parse(text: str, kind: type) -> Any:
 
 
 def _explain_refusal(problem: Problem) -> Problem:
-    """Return the problem; for an unknown key or option of dropout, with the reason why jaxtrain has none."""
+    """Return the problem. If it is of an unknown dropout key or option, its rule is why jaxtrain has no dropout."""
     if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem

@@ -1,9 +1,9 @@
 """The ledger of a run's wall time: an append-only file with the causes of each attempt's time. Imports no jax.
 
-Process 0 writes `goodput.jsonl` in the run's folder. A line of kind `begin` opens an attempt. `spent` has the causes of the
-time since the line before. `back` is a rollback to a step: the steps after it are repeated. `end` has the end of the attempt.
-The file's modification time is set once a second, and so shows when a killed attempt was last alive. goodput.py sums up the
-file.
+Process 0 writes `goodput.jsonl` in the run's folder. A line of kind `begin` opens an attempt. `spent` has the seconds
+since the previous line, by cause. `back` is a rollback to a step: the steps after it are repeated. `end` has the end of the
+attempt. The file's modification time is set once a second, and so shows when a killed attempt was last alive. goodput.py sums
+up the file.
 """
 
 import contextlib

@@ -152,7 +152,7 @@ def before(text: str, stops: Sequence[str]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of jaxtrain's options; the others are the harness's."""
+    """Return the parser of this command's own options. All other options go to the harness."""
     parser = ArgumentParser(
         prog=spelled("python -m jaxtrain.lm_eval"),
         description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",

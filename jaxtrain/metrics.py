@@ -189,7 +189,7 @@ class Writers:
     Process 0 writes them. Another process may call every method; it writes only the lines of its GPUs, to its own file.
 
     Call `rewind(step)` before the first line of a resumed run. Lines are kept up to and including the restored step. So the
-    lines of a step must be written before its checkpoint is complete, otherwise a kill between the two loses them.
+    lines of a step must be written before its checkpoint is complete: a kill after the checkpoint would lose unwritten lines.
     """
 
     def __init__(self, workdir: str | Path, trackers: Sequence[Tracker] = (), *, process_index: int = 0):
@@ -202,8 +202,9 @@ class Writers:
     def train(self, **line: Any) -> None:
         """Write one train line.
 
-        Takes all of TRAIN_KEYS except `kind` and `time_unix`; for a model with experts, EXPERT_METRICS; with multi-token
-        prediction, MTP_METRICS; for a loss of pairs, REWARD_METRICS. Raises TypeError, which names missing and unknown keys.
+        Takes all of TRAIN_KEYS except `kind` and `time_unix`; for a model with experts, also EXPERT_METRICS; with multi-token
+        prediction, also MTP_METRICS; for a loss of pairs, also REWARD_METRICS. Raises TypeError, which names missing and
+        unknown keys.
         """
         more = [name for names in (REWARD_METRICS, MTP_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
         self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
@@ -303,7 +304,7 @@ class Writers:
         return {line["step"] for line in read(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
 
     def close(self, exit_code: int | None = None) -> None:
-        """Flush and close metrics.jsonl and the trackers. A later write reopens both, but no tracker after an exit code."""
+        """Flush and close metrics.jsonl and the trackers. A later write reopens both if exit_code is None."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()

@@ -37,7 +37,7 @@ class Position:
         return batch
 
     def read(self, step: int) -> int:
-        """Return how many batches of the source are read or skipped after `step` optimizer steps."""
+        """Return how many batches of the source were read or skipped when `step` optimizer steps are done."""
         return self.at(step - 1) + 1 if step > self.step else self.begin
 
 

@@ -104,9 +104,10 @@ class Console:
             LOGGER.info("%s", text)
 
     def _seconds_left(self, done: int, now: float, step_time_s: float | None) -> float | None:
-        """Return an estimate of the seconds until the last step, from the last quarter of the lines, at least 20 lines.
+        """Return an estimate of the seconds until the last step, from the times of the newest lines.
 
-        The estimate includes evaluations and saves. At the first line, the estimate uses only the step time.
+        These are the last quarter of all lines, or the last 20 lines if a quarter has fewer. The estimate includes evaluations
+        and saves. At the first line, the estimate uses only the step time.
         """
         while self._lines and self._lines[-1][0] >= done:  # a rollback
             self._lines.pop()

@@ -152,7 +152,7 @@ def _options(
 ) -> dict[str, str | bool]:
     """Return XLA's options of the bundle's step, with the kernels that XLA chose by autotuning.
 
-    If the config or the GPU differs from the bundle's, return the options that are chosen for this step and GPU.
+    If the config, or the kind or number of devices, differs from the bundle's, return the options chosen for this step and GPU.
     """
     facts = device_facts(jax.devices())
     alike = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
@@ -212,7 +212,7 @@ def _tensors(program: Program, tree: Any) -> state.Tensors:
 
 
 def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str:
-    """Return the first layer after which values are not finite; '' if all are finite, or without numbered layers."""
+    """Return words for the first layer whose output is not finite; '' if there is none, or the model has no stack of layers."""
     if STACK not in params:
         return ""
     kept = _tensors(program, params)

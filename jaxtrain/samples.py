@@ -5,8 +5,8 @@
     --- step 400
     ...
 
-With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. If a line of a text has the form of such a
-heading, a space is written before the line, so that the file can be read back. This module opens no file.
+With several prompts the line has the number of the prompt: `--- step 200, prompt 2`. If a line of a text looks like such a
+heading, a space is written before it. So the file can be read back. This module opens no file.
 """
 
 import re

@@ -39,8 +39,8 @@ class Scored:
 class Scorer:
     """Scores texts with a model, on the devices of `sampler`.
 
-    rows: sequences of a batch, rounded up to a multiple of the devices that shard it. max_length: longest input in tokens; 0:
-    data.seq_len, the sequence length of training.
+    rows: sequences in a batch, rounded up to a multiple of the number of devices that shard the batch. max_length: longest
+    input in tokens; 0: data.seq_len, the sequence length of training.
 
     Raises LayoutError for a sampler on pipeline stages.
     """
@@ -140,7 +140,8 @@ class Scorer:
         """Return the greedy continuation of each prompt. A prompt has at least one token.
 
         A continuation ends when `done(index of the prompt, tokens of the continuation)` is true, or after `max_tokens` tokens.
-        Of a prompt longer than max_length - `max_tokens`, the first tokens are dropped. Raises ValueError if this is below 1.
+        Of a prompt longer than max_length - `max_tokens`, the first tokens are dropped. Raises ValueError if that length is
+        below 1.
         """
         for most in max_tokens:
             if most >= self.max_length:

@@ -21,7 +21,7 @@ Batches are dicts of arrays of shape (B, T), described by `BATCH_KEYS`:
 Batches of pairs have one more array (`PAIR_KEYS`). Segments 2p + 1 and 2p + 2 of a row are the chosen and the rejected member
 of its pair p:
 
-    reference    float32  log-probability of a document's completion under the reference model, at its first token; 0 elsewhere
+    reference    float32  log-probability of a completion under the reference model, at its document's first token; 0 elsewhere
 
 Batches of a model with multi-token prediction have two more arrays for each module k (`mtp_keys`):
 

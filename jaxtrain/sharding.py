@@ -42,7 +42,7 @@ class LayoutError(ValueError):
 
 
 def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int]:
-    """Return the size of each mesh axis with every -1 filled in, without optional axes of size 1.
+    """Return the size of each mesh axis with every -1 filled in, without stage and expert if their size is 1.
 
     Args:
       node: devices in a node; 0: all of them.
@@ -68,7 +68,7 @@ def node_of(device: Any) -> int:
 
 
 def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
-    """Return the mesh of a config, node by node.
+    """Return the mesh of a config, with the devices in the order of their nodes.
 
     `data` is the outermost axis and crosses nodes first. Neighbours in a node are on the right-most axes, which communicate
     most.
@@ -233,8 +233,8 @@ def to_residual(x: jax.Array, partial: tuple[str, ...], p: Placement, dim: int =
 
     Args:
       x: tokens on dimension `dim`.
-      partial: mesh axes over which `x` is a partial sum. A reduce-scatter sums it if the residual stream's tokens are sharded,
-          an all-reduce otherwise. Over other axes each device slices out its tokens.
+      partial: mesh axes over which `x` is a partial sum. The sum over a sequence-parallel axis is a reduce-scatter, over any
+          other axis an all-reduce. Along sequence-parallel axes that are not in `partial`, each device slices out its tokens.
     """
     for axis in p.sequence_parallel_axes:
         if axis in partial:

@@ -33,7 +33,7 @@ class Stop:
     ask: called with the signal's name, in the thread that reads the pipe, at the first signal to stop.
 
     at_once: set while there is no state to save. At the first signal to stop, it is called with the signal's name and exit
-    code, to complete the run's files. Then the process ends. The main thread may be in a compile that takes minutes.
+    code, to complete the run's files. Then the process ends at once, although the main thread may be in a compile.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class Snapshots:
 
 
 def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
-    """List shape, dtype and sharding of every copy, in the order of the names; on GPUs in pinned host memory."""
+    """List shape, dtype and sharding of every copy, in the order of leaves and slots; on GPUs in pinned host memory."""
     like = []
     for leaf in leaves:
         home = stacks.copy_sharding(leaf.shape, leaf.sharding, leaf.stacked)

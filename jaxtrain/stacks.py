@@ -68,7 +68,7 @@ def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedShar
 
 
 def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return a sharding over the mesh axes of replicas too, if they divide a dimension: each replica then copies one shard."""
+    """Return the sharding, extended by its replica axes if they divide a dimension: each replica then copies one shard."""
     mesh, parts = sharding.mesh, _parts(sharding, len(shape))
     used = {axis for part in parts for axis in part}
     for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
@@ -82,7 +82,7 @@ def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 def copy_sharding(shape: tuple[int, ...], sharding: NamedSharding, stacked: bool) -> NamedSharding:
     """Return the sharding of the copy of an array, or of the copy of each layer if the array is a stack.
 
-    The sharding names no memory. On GPUs, the caller puts the copies into host memory.
+    The sharding has the default memory kind. On GPUs, the caller puts the copies into host memory.
     """
     return _spread(layer_sharding(shape, sharding), shape[1:]) if stacked else _spread(sharding, shape)
 

@@ -12,16 +12,16 @@ class Throughput:
     """Rates of a run from the wall times at which its steps start.
 
     A step's time is the wall time from its start to the next step's start, waiting for data included. A line reports the mean
-    over the counted steps since the last line. The step during which `exclude` is called (evaluation, a blocking save, a trace
-    being written) and the next one are not counted, nor are the first two steps: the loop runs one step ahead of the device, so
-    the step after a pause is only queued and seems to take no time. A line without a counted step has None for every rate.
-    FLOP/s and MFU count the model's FLOPs; recomputed FLOPs count only in `hfu`.
+    over the counted steps since the last line. The first two steps are not counted. The step during which `exclude` is called
+    (evaluation, a blocking save, a trace being written) and the next step are not counted either. The loop runs one step ahead
+    of the device, so the step after a pause is only queued and seems to take no time. A line without a counted step has None
+    for every rate. FLOP/s and MFU count the model's FLOPs; recomputed FLOPs count only in `hfu`.
 
     Args:
         tokens_per_step: tokens of a global batch, padding included.
         num_devices: number of devices of all processes.
-        flops_causal, flops_full: model FLOPs per token, forward and backward, with the causal half of the attention square and
-            all of it.
+        flops_causal, flops_full: model FLOPs per token, forward and backward, in the two conventions of flops.py: with the
+            causal half of the attention scores, and with all scores.
         flops_hardware: FLOPs per token that the devices execute, recomputation included; None: `hfu` is None.
         peak_flops: dense FLOP/s of one device; None or 0 if unknown: MFU and HFU are then None.
         clock: returns the time in seconds; for tests.
