@@ -39,8 +39,8 @@ def param(
 ) -> nnx.Param:
     """Return a parameter with logical axes. The axes are under jaxtrain's own metadata key, which flax never interprets.
 
-    dot: the parameter is only used by `kernels.dot.dot`, or for experts by `kernels.experts.feed_forward`. So it may be stored
-      in 8 bits.
+    dot: the parameter is only used by `kernels.dot.dot`, or for experts by `kernels.experts.feed_forward`. So it may be
+      multiplied in FP8.
     exact: the parameter is used in its storage dtype, and never rounded to the compute dtype.
     """
     if len(shape) != len(axes):
@@ -49,7 +49,7 @@ def param(
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
-    """Return `num` copies of a module, stacked on a new first axis of every parameter. Each copy has its own initial values."""
+    """Return `num` modules from `make`, stacked on a new first axis of every parameter. Each has its own initial values."""
     keys = jax.random.split(rngs.params(), num)
     return jax.vmap(lambda key: make(nnx.Rngs(params=key)))(keys)
 
@@ -95,7 +95,7 @@ class Definition:
 
 
 def part(tree: Params, chosen: Params) -> Params:
-    """Return the leaves of `tree` for which `chosen`, of the same structure, is True. No dict is left empty."""
+    """Return the leaves of `tree` for which `chosen`, of the same structure, is True. Empty dicts are left out."""
     out: Params = {}
     for name, choice in chosen.items():
         if isinstance(choice, dict):
