@@ -98,7 +98,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
 
 
 def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
-    """Raise ConfigError for a group whose pattern matches no parameter, or with optimizer=muon one that is no matrix."""
+    """Raise ConfigError for a group to which no parameter belongs, or which sets optimizer=muon for one that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
     found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
@@ -127,7 +127,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 
     Args:
       m, v: dtypes of the first and the second moment: f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py).
-      axes: logical axes of the parameters. They decide which tensors have blocks; with int8, all others stay in float32.
+      axes: logical axes of the parameters. They decide which tensors have 8-bit blocks; with int8, others stay in float32.
       adam: a transformation with an optax.ScaleByAdamState as its state: optax's Adam, or Muon.
     """
     kinds = {"mu": m, "nu": v}
