@@ -315,7 +315,7 @@ class Stack:
         return self.check is not None and self.check.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        """Return the tree with these differentiated (`learnt`) and fixed arrays: stacks for all layers, unstacked for one layer."""
+        """Return the tree with these differentiated (`learnt`) and fixed arrays, stacked for all layers or of one layer."""
         found = iter(learnt), iter(fixed)
         return jax.tree.unflatten(self.tree, [next(found[not learns]) for learns in self.learns])
 

@@ -119,7 +119,7 @@ class Schedule:
 
     @property
     def forward_ticks(self) -> int:
-        """Return the number of ticks from the first forward unit of any stage to the last."""
+        """Return the number of ticks from the first stage's first forward unit to the last stage's last forward unit."""
         return self.units + self.stages - 1
 
     @property
@@ -139,7 +139,7 @@ class Schedule:
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the buffer slots of saved activations: (slot of each forward unit, slot of each backward unit, slots).
+        """Return the slots of saved activations: (slot of each forward unit, slot of each backward unit, number of slots).
 
         A slot has one unit at a time, even on the first stage, where units are in flight the longest. In the ticks after its
         last forward unit, a stage repeats this unit in free slots, and the results are discarded.
