@@ -30,9 +30,9 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the first `sequences` sequences of a source: `loss` and the other metrics of the loss.
 
-    `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call evaluates the same sequences, on
-    any mesh: rows of the last batch after these sequences are masked. The sums of the batches are added exactly on the
-    host, so the order of the batches has no effect.
+    `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call evaluates the same sequences,
+    on any mesh: rows of the last batch after these sequences are masked. The sums of the batches are added exactly on the host,
+    so the order of the batches has no effect.
 
     Args:
       eval_step: the compiled `Program.eval_step`.

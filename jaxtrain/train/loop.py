@@ -168,7 +168,7 @@ class Loop:
         return metrics
 
     def _note_slow_step(self) -> None:
-        """Report if the step that ends now was far slower than earlier steps, or if steps have become slower than at the start."""
+        """Report if the step that ends now was far slower than others, or if steps have become slower than at the start."""
         now, saving = time.perf_counter(), self.saver.checkpoints.pending
         ended, self._times = self._times, StepTimes(now, saving)
         save_s, self.saver.blocked_s = self.saver.blocked_s, 0.0
