@@ -27,7 +27,7 @@ KIND_SWITCH = "attention_kind"  # scope of a switch over the kinds of layers; th
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
-    """Return the number of devices that compute with the same key/value head: above 1 if there are fewer than tensor ranks."""
+    """Return the number of devices that share a key/value head: above 1 if there are fewer such heads than tensor ranks."""
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 

@@ -13,8 +13,8 @@ order of microbatches and the reverse order of groups. Stage s runs backward uni
 
     1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit.
                         So the forward and the backward unit of a tick are independent, and one computes during the
-                        communication of the other. For any number of microbatches, a stage has at most 2 x stages units in
-                        flight with one group, and about (groups + 1) x stages with several groups.
+                        communication of the other. For any number of microbatches, a stage has at most (groups + 1) x stages
+                        units in flight.
     gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit is in flight.
 
 Ticks before the first backward unit have only forward units, and ticks after the last forward unit only backward units. So a
