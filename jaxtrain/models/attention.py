@@ -196,7 +196,7 @@ def rotary_frequencies(model: Model) -> jax.Array:
 
 
 def rotary_factor(model: Model) -> float:
-    """Return YaRN's factor of the rotary tables (cos, sin), which scales rotated queries and rotated keys; 1 without YaRN."""
+    """Return YaRN's factor of the rotary tables, and so of rotated queries and of rotated keys; 1 without YaRN."""
     m = model
     if m.rope_scaling != "yarn":
         return 1.0

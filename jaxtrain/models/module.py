@@ -49,7 +49,7 @@ def param(
 
 
 def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs) -> M:
-    """Return `num` modules from `make`, stacked on a new first axis of every parameter. Each has its own initial values."""
+    """Return `num` copies of a module, stacked on a new first axis of every parameter. Each copy has its own initial values."""
     keys = jax.random.split(rngs.params(), num)
     return jax.vmap(lambda key: make(nnx.Rngs(params=key)))(keys)
 

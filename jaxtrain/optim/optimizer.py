@@ -127,7 +127,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
 
     Args:
       m, v: dtypes of the first and the second moment: f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py).
-      axes: logical axes of the parameters. They decide which tensors have 8-bit blocks; with int8, others stay in float32.
+      axes: logical axes of the parameters. They decide which tensors have blocks; with int8, all others stay in float32.
       adam: a transformation with an optax.ScaleByAdamState as its state: optax's Adam, or Muon.
     """
     kinds = {"mu": m, "nu": v}

@@ -43,7 +43,7 @@ class Objective:
 
     @property
     def nothing(self) -> Report:
-        """Return the `Report` of no microbatches: zeros."""
+        """Return a report of zeros."""
         zero = jnp.zeros((), jnp.float32)
         return zero, dict.fromkeys(self.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
 

@@ -224,7 +224,7 @@ def train_attempt(
 
 
 class SharedRefusal(ConfigError):
-    """A ConfigError that all processes of a run raise together."""
+    """A refusal that all processes of a run raise together."""
 
 
 @contextlib.contextmanager
@@ -301,7 +301,7 @@ ALIKE = {
 
 
 def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return name in ALIKE -> the value of this fact on this process."""
+    """Return name in ALIKE -> the fact as this process has it."""
     return {
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,

@@ -39,7 +39,7 @@ class StartTimes:
 
     @property
     def words(self) -> str:
-        """Return a line for the log with the seconds of each part, in time order."""
+        """Return a line for the log with all parts, in order."""
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.parts.items())
         return f"first step {sum(self.parts.values()):.1f} s after the process began: {parts}"
 
