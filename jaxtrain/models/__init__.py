@@ -39,12 +39,12 @@ def family(name: str) -> Any:
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Return preset -> keys of config.Model. A preset is a published model size. Other keys stay at their defaults."""
+    """Return name of a preset -> the keys of config.Model that the preset sets. A preset is a published model size."""
     return {preset: {"family": name} | keys for name in FAMILIES for preset, keys in family(name).PRESETS.items()}
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Return the keys of config.Model of one preset, for a config file: `config.model.update(preset("llama3.1_70b"))`.
+    """Return the keys of config.Model that a preset sets. Use in a config file: `config.model.update(preset("llama3.1_70b"))`.
 
     Raises:
       ConfigError: no such preset.

@@ -27,12 +27,12 @@ KIND_SWITCH = "attention_kind"  # scope of a switch over the kinds of layers; th
 
 
 def kv_copies(model: Model, placement: Placement) -> int:
-    """Return the number of devices that compute with the same key/value head: above 1 if there are fewer heads than devices."""
+    """Return the number of devices that share a key/value head: above 1 if there are fewer such heads than tensor ranks."""
     return max(1, placement.size(placement.mesh_axes("kv_heads")) // model.num_kv_heads)
 
 
 def kind_shares(model: Model) -> tuple[float, ...]:
-    """Return the fraction of the stack's layers that has each kind; a kind is an index into `Kernel.specs`."""
+    """Return, for each kind of layer, its fraction of the stack's layers; a kind is an index into `Kernel.specs`."""
     kinds = layer_kinds(model)
     return tuple(kinds.count(kind) / len(kinds) for kind in range(max(kinds) + 1))
 
@@ -92,7 +92,7 @@ class Shared(NamedTuple):
     real_BT: Any  # bool, False for padding; None if the model does not use it
 
     def where(self, valid: jax.Array) -> "Shared":
-        """Return self if `valid`, bool (); otherwise a copy whose `real_BT` is False: no expert processes the tokens."""
+        """Return a copy. If `valid`, bool (), is False, its `real_BT` is False, so that no expert processes the tokens."""
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 
 
@@ -183,7 +183,7 @@ class Attention(nnx.Module):
 
 
 def rotary_frequencies(model: Model) -> jax.Array:
-    """Return the angle per position of each pair, with the model's scaling, f32 (H/2,); H is the rotated part of a head."""
+    """Return the angle per position of each pair of a head's rotated dimensions, with model.rope_scaling, f32 (pairs,)."""
     m, freq = model, rope.frequencies(model.qk_rope_head_dim or model.head_dim, model.rope_base)
     if m.rope_scaling == "llama3":
         return rope.llama3_scaling(freq, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original_len)
@@ -228,7 +228,7 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:
-    """Return (heads, width) of the two arrays that a layer caches for a token, and the logical axis of their heads.
+    """Return (heads, width) of each of the two arrays that a layer caches for a token, and the logical axis of their heads.
 
     The arrays are keys and values; with multi-head latent attention, latents and rotated keys.
     """
@@ -238,7 +238,7 @@ def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, 
 
 
 def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
-    """Return the arrays that all layers share: they depend on segments and positions alone. write_at: None without a cache."""
+    """Return the arrays that all layers share. write_at: the cache index of the first new token; None without a cache."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
     return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT)

@@ -38,8 +38,8 @@ class HuggingFaceError(ValueError):
 class HfTensor:
     """A tensor of a Hugging Face checkpoint: its name, its axes, and the axes of jaxtrain's array.
 
-    Axes in brackets are one merged axis in the checkpoint. torch stores a linear layer as (out, in), so most arrays are
-    transposed. A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
+    Axes in brackets in `theirs` are one merged axis. torch stores a linear layer as (out, in), so most arrays are transposed.
+    A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
     in rotate-half order: the first half of the rotated dimensions is paired with the second. `interleaved` marks the exception.
 
     Attributes:
@@ -48,7 +48,7 @@ class HfTensor:
         ours: axes of jaxtrain's array.
         theirs: axes of the checkpoint's tensor. An axis named 2 has size 2: the tensor holds two of jaxtrain's arrays.
         half: the index of jaxtrain's array along the axis named 2.
-        interleaved: an axis of `ours`. In the checkpoint its last sizes["rotary"] numbers (hf/names.py) are interleaved pairs.
+        interleaved: the axis of `ours` whose rotated dimensions (hf/names.py) are interleaved pairs in the checkpoint.
         exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
         copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
@@ -250,7 +250,7 @@ class Format:
     beyond: str = ""
 
     def read(self, s: Settings) -> dict[str, Any]:
-        """Return keys of config.Model. Raises HuggingFaceError for a value that jaxtrain does not support."""
+        """Return keys of config.Model, from config.json. Raises HuggingFaceError for a value that jaxtrain does not support."""
         for name in ("hidden_act", "hidden_activation"):
             if (given := s.take(name, None)) not in (None, self.activation):
                 rule = f"models of this family are built with {self.activation!r} only"
@@ -460,7 +460,8 @@ def _write_layer_types(model: Model) -> list[str]:
 def window_by_layer(pattern: str) -> Part:
     """Return the part for a family in which some layers have a sliding window.
 
-    pattern: letters of layers, "l" (window) or "g" (full attention), repeated over the layers; used without `layer_types`.
+    pattern: letters of layers, "l" (window) or "g" (full attention), repeated over the layers. If config.json has
+      `layer_types`, `pattern` is ignored.
     """
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
@@ -515,7 +516,7 @@ QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
 
 
 def gemma_part(pattern: Callable[[Settings], str]) -> Part:
-    """Return the part of Gemma 2 and 3. pattern: returns the letters of layers, as in `window_by_layer`."""
+    """Return the `Part` for Gemma 2 and 3. pattern: returns the letters of layers, as in `window_by_layer`."""
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         s.only("use_bidirectional_attention", False, "jaxtrain has causal attention only")

@@ -7,7 +7,7 @@ For a token's hidden state x, with R = kv_lora_rank and N heads:
     q_nope, q_rope = split(norm(x wq_down) wq_up)       for each head; split(x wq) if q_lora_rank is 0
     score          = (q_nope k_nope + rotated(q_rope) rotated(k_rope)) scale
 
-Training computes the keys and values of all heads, so it uses the kernels of other models. Values may be narrower than keys.
+Training computes keys and values of all heads, with the kernels of grouped-query attention. Values may be narrower than keys.
 Decoding caches only the latent and the rotated key, R + qk_rope_head_dim numbers a token. It applies wkv_up to queries and
 outputs instead of keys and values (the paper's absorbed form). Attention then has one key head of R + qk_rope_head_dim numbers.
 """

@@ -57,7 +57,10 @@ class Embed(nnx.Module):
         self.ctx = ctx
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Return the tokens' embeddings, (B, T, D) in the residual layout. Only ZeRO-1 gathers the table for the look-up."""
+        """Return the tokens' embeddings, (B, T, D) in the residual layout.
+
+        The table is gathered for the look-up only with sharding.zero=1 or sharding.gather=step.
+        """
         p, table, zero = self.ctx.placement, self.embedding.get_value(), self.ctx.zero
         if zero.reduce_once:
             return embed(zero.gather_weight(table, TABLE), tokens_BT, p, (), self.ctx.numerics.compute)

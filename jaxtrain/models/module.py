@@ -39,8 +39,8 @@ def param(
 ) -> nnx.Param:
     """Return a parameter with logical axes. The axes are under jaxtrain's own metadata key, which flax never interprets.
 
-    dot: the parameter is only used by `kernels.dot.dot`, or for experts by `kernels.experts.feed_forward`. So it may be stored
-      in 8 bits.
+    dot: the parameter is only used by `kernels.dot.dot`, or for experts by `kernels.experts.feed_forward`. So it may be
+      multiplied in FP8.
     exact: the parameter is used in its storage dtype, and never rounded to the compute dtype.
     """
     if len(shape) != len(axes):
@@ -95,7 +95,7 @@ class Definition:
 
 
 def part(tree: Params, chosen: Params) -> Params:
-    """Return the leaves of `tree` for which `chosen`, of the same structure, is True. No dict is left empty."""
+    """Return the leaves of `tree` for which `chosen`, of the same structure, is True. Empty dicts are left out."""
     out: Params = {}
     for name, choice in chosen.items():
         if isinstance(choice, dict):

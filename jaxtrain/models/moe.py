@@ -55,7 +55,7 @@ class ExpertsMLP(nnx.Module):
         )
 
     def _biases(self) -> kernel.Biases | None:
-        """Return the experts' biases. If devices shard F, only one device has the output's bias, because outputs are summed."""
+        """Return the experts' biases. If devices shard F, `down_bias` is 0 except on one device, because outputs are summed."""
         if not self.model.expert_bias:
             return None
         first = index(self.ctx.placement.mesh_axes("mlp")) == 0

@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def _last(self) -> "Plan":
-        """Return the plan of the last group: it saves gathered weights, and keeps on the device what other groups offload."""
+        """Return the plan of the last group. It saves gathered weights, and on the device the activations in `offload`."""
         return dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
 
     def _run(
@@ -145,7 +145,7 @@ class Plan:
     ) -> Any:
         """Compute `run` with an explicit backward pass.
 
-        With `Stack.adds`, the backward pass adds each layer's gradient to the sum of earlier microbatches at once. Autodiff
+        With `Stack.adds`, the backward pass adds each layer's gradient to the sum over earlier microbatches at once. Autodiff
         would first stack the gradients of all layers beside the sum. Without `Stack.adds`, the backward pass starts by
         allocating a stack of gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
         """
@@ -219,7 +219,7 @@ def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> 
 def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times: int) -> tuple[Any, Any]:
     """Return the last x of `x, saved = step(x, i)` for i below `times`, and `saved` of all iterations, stacked on axis 0.
 
-    The result is that of a scan, but the stacks are allocated no sooner than `x`. XLA would allocate a scan's stacks much
+    The result is that of a scan, but the stacks are allocated after `x` is computed. XLA would allocate a scan's stacks much
     earlier, while the stacks of the previous microbatch are still in memory. Arrays in host memory are stacked by the scan.
 
     The index i is a counter in the carry. XLA starts a layer's gather one iteration early only if its index is such a counter.
@@ -311,11 +311,11 @@ class Stack:
 
     @property
     def adds(self) -> bool:
-        """Whether gradients are added to the sum of earlier microbatches."""
+        """Whether the backward pass adds gradients to their sum over earlier microbatches."""
         return self.check is not None and self.check.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        """Return layers from their differentiated and their other arrays: all layers from stacks, one layer from its arrays."""
+        """Return the tree with these differentiated (`learnt`) and fixed arrays, stacked for all layers or of one layer."""
         found = iter(learnt), iter(fixed)
         return jax.tree.unflatten(self.tree, [next(found[not learns]) for learns in self.learns])
 

@@ -256,7 +256,7 @@ class Transformer(nnx.Module):
             return share(self.model, self.kernel, rows)
 
     def enter(self, tokens_BT: jax.Array, shared: Shared) -> Carry:
-        """Return the input of the stack of layers: the output of the first model.dense_layers layers, or the embeddings."""
+        """Return the input of the stack of layers: the output of the dense layers; the embeddings if there are none."""
         carry = self.embed_tokens(tokens_BT)
         if self.model.dense_layers:
             run = self.remat.checkpoint(self.layer, in_loop=False)
@@ -311,7 +311,7 @@ class Transformer(nnx.Module):
         return self.final_hidden(carry)[0], dataclasses.replace(cache, kv=kv)
 
     def append(self, tokens_BT: jax.Array, cache: Cache) -> tuple[Shared, Cache]:
-        """Return the shared arrays of T tokens after the cached tokens, and the cache with their segments and positions."""
+        """Return the shared arrays of T new tokens, and the cache with the segments and positions of the new tokens."""
         B, T = tokens_BT.shape
         positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
         segments_BT = jnp.ones_like(positions_BT)
@@ -327,7 +327,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logits, f32 (B, T, V), on every device, for sampling and checks.
 
-        Training never has the logits of a whole batch in memory (loss.py).
+        Training never has the logits of a whole batch in memory (train/loss.py).
         """
         head_VD = self.ctx.zero.gather_weight(self.head_VD, TABLE)
         precision = self.ctx.numerics.precision

@@ -49,7 +49,7 @@ def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
 
 
 def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | None:
-    """Add one NAME=VALUE to `chosen`. Return (problem, remedy); None if the setting is valid."""
+    """Add one SETTING=VALUE to `chosen`. Return (problem, remedy); None if the setting is valid."""
     name, given, value = (part.strip() for part in setting.partition("="))
     if not (given and name and value):
         return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
@@ -95,7 +95,9 @@ def problems(text: str, optimizer: str) -> list[Problem]:
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
-    """Return a problem for each group without a parameter of the model, or with optimizer=muon for a parameter without Muon.
+    """Return the problems of `optimizer.groups` that depend on the model.
+
+    A group has a problem if no parameter belongs to it, or if it sets optimizer=muon for a parameter that is no matrix.
 
     matrices: name of each parameter -> whether Muon supports the parameter.
     """

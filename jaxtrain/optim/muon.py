@@ -150,8 +150,8 @@ def scale_by_muon(
     """Return the transformation that is Muon for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
 
     The state is Adam's, in float32. Hidden matrices have their momentum as first moment, and no second moment. The momentum is
-    m' = beta m + (1 - beta) g. The direction that is orthogonalized is Nesterov's, beta m' + (1 - beta) g; a constant factor
-    of it has no effect.
+    m' = beta m + (1 - beta) g. The direction that is orthogonalized is Nesterov's, beta m' + (1 - beta) g. A constant factor
+    of the direction has no effect.
 
     Args:
       rest: optax's Adam.

@@ -98,7 +98,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
 
 
 def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
-    """Raise ConfigError for a group whose pattern matches no parameter, or with optimizer=muon one that is no matrix."""
+    """Raise ConfigError for a group to which no parameter belongs, or which sets optimizer=muon for one that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
     found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}

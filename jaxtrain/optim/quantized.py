@@ -57,7 +57,7 @@ def code_map(signed: bool) -> np.ndarray:
 
 
 def _decades(signed: bool) -> list[tuple[int, float]]:
-    """Return (number of positive values, power of ten at its upper end) of each decade, the smallest decade first.
+    """Return (number of positive values, upper end: a power of ten) of each decade, the smallest decade first.
 
     The k-th positive value is in the decade of n values with n <= k < 2 n. k starts from 1 if signed, and from 2 otherwise.
     """

@@ -78,7 +78,7 @@ def streamed(
     )
 
     def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-        """Return the optimizer state with `change` applied to each dict of moments, whose keys are parameters' names."""
+        """Return `state` with `change` applied to each dict of moments (by parameter), and to the same dict of `others`."""
         names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
         is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
         return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)

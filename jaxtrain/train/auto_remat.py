@@ -119,7 +119,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
 
 
 def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Return the bytes of these saved activations on a device: of one microbatch; in a pipeline, of all in flight."""
+    """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
     return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
@@ -127,7 +127,7 @@ def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], pa
 
 @functools.lru_cache(maxsize=4)
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
-    """Return (recomputed FLOPs, names of the activations, remat that saves them) for every set of activations."""
+    """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
     found = []
     known = GROUPS if model.kv_lora_rank else GROUPS[1:]
     for size in range(len(known) + 1):

@@ -1,6 +1,6 @@
 """Read batches from the data source in a thread, and put them on the devices.
 
-A data source may hang. Python runs signal handlers in the main thread only, so a hanging call in it would prevent a save.
+A data source may hang. Python runs signal handlers in the main thread only. A hanging call in that thread would prevent a save.
 Batches are therefore read in another thread, and the main thread waits in short intervals.
 """
 

@@ -46,7 +46,8 @@ def card(memory_gib: float, fraction: float = 0.0) -> Card:
 def card_of(device: Any, configured: float = 0.0) -> Card | None:
     """Return the `Card` of a GPU of this process; None for a CPU.
 
-    Both figures of the card are derived from the limit of JAX's allocator. The driver reports half a percent more memory.
+    Both figures of the card are derived from the limit of JAX's allocator. The memory size that the driver reports is half a
+    percent larger.
 
     configured: `train.memory_fraction`.
     """
@@ -233,7 +234,7 @@ def _without(program: Program) -> tuple[str, ...]:
 
 
 def _nested_loops(program: Program) -> bool:
-    """Return whether O1 would make XLA abort.
+    """Return whether O1 could make XLA abort.
 
     O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
     such a loop is inside the loop over microbatches and contains another loop. This happens in three cases: (1) The loop over

@@ -1,4 +1,4 @@
-"""The model of a config: its modules, its dtypes, and the roles of its parameters (trained, frozen, multiplied in 8 bits)."""
+"""The model of a config: its modules, its dtypes, and the roles of its parameters (trained, frozen, multiplied in FP8)."""
 
 import dataclasses
 import fnmatch

@@ -30,9 +30,9 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the first `sequences` sequences of a source: `loss` and the other metrics of the loss.
 
-    `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call and every layout evaluates the
-    same sequences: rows of the last batch after these sequences are masked. The sums of the batches are added exactly on the
-    host, so the order of the batches has no effect.
+    `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call evaluates the same sequences,
+    on any mesh: rows of the last batch after these sequences are masked. The sums of the batches are added exactly on the host,
+    so the order of the batches has no effect.
 
     Args:
       eval_step: the compiled `Program.eval_step`.
@@ -145,7 +145,7 @@ class SampleWriter:
         self._sampler: generation.Sampler | None = None
 
     def due(self, done: int) -> bool:
-        """Return whether samples are due after step `done`. After the last step they are not: its samples follow its save."""
+        """Return whether samples are due after step `done`. The last step's samples are written after its save instead."""
         every = self._run.sample.every_steps
         return self._tokenizer is not None and every > 0 and done % every == 0 and done < self._run.train.steps
 

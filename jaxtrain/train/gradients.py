@@ -38,7 +38,7 @@ class Objective:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Return the names of the sums that a step reports in addition to the loss."""
+        """Return the names of the sums that a step reports in addition to the loss and the experts' statistics."""
         return (*self.loss.reports, *(MTP_METRICS if self.mtp_layers else ()))
 
     @property
@@ -91,7 +91,7 @@ class Objective:
         """Return this device's share of the objective of a microbatch, and of the report.
 
         The shares of all devices sum to the objective. Devices with the same tokens compute the same loss, and divide it by
-        their number.
+        the number of these devices.
 
         Args:
           total: the loss's denominator over all microbatches (`total_count`).
@@ -142,7 +142,7 @@ def make_gradients(
 
     Args:
       in_fp8: the weights that are multiplied in FP8.
-      adds: the backward pass of each layer in the stack adds its gradients to the sum of earlier microbatches.
+      adds: the backward pass of each layer in the stack adds its gradients to their sum over earlier microbatches.
       pipe: the pipeline, if layers are on stages.
     """
     p = objective.placement
@@ -202,7 +202,7 @@ def make_loss(
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
     """Return a function from (master weights, batch of one microbatch, (1, B, T)) to the sums of the loss over all devices.
 
-    The sums are the summed loss, its denominator, and name -> each other sum that the loss reports.
+    The sums are the summed loss, its denominator, and a dict of the other sums that the loss reports, by name.
     """
     p = objective.placement
 

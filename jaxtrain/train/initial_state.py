@@ -345,7 +345,7 @@ def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str]
 
 
 def _origin(run: RunConfig, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
-    """Return the files that the first state was read from, for the receipt; None if it was made from the seed."""
+    """Return folder, step and digest of the source of the first state, for the receipt; None if the source is the seed."""
     if start.resumed:
         meta = checkpoints.meta(start.step)
         digest = hashlib.sha256(json.dumps(meta["tensors"], sort_keys=True).encode()).hexdigest()

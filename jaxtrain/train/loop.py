@@ -139,7 +139,7 @@ class Loop:
         self._work_between_steps()
 
     def _next_batch(self) -> tuple[HostBatch, Any] | None:
-        """Return the next batch on host and devices; None if the run is asked to stop before it is read."""
+        """Return the next batch on host and devices; None if the run is asked to stop before the batch is read."""
         services = self.services
         began = time.perf_counter()
         with self.log.rates.waiting_for_data(), services.phase("data", "data"):
@@ -168,7 +168,7 @@ class Loop:
         return metrics
 
     def _note_slow_step(self) -> None:
-        """Report the step that ends now if it was far slower than earlier steps. Report if all steps have become slower."""
+        """Report if the step that ends now was far slower than others, or if steps have become slower than at the start."""
         now, saving = time.perf_counter(), self.saver.checkpoints.pending
         ended, self._times = self._times, StepTimes(now, saving)
         save_s, self.saver.blocked_s = self.saver.blocked_s, 0.0

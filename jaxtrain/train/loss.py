@@ -138,9 +138,10 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
         L(m) = -(1 - eps) log sigmoid(m) - eps log sigmoid(-m)
         m = beta ((log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)))
 
-    where log p of a completion is the sum over its tokens, and ref is the model that training began with.
+    where log p of a completion is the sum of its tokens' log-probabilities, and ref is the model that training began with.
 
-    The gradient goes through the fused cross entropy, so that no logits are held and the layouts are those of `cross_entropy`.
+    The gradient goes through the fused cross entropy. So the logits of all tokens never exist at once, and shardings are
+    those of `cross_entropy`.
     L depends on the weights through the tokens' log-probabilities l_t alone, so dL = sum_t (dL/dl_t) dl_t with
 
         dL/dl_t = beta L'(m) on chosen tokens, -beta L'(m) on rejected tokens

@@ -51,7 +51,7 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
 
 
 def taken_gib(compiled: Any) -> float:
-    """Return the allocated GiB of a compiled step on one device: the peak, and the fragmentation of XLA's temporaries."""
+    """Return the allocated GiB of a compiled step on one device: arguments, new outputs, and temporaries with fragmentation."""
     a = compiled.memory_analysis()
     return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
 

@@ -308,7 +308,7 @@ class _Step:
         return self.model.share(micro["segments"], micro["positions"])
 
     def entry(self, u: jax.Array) -> Any:
-        """Return the embeddings of the microbatch of forward pass u, the first stage's input if the pass is of group 0."""
+        """Return `Transformer.enter` of the microbatch of forward pass u: the first stage's input if the pass is of group 0."""
         _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
         micro = self.micro(m)
         return self.model.enter(micro["tokens"], self.shared(micro))
@@ -349,7 +349,7 @@ class _Step:
         return dataclasses.replace(carry, ready=ready, ends=_added(carry.ends, d_ends), report=report)
 
     def entered(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
-        """Add the gradient of the embedding for the microbatch whose backward pass the first stage finishes at tick t."""
+        """Add the gradients of embedding and dense layers for the microbatch whose backward pass ends at tick t."""
         w = t - self.schedule.wait - self.pipe.last
         valid = (w >= 0) & (w < self.schedule.units) & (self.stage == 0)
         _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]

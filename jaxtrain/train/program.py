@@ -113,7 +113,7 @@ class Program:
 
 
 def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
-    """Return the settings of load balancing. Routers' biases are updated unless they are frozen; with adapters, none is."""
+    """Return the settings of load balancing. Routers' biases are updated, except frozen ones; with adapters, all are frozen."""
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
@@ -122,7 +122,7 @@ def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangeme
 
 
 def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
-    """Return whether the backward pass of each layer adds its gradient to the sum of earlier microbatches.
+    """Return whether the backward pass of each layer adds its gradient to the sum over earlier microbatches.
 
     Raises:
       ConfigError: train.accumulate = layer, and the model's layers are not run by remat.Plan.run.
@@ -173,7 +173,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
 
     Raises:
       LayoutError, Unsupported: the config asks for an impossible layout or kernel.
-      ConfigError: a model from outside the package lacks a part that the config asks for.
+      ConfigError: the model cannot run with a setting of the config.
     """
     # The mesh, the attention kernel, the model.
     placement = make_placement(run, devices)

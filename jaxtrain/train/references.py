@@ -9,8 +9,8 @@ log-probability of each document's completion, so no second set of weights is ev
 
 The file is written during the pass, so a killed run continues from it. If weights, model or precision of the reference differ
 from `about`, the file is computed again, as long as the reference's weights exist. After training without adapters they no
-longer exist. In this case, `check` refuses a run whose files are missing, before anything is compiled, and files of another
-precision are used.
+longer exist. In this case, `check` refuses a run whose files are missing, before anything is compiled. Files of another
+precision are then used.
 """
 
 import collections
@@ -255,7 +255,7 @@ def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], da
 
 
 def without_adapters(params: Params) -> Params:
-    """Return the parameters with zeros in the second matrix of each adapter. The model's output is then that of its base."""
+    """Return the parameters with zeros in the matrix b of each adapter. The model's output is then that of the base weights."""
 
     def member(name: str, x: jax.Array) -> jax.Array:
         return jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x) if is_adapter(name) and name.endswith(B) else x

@@ -79,8 +79,8 @@ class Result:
 def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
     """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
-    In the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. After this call, the whole process
-    uses XLA's compile cache at `paths.cache`.
+    If the call is in the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. After this call, the
+    whole process uses XLA's compile cache at `paths.cache`.
 
     Args:
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
@@ -112,7 +112,7 @@ def attempt(
     Args:
       overlay: the environment that was set for the run, for log and receipt.
       own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the loss of another
-          process of the run may end it at once.
+          process of the run may then end this process at once.
     """
     with contextlib.ExitStack() as stack:
         ending = Ending()
@@ -533,7 +533,7 @@ def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None
 
 
 def newest(workdir: Path) -> dict[str, Any]:
-    """Return the last train line of a run's metrics.jsonl; empty if there is none."""
+    """Return the last line of kind `train` in a run's metrics.jsonl; {} if there is none."""
     path, last = workdir / "metrics.jsonl", {}
     for line in metrics.read(path) if path.exists() else ():
         last = line if line["kind"] == "train" else last

@@ -52,7 +52,7 @@ class Saver:
         self.checkpoints.prepare()
 
     def save(self, current: TrainState, done: int, meta: Mapping[str, Any]) -> None:
-        """Begin to save the state after `done` steps.
+        """Begin to save the state after `done` steps, unless a checkpoint of this step exists.
 
         The call waits until the previous save has ended. The new files are written while the next steps run.
 

@@ -100,7 +100,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
 
 
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
-    """Compile the train step and the evaluation step, and report the memory that they need.
+    """Compile the train step and the evaluation step, and report the train step's memory by class.
 
     Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the choice of saved activations that fits.
     Raises OutOfMemory if the train step does not fit.

@@ -13,8 +13,8 @@ order of microbatches and the reverse order of groups. Stage s runs backward uni
 
     1f1b, interleaved   wait = groups x stages: a microbatch's backward pass starts in the tick after its last forward unit.
                         So the forward and the backward unit of a tick are independent, and one computes during the
-                        communication of the other. For any number of microbatches, a stage has at most 2 x stages units in
-                        flight, with several groups about (groups + 1) x stages.
+                        communication of the other. For any number of microbatches, a stage has at most (groups + 1) x stages
+                        units in flight.
     gpipe               wait = all forward ticks (Huang et al. 2019, arXiv:1811.06965): every unit is in flight.
 
 Ticks before the first backward unit have only forward units, and ticks after the last forward unit only backward units. So a
@@ -100,7 +100,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Returns the unit of each stage at each tick. If `groups` is above 1, `stages` must divide the number of microbatches."""
+    """Assigns a unit to each stage at each tick. If `groups` is above 1, `stages` must divide the number of microbatches."""
 
     name: str
     stages: int
@@ -119,7 +119,7 @@ class Schedule:
 
     @property
     def forward_ticks(self) -> int:
-        """Return the number of ticks from the first forward unit of any stage to the last."""
+        """Return the number of ticks from the first stage's first forward unit to the last stage's last forward unit."""
         return self.units + self.stages - 1
 
     @property
@@ -139,7 +139,7 @@ class Schedule:
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the buffer slots of saved activations: (slot of each forward unit, slot of each backward unit, slots).
+        """Return the slots of saved activations: (slot of each forward unit, slot of each backward unit, number of slots).
 
         A slot has one unit at a time, even on the first stage, where units are in flight the longest. In the ticks after its
         last forward unit, a stage repeats this unit in free slots, and the results are discarded.

@@ -242,7 +242,7 @@ def to_tensors(state: TrainState) -> Tensors:
 def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str | None], Any]]:
     """Begin to compute the digests of a state's tensors. Return (names, digests) of each array of the state.
 
-    The digests of a stack are uint32 (slots, 3); another array has one, (3,). An empty slot has a digest too, with the name
+    The digests of a stack are uint32 (slots, 3); an unstacked array has one, (3,). An empty slot has a digest too, with name
     None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
     compiled: the compiled program of digests.program for the arrays in device memory; None: compile it now.
     """

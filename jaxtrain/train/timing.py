@@ -32,7 +32,7 @@ class StartTimes:
         self._since = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Add the time since the previous call, or at the first call since the construction, to the part `part`."""
+        """Add the time since the previous call to the part `part`; at the first call, the time since the construction."""
         now = time.perf_counter()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._since
         self._since = now

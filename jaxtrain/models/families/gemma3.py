@@ -8,7 +8,7 @@ STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding
 
 
 def pattern(s: Settings) -> str:
-    """Return a letter for each layer of the repeating pattern: the last of `sliding_window_pattern` layers has no window."""
+    """Return the repeated letters of layers: of every `sliding_window_pattern` layers, the last has no sliding window."""
     every = s.take("sliding_window_pattern", None) or s.take("_sliding_window_pattern", None) or 6
     return windows.LOCAL * (every - 1) + windows.GLOBAL
 

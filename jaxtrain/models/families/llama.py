@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and 3.3."""
+"""Llama 2, 3, 3.1, 3.2 and 3.3: their sizes, and the format of their checkpoints."""
 
 from jaxtrain.models.hugging_face import COMMON, ROPE, Format
 from jaxtrain.models.structure import Structure, presets
