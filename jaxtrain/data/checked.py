@@ -137,7 +137,7 @@ class Blocks:
         return f"{blocks} (bytes {self._start(first):,} to {self._start(last):,})"
 
     def _start(self, block: int) -> int:
-        """Return the position in the file of a block's first byte; `end` for number `count`, after the last block."""
+        """Return the offset in the file of a block's first byte. For `count`, the number after the last block, return `end`."""
         return min(max(block * self.block_bytes, self.begin), self.end)
 
     def _differing(self, first: int, last: int) -> list[int]:

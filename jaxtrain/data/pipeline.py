@@ -48,7 +48,7 @@ class Batches:
       masked_fraction: fraction of the tokens that are masked because their row has more than `data.max_segments` documents.
       max_segments: the most documents in a row; a user's own source may lack this attribute.
       truncated: number of conversations cut to fit a row, tokens that were cut off, tokens of all conversations.
-      sparse: name of each file with much padding because of `max_segments` -> fraction of its rows that is not padding.
+      sparse: name of each file whose rows are less than FULL filled because of `max_segments` -> filled fraction of the rows.
       fingerprint: a JSON dict for receipts: source, split, settings, and hashes of the files.
       pairs: whether rows are pairs.
       left_out: number of pairs that are never read because they are longer than a row.
@@ -134,8 +134,8 @@ class Batches:
     def sources_read(self, step: int) -> list[dict[str, Any]]:
         """Return a line of metrics.jsonl for each source, counted over the batches before `step`; [] if there is one source.
 
-        The keys are `source` (its label), `tokens` and `epoch` (both read so far), and `weight` (in the newest phase that has
-        begun).
+        The keys are `source` (its label), `tokens` (read so far), `epoch` (epochs read so far; None for a source that the
+        config no longer names), and `weight` (in the newest phase that has begun).
         """
         if len(self.sources) == 1:
             return []
