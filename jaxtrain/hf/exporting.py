@@ -277,7 +277,7 @@ def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
 
 
 def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Yield (entry, array in its stored dtype) of all wanted tensors. At least AT_ONCE bytes are read at a time."""
+    """Yield (entry, array in its stored dtype) of all wanted tensors. Each batch but the last has at least AT_ONCE bytes."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
