@@ -24,7 +24,7 @@ class TokenFileError(ValueError):
 
 
 def remedy(path: Path) -> str:
-    """Return how to replace a file that cannot be used."""
+    """Return the sentence of an error message that explains how to replace the unusable file `path`."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
     return spelled("Copy it again from an intact copy, or make it again with: python -m jaxtrain.data prepare")

@@ -28,7 +28,7 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A token that only a template writes. lstrip: it absorbs the white space before it; rstrip: the white space after it."""
+    """A token that only a template writes. lstrip, rstrip: the token absorbs the white space before it, or after it."""
 
     text: str
     id: int

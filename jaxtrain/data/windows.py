@@ -292,7 +292,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Return the number of windows of seq_len inputs in `tokens` tokens. The last target of a window is one token more."""
+    """Return the number of windows of seq_len inputs in `tokens` tokens. A window has one more token, its last target."""
     return max(0, (tokens - 1) // seq_len)
 
 
