@@ -112,7 +112,8 @@ class Folder:
     def read(self, name: str) -> np.ndarray:
         """Return a tensor in its stored dtype, or in bfloat16 if it is stored in FP8 or MXFP4.
 
-        FP8 is multiplied by its scales and rounded. MXFP4 is represented exactly. Raises HuggingFaceError if the file ends early.
+        FP8 is multiplied by its scales and rounded. bfloat16 represents MXFP4 exactly. Raises HuggingFaceError if the file ends
+        early.
         """
         stored = self.tensors[name]
         if isinstance(stored, Packed):

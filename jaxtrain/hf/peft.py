@@ -67,9 +67,9 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
     Args:
         folder: the folder to write.
         adapters: all adapter matrices of the model, by jaxtrain's names.
-        model: a model of one of jaxtrain's families.
+        model: the config of the base model.
         how: the settings with rank and alpha.
-        base: the base model's name or path in adapter_config.json.
+        base: base_model_name_or_path in adapter_config.json.
 
     Raises:
         HuggingFaceError: the folder has an adapter already.

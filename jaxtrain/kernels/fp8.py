@@ -142,7 +142,7 @@ class _Matrices:
         return ws.startswith(contracted)
 
     def weight(self, w: jax.Array) -> jax.Array:
-        """Return the weight as (K, N) or (N, K), as it is stored."""
+        """Return the weight as a matrix: (K, N) if `contracted_first`, else (N, K)."""
         xs, ws, _ = self.letters
         rows = [n for c, n in zip(ws, w.shape, strict=True) if (c in xs) == self.contracted_first]
         return w.reshape(math.prod(rows), -1)

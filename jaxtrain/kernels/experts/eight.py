@@ -62,7 +62,7 @@ def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, 
 
 
 def _rounded(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Return the rows as (E, R / E, ...) in 8 bits, and one scale for all of the device's rows."""
+    """Return the rows as (E, R / E, ...), in e5m2 if `gradient`, else in e4m3, and one scale for all of the device's rows."""
     dtype = fp8.E5M2 if gradient else fp8.E4M3
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     return fp8.rounded(rows, scale, dtype).reshape(experts, -1, rows.shape[-1]), scale
