@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, step).
 
-A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with loss bits (one bit for each token)
-has packed rows in place of windows, and with data.packing=best_fit every file has (windows.py). Row `r` of step `s` has the
-global index g = s * global_batch + r. It reads window permutation(epoch, g mod windows), with epoch = floor(g / windows). So a
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. Packed rows (windows.py) replace windows if the
+file has loss bits (one bit for each token), or if data.packing is best_fit. Row `r` of step `s` has the global index
+g = s * global_batch + r. It reads window permutation(epoch, g mod windows), with epoch = floor(g / windows). So a
 run resumes exactly on any number of hosts, and any process can make any rows. This module and `check` do not import jax; only
 `Batches` imports jax, through grain.
 
