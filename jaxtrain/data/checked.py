@@ -24,7 +24,7 @@ class TokenFileError(ValueError):
 
 
 def remedy(path: Path) -> str:
-    """Return how to replace a file that cannot be used."""
+    """Return the sentence of an error message that explains how to replace the unusable file `path`."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
     return spelled("Copy it again from an intact copy, or make it again with: python -m jaxtrain.data prepare")
@@ -137,7 +137,7 @@ class Blocks:
         return f"{blocks} (bytes {self._start(first):,} to {self._start(last):,})"
 
     def _start(self, block: int) -> int:
-        """Return the position in the file of a block's first byte; `end` for number `count`, after the last block."""
+        """Return the offset in the file of a block's first byte. For `count`, the number after the last block, return `end`."""
         return min(max(block * self.block_bytes, self.begin), self.end)
 
     def _differing(self, first: int, last: int) -> list[int]:

@@ -158,19 +158,19 @@ class Mixture:
         do not change. A phase begins at `step` if the weights differ from the last weights of the checkpoint. A phase begins
         with the first row that is read after its step: rows that are skipped at this step count for the previous phase.
 
-        If the batch size has changed, the checkpoint may end within a batch of the new size. Then a phase begins at row
-        `begin`: the run skips the remaining rows of this batch, but no source skips a row.
+        If the batch size has changed, the rows that were read may end within a batch of the new size. Then a phase begins at
+        row `begin`: the run skips the remaining rows of this batch, but no source skips a row.
 
         A file is identified by the hash of its contents, any other source by its name.
 
         Args:
           stored: the result of `state` in the checkpoint; None for a new run.
           tokens: tokens that the run read before it resumes.
-          begin: number of the first row that begins a batch, after `tokens` tokens.
+          begin: number of the first row of the first batch that begins at or after token `tokens`.
           row_at: returns the number of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
-          The number of each source that was passed to the constructor.
+          The number in `self.sources` of each source that was passed to the constructor.
         """
         before = stored or {"sources": [], "phases": []}
         self.sources = [{k: source[k] for k in ("name", "content_sha256")} for source in before["sources"]]

@@ -1,9 +1,10 @@
 """Batches as a pure function of (seed, step).
 
-A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. A file with loss bits (one bit for each token)
-has rows of whole conversations or pairs in place of windows (windows.py). Row `r` of step `s` has the global index
-g = s * global_batch + r, and reads window permutation(epoch, g mod windows). So a run resumes exactly on any number of hosts,
-and any process can make any rows. This module and `check` do not import jax; only `Batches` imports jax, through grain.
+A token file is cut into windows of seq_len + 1 tokens at multiples of seq_len. Packed rows (windows.py) replace windows if the
+file has loss bits (one bit for each token), or if data.packing is best_fit. Row `r` of step `s` has the global index
+g = s * global_batch + r. It reads window permutation(epoch, g mod windows), with epoch = floor(g / windows). So a
+run resumes exactly on any number of hosts, and any process can make any rows. This module and `check` do not import jax; only
+`Batches` imports jax, through grain.
 
 If a run has several sources, its mixture assigns each global index to a row of one source (mixture.py).
 """
@@ -48,7 +49,7 @@ class Batches:
       masked_fraction: fraction of the tokens that are masked because their row has more than `data.max_segments` documents.
       max_segments: the most documents in a row; a user's own source may lack this attribute.
       truncated: number of conversations cut to fit a row, tokens that were cut off, tokens of all conversations.
-      sparse: name of each file with much padding because of `max_segments` -> fraction of its rows that is not padding.
+      sparse: name of each file whose rows are less than FULL filled because of `max_segments` -> filled fraction of the rows.
       fingerprint: a JSON dict for receipts: source, split, settings, and hashes of the files.
       pairs: whether rows are pairs.
       left_out: number of pairs that are never read because they are longer than a row.
@@ -134,8 +135,8 @@ class Batches:
     def sources_read(self, step: int) -> list[dict[str, Any]]:
         """Return a line of metrics.jsonl for each source, counted over the batches before `step`; [] if there is one source.
 
-        The keys are `source` (its label), `tokens` and `epoch` (both read so far), and `weight` (in the newest phase that has
-        begun).
+        The keys are `source` (its label), `tokens` (read so far), `epoch` (epochs read so far; None for a source that the
+        config no longer names), and `weight` (in the newest phase that has begun).
         """
         if len(self.sources) == 1:
             return []
@@ -265,7 +266,7 @@ def near_files(path: str) -> list[str]:
 
 
 def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
-    """Return the problem of a missing file. Its remedy names similar files, or two commands that make the file."""
+    """Return the problem of a missing file. Its remedy names similar files; without any, two commands that make the file."""
     if near := near_files(path):
         return config.Problem(key, path, "no such file", did_you_mean(near))
     output = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else token_file_of(path)
@@ -426,7 +427,7 @@ def prepare_command(tokenizer: str, text: str = "FILE.jsonl", pairs: str | None 
 
 
 def token_file_of(text: str) -> Path:
-    """Return the name of the token file of a text file, which may be compressed, or of a folder."""
+    """Return the name of the token file that is made from `text`: a text file, which may be compressed, or a folder."""
     path = Path(text)
     if path.is_dir():
         return Path(f"{path.resolve().name}.tok")

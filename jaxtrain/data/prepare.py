@@ -60,7 +60,8 @@ class Job:
     Attributes:
       text_key: a column, or several with commas between. `separator` joins their texts.
       validation: fraction of the documents that are written to NAME.val.tok instead of NAME.tok.
-      chat: rows are conversations. The template in the file `chat_template` writes them; "": the tokenizer's own template.
+      chat: rows are conversations, or pairs of conversations with `preference`. A template writes them as text.
+      chat_template: the template's file; "": the tokenizer's own template.
       loss: the tokens of conversations that count in the loss (template.LOSSES).
       preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
       date: today's date, for templates that use it.
@@ -438,9 +439,10 @@ class Progress:
 
 
 def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
-    """Make the parts that an earlier run did not finish. Return the number of bad lines, and call `say` with the first SHOWN.
+    """Make the parts that an earlier run did not finish. Return the number of bad lines.
 
-    Raises PrepareError after the first part with bad lines, unless they are skipped.
+    Calls `say` with the first SHOWN bad lines. Raises PrepareError after the first part with bad lines if `skip_bad_lines` is
+    False.
     """
     results = [finished(folder, number, job, skip_bad_lines) for number in range(len(parts))]
     missing = {number: part for number, part in enumerate(parts) if results[number] is None}

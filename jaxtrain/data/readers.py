@@ -43,7 +43,10 @@ class PrepareError(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of an input for one process: a complete file, the lines that start in bytes begin..end-1, row groups, or files."""
+    """A part of an input for one process, by `kind`.
+
+    text: the complete file. jsonl: the lines that start in bytes begin..end-1. parquet: row groups. dataset: one of its files.
+    """
 
     path: str
     kind: str  # text | jsonl | parquet | dataset
@@ -142,7 +145,7 @@ def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 def read_text(source: Input) -> Iterator[Piece]:
-    """Yield the file as one document, in pieces of PIECE_BYTES and the rest of a line."""
+    """Yield the file as one document, in pieces of PIECE_BYTES, each extended by the rest of its last line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
         line, started = 1, False

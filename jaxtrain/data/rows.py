@@ -207,7 +207,7 @@ FORMS = (
 
 
 def form(names: Iterable[str]) -> str | None:
-    """Return the key that decides how a row's conversation is read (FORMS); None without one. names: the row's keys."""
+    """Return the key that decides how a row's conversation is read; None if the keys `names` have no form of FORMS."""
     names = set(names)
     for key in ("messages", "conversations"):
         if key in names:
@@ -321,7 +321,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _counts(item: dict[str, Any], what: str) -> bool:
-    """Return False if the key `train` (axolotl) or `weight` (OpenAI) keeps a message from the loss. Raises RowError."""
+    """Return False if `train` (axolotl) is false or `weight` (OpenAI) is 0, else True. Raises RowError for wrong values."""
     for key, rule in (("train", "true or false"), ("weight", "0 or 1")):
         value = item.get(key)
         if value is not None and not (isinstance(value, bool) if key == "train" else value in (0, 1)):

@@ -37,7 +37,7 @@ class Synthetic:
     def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, None]:
         """Return a `windows.Read`: tokens (R, T+1), then row and column of each start of a later document in a row.
 
-        The two None: every target counts in the loss, and no row has padding.
+        The last two fields are None, because every target counts in the loss and no row has padding.
         """
         R, n, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])

@@ -1,7 +1,7 @@
 """Chat templates: write a conversation as text, and find its control tokens and the parts that count in the loss.
 
 A template is Jinja2, run in a sandbox. The template may write control tokens, and the data may not. So a mark (a Unicode
-noncharacter) is put into each string of the data that could be read as a control token, or as the end or beginning of one. The
+noncharacter) is put into each string of the data that could be read as a control token or as part of a control token. The
 marks are removed after the rendered text is cut at its control tokens. If the text without marks differs from the text that the
 template writes for the unmarked data, the row is refused.
 """
@@ -250,8 +250,8 @@ class ChatTemplate:
         Assistant turns are the `{% generation %}` blocks of the template if it has such blocks. Otherwise turns are found by
         rendering:
 
-        - A turn is the text that the assistant's message adds to the earlier conversation with the generation prompt, up to and
-          including the control token that ends the turn.
+        - A turn is the text that the assistant's message adds to the earlier conversation with the generation prompt. The turn
+          includes the control token that ends it.
         - A template may write earlier messages differently when more messages follow: some leave out earlier reasoning. Then a
           turn begins after each generation prompt in the text, and ends with the control token that ends an answer.
 
@@ -298,7 +298,11 @@ class ChatTemplate:
         return plain, self._cut(whole, spans)
 
     def _added_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
-        """Return (begin, end) of each assistant turn in the text: the text that its message adds to the earlier messages."""
+        """Return (begin, end) of each assistant turn in the text: the text that its message adds to the earlier messages.
+
+        If the template writes earlier messages differently when more follow, return the result of `_headed_spans`. Raises
+        RowError if the turns are not found.
+        """
         spans = []
         for i, message in enumerate(talk.messages):
             if message["role"] != "assistant":
@@ -415,9 +419,10 @@ def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str) -> ChatTemplate:
-    """Return the template in `file`; None: chat_template.jinja, or else tokenizer_config.json, beside the tokenizer.json.
+    """Return the template in `file`; if `file` is None, the tokenizer's own template.
 
-    For the byte tokenizer None is BYTE_TEMPLATE. Raises TokenizerError if there is no template, or it cannot be read.
+    This is chat_template.jinja, or else the template in tokenizer_config.json, beside the tokenizer.json. For the byte
+    tokenizer it is BYTE_TEMPLATE. Raises TokenizerError if there is no template, or if it cannot be read.
     """
     control = tokenizer.control_tokens()
     if spec == "byte":

@@ -182,7 +182,7 @@ class TokenWriter:
         self.source_bytes += source_bytes
 
     def end_document(self, loss: bool = False, once: bool = False) -> None:
-        """End the current document with the end-of-text id. `once`: add no second one if the document already ends with it.
+        """End the current document with the end-of-text id. If `once` and the document ends with this id already, add none.
 
         loss: whether the added end-of-text token counts as a target, in a file with loss bits.
         """
@@ -373,7 +373,10 @@ def _header(file: OpenFile) -> dict[str, Any]:
 
 
 def verify(path: Path | str) -> list[str]:
-    """Read the complete file. Return a line for each damaged block range; without damage, the result of `contradictions`."""
+    """Read the complete file. Return a line for each range of damaged blocks; without damage, the result of `contradictions`.
+
+    If the file cannot be opened or read, the one line is the error.
+    """
     path = Path(path).expanduser()
     try:
         file = TokenFile.open(path)

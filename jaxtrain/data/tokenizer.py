@@ -28,7 +28,7 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A token that only a template writes. lstrip: it absorbs the white space before it; rstrip: the white space after it."""
+    """A token that only a template writes. lstrip, rstrip: the token absorbs the white space before it, or after it."""
 
     text: str
     id: int
@@ -113,11 +113,12 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint32 array of ids for each text. The package uses all cores.
+        """Return a uint32 array of ids for each text. The package `tokenizers` uses all cores.
 
         Args:
-          places: the place of each text: start (of a document), after (a control token), or inner (after other text). Then the
-            ids are those of the complete document, except that no token spans two texts. (): all texts are at the start.
+          places: the place of each text: start (of a document), after (a control token), or inner (after other text). (): all
+            texts are at the start. With the true places, the ids are those of the complete document, except that no token
+            spans two texts.
         """
         out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
         for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():

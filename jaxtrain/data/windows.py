@@ -67,7 +67,7 @@ class PackedRows:
     A document of more than T + 1 tokens does not fit. Text is cut into pieces of T + 1 tokens (the last piece may be shorter).
     Each piece begins with the last target of the previous piece, so every token is a target once. A conversation (in files
     with loss bits) is cut after its last turn that fits. A first turn that does not fit is cut where the row ends. `truncated`
-    counts these conversations, `truncated_tokens` the tokens that were cut off.
+    counts all conversations that were cut, `truncated_tokens` the tokens that were cut off.
     """
 
     def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None, seed: int):
@@ -154,7 +154,7 @@ class PairRows(PackedRows):
         self._pair = fits_N[self._fill(begin_N2[fits_N], length_N2[fits_N], max_segments, seed)]
 
     def documents_of(self, row: int) -> np.ndarray:
-        """Return the numbers in the file of a row's documents, in the order of the row's segments."""
+        """Return the index in the file of each document of a row, in the order of the row's segments."""
         pair = self._pair[self._first[row] // 2 : self._first[row + 1] // 2]
         return (2 * pair[:, None] + np.arange(2)).ravel()
 
@@ -162,7 +162,10 @@ class PairRows(PackedRows):
 def open_windows(
     file: TokenFile, seq_len: int, max_segments: int | None, seed: int, packing: str = "documents"
 ) -> FileWindows | PackedRows:
-    """Return the rows of a token file. A file with loss bits (conversations or pairs) is packed whole for every `packing`."""
+    """Return the rows of a token file: windows, or whole documents if `packing` is best_fit.
+
+    A file with loss bits has rows of whole conversations or whole pairs for every `packing`.
+    """
     if file.loss_bits is None and packing != "best_fit":
         return FileWindows(file, seq_len)
     return (PairRows if file.pairs else PackedRows)(file, seq_len, max_segments, seed)
@@ -186,7 +189,7 @@ def whole_turns(flags: np.ndarray) -> int:
     """Return the number of tokens of a conversation longer than a row that are kept from its beginning.
 
     An answer ends at its last token with a loss flag. The tokens up to the last end of an answer in the row are kept. If no
-    answer ends in the row, the conversation fills the row. If no target in the row has a flag, no token is kept.
+    answer ends in the row, all tokens of the row are kept if a target among them has a flag, else none.
 
     flags: loss flags of the tokens that fit into a row, and of the next token.
     """
@@ -249,8 +252,8 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
     """Return the row of each item, int64 (N,), by best fit decreasing: longest first, each into the fullest row that has space.
 
     Items of equal length, and rows with equally many free tokens, are handled together. So the time grows with the number of
-    different lengths. Best fit decreasing needs at most 22% more rows than the optimum (Johnson et al. 1974), for large numbers
-    of items. The arguments are as in `pack`.
+    different lengths. If `most` is None and the items are many, best fit decreasing needs at most 22% more rows than the
+    optimum (Johnson et al. 1974). The arguments are as in `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     by_length = np.argsort(-length_N, kind="stable")
@@ -289,7 +292,7 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Return the number of windows of seq_len inputs in `tokens` tokens. The last target of a window is one token more."""
+    """Return the number of windows of seq_len inputs in `tokens` tokens. A window has one more token, its last target."""
     return max(0, (tokens - 1) // seq_len)
 
 

@@ -1,1 +1,1 @@
-"""Import and export of Hugging Face checkpoints; jaxtrain/models has their names of tensors and of keys in config.json."""
+"""Import and export of Hugging Face checkpoints; jaxtrain/models defines their tensor names and config.json keys."""

@@ -81,7 +81,10 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
 
 
 def longest(run: RunConfig) -> int:
-    """Return max_position_embeddings of an export: the larger data.seq_len of this run and of the run or model `init.from`."""
+    """Return max_position_embeddings of an export: data.seq_len of the run, or of its `init.from` if that is larger.
+
+    An `init.from` that cannot be opened is ignored.
+    """
     with contextlib.suppress(CheckpointError, HuggingFaceError):  # those weights may be deleted by now
         if run.init.from_:
             return max(run.data.seq_len, open_origin(run.init.from_).meta["config"]["data"]["seq_len"])
@@ -277,7 +280,7 @@ def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
 
 
 def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Yield (entry, array in its stored dtype) of all wanted tensors. At least AT_ONCE bytes are read at a time."""
+    """Yield (entry, array in its stored dtype) of all wanted tensors. Each batch but the last has at least AT_ONCE bytes."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU

@@ -39,7 +39,7 @@ SCALE = "_scale_inv"  # suffix of the scales of a tensor in FP8, one scale for e
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file."""
+    """The file, offset, dtype and shape of a tensor in a safetensors file."""
 
     file: Path
     offset: int  # of the tensor's data in the file, in bytes
@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """Return the dtype of the tensor after reading: bfloat16 for a tensor in FP8, otherwise its dtype in the file."""
+        """Return the dtype of the tensor after `Folder.read`: bfloat16 for FP8 and MXFP4, otherwise its dtype in the file."""
         return DTYPES["BF16"] if self.scale else self.dtype
 
     @property
@@ -110,9 +110,10 @@ class Folder:
         return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor as stored. FP8 is multiplied by its scales and rounded to bfloat16. MXFP4 is unpacked to bfloat16.
+        """Return a tensor in its stored dtype, or in bfloat16 if it is stored in FP8 or MXFP4.
 
-        Raises HuggingFaceError if the file ends early.
+        FP8 is multiplied by its scales and rounded. bfloat16 represents MXFP4 exactly. Raises HuggingFaceError if the file ends
+        early.
         """
         stored = self.tensors[name]
         if isinstance(stored, Packed):

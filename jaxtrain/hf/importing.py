@@ -183,7 +183,8 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     Args:
         folder: an opened folder.
         out: the run's folder to make.
-        dtype: dtype of the weights: f32 | bf16 | auto, which is bf16 if all tensors are bfloat16, else f32.
+        dtype: dtype of the weights: f32 | bf16 | auto, which is bf16 if all tensors are bfloat16, else f32. Tensors with
+            `HfTensor.exact` are f32, and do not count for auto.
         say: called with each line of the report.
 
     Raises:

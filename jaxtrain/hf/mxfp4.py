@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats, version 1.0): blocks of 32 four-bit numbers with a power of two for each block. No jax."""
+"""MXFP4 (OCP Microscaling Formats v1.0): blocks of 32 four-bit numbers with a power of two for each block. Imports no jax."""
 
 import ml_dtypes
 import numpy as np

@@ -42,9 +42,9 @@ OFF = (None, False, "none", {}, [])  # the values of all other keys that are acc
 
 
 def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
-    """Return an entry for each adapter matrix of a weight in EQUATIONS except experts, by jaxtrain's name.
+    """Return jaxtrain's name -> entry of each adapter matrix. `Entry.theirs` has the matrix's name in PEFT.
 
-    `theirs` has the matrix's name in PEFT.
+    The weights of EQUATIONS have adapters (models/lora.py), except the weights of experts.
     """
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
@@ -67,9 +67,9 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
     Args:
         folder: the folder to write.
         adapters: all adapter matrices of the model, by jaxtrain's names.
-        model: a model of one of jaxtrain's families.
+        model: the config of the base model.
         how: the settings with rank and alpha.
-        base: the base model's name or path in adapter_config.json.
+        base: base_model_name_or_path in adapter_config.json.
 
     Raises:
         HuggingFaceError: the folder has an adapter already.
@@ -206,7 +206,7 @@ def base_name(path: str) -> str:
 
 
 def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
-    """Write a checkpoint of adapters for `base`, like the checkpoint of a LoRA run. Return the run's config, and notes.
+    """Write a checkpoint of adapters for `base`, like a LoRA run's checkpoint. Return the run's config and the notes of `read`.
 
     Args:
         folder: the folder with PEFT's adapter.

@@ -43,5 +43,5 @@ def dot(eqn: str, x: jax.Array, w: Weight, numerics: Numerics) -> jax.Array:
 
 
 def einsum(eqn: str, *operands: Any, numerics: Numerics) -> jax.Array:
-    """Return an einsum in the compute dtype."""
+    """Return `jnp.einsum(eqn, *operands)`, with the result in the compute dtype."""
     return jnp.einsum(eqn, *operands, precision=numerics.precision, preferred_element_type=numerics.compute)

@@ -108,7 +108,7 @@ def multiply(
     """Return (a a_scale) (b b_scale)', (M, N), rounded once to `out`. Stacks of matrices give a stack of results.
 
     sums: the accumulation that XLA requests from cuBLASLt. FULL sums in float32. FAST is faster on Hopper, where tensor cores
-    then accumulate with fewer bits. These suffice for the forward pass, but not for gradients: sums over thousands of tokens.
+    then accumulate with fewer bits. The forward pass uses FAST. Gradients need FULL, because they sum over thousands of tokens.
     """
     a, b = ((m.astype(jnp.bfloat16) * s.reshape(()).astype(jnp.bfloat16)) for m, s in ((a_MK, a_scale), (b_NK, b_scale)))
     stacked, last = tuple(range(a.ndim - 2)), a.ndim - 1
@@ -142,7 +142,7 @@ class _Matrices:
         return ws.startswith(contracted)
 
     def weight(self, w: jax.Array) -> jax.Array:
-        """Return the weight as (K, N) or (N, K), as it is stored."""
+        """Return the weight as a matrix: (K, N) if `contracted_first`, else (N, K)."""
         xs, ws, _ = self.letters
         rows = [n for c, n in zip(ws, w.shape, strict=True) if (c in xs) == self.contracted_first]
         return w.reshape(math.prod(rows), -1)

@@ -1,8 +1,8 @@
 """Parts that kernels in Pallas Mosaic GPU for Hopper share: warpgroups with roles, and slots of shared memory between them.
 
 A program is three warpgroups. The last one loads: it copies tiles from global into shared memory (TMA), some steps ahead. The
-first two compute: WGMMA multiplies, with its right side in shared memory. Barriers pass the slots of shared memory between the
-warpgroups: `ready` counts the copies that fill a slot, `free` the warpgroups that are done with the slot.
+first two compute: WGMMA multiplies, with its right operand in shared memory. Barriers pass the slots of shared memory between
+the warpgroups: `ready` counts the copies that fill a slot, `free` the warpgroups that are done with the slot.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ DTYPES = {"f32": jnp.dtype("float32"), "bf16": jnp.dtype("bfloat16")}
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """The dtype of each kind of array."""
+    """The dtypes of activations, of weight gradients in their reduction over devices, and of master weights."""
 
     compute: jnp.dtype  # activations, gathered weights
     reduce: jnp.dtype  # weight gradients in their reduction over devices

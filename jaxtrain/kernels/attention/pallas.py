@@ -1,10 +1,10 @@
 """Flash attention (Dao 2023, arXiv:2307.08691; Shah 2024, arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper, in bf16: packed
 documents, windows, grouped queries, soft cap.
 
-There are three kernels: forward, gradients of queries, gradients of keys and values. A program of the first two kernels has a
-tile of queries and loops over the visible tiles of keys. A program of the third kernel has a tile of keys and loops over the
-tiles of queries that attend to these keys, of all query heads of the key/value head. So its sum over query heads stays in
-registers. Empty tiles are skipped (tiles.py). Tiles without masked pairs are computed without the mask.
+There are three kernels: forward (in bf16 or e4m3), gradients of queries, gradients of keys and values. A program of the first
+two kernels has a tile of queries and loops over the visible tiles of keys. A program of the third kernel has a tile of keys and
+loops over the tiles of queries that attend to these keys. The loop includes all query heads of the key/value head, so the sum
+over query heads stays in registers. Empty tiles are skipped (tiles.py). Tiles without masked pairs need no mask.
 
 Tile sizes fit the registers and the shared memory of a Hopper GPU. They were not tuned by measurements
 (docs/evidence/attention_kernels.md). On a CPU Pallas interprets the kernels if INTERPRET is set, for tests.

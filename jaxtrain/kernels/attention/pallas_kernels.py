@@ -82,11 +82,11 @@ class Static:
         return plgpu.SMEM((number, rows, columns), E4M3, transforms=order)
 
     def belonging(self, tokens: int) -> Any:
-        """Return shared memory for segments and positions of the loop's tiles of `tokens` tokens."""
+        """Return shared memory for segments and positions of the loop's tiles, `tokens` tokens each."""
         return plgpu.SMEM((self.tile.stages, 2, tokens), jnp.int32)
 
     def numbers(self, tokens: int) -> Any:
-        """Return shared memory for one number per token of the loop's tiles of `tokens` tokens."""
+        """Return shared memory for one number per token of the loop's tiles, `tokens` tokens each."""
         return plgpu.SMEM((self.tile.stages, tokens), jnp.float32)
 
 
@@ -247,7 +247,10 @@ def _capped(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.A
 
 
 def _go_over(visits: Visits, before: Any, body: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
-    """Run `body(step, carry, masked)` for each tile to visit, masked tiles first. before: the number of the first step."""
+    """Run `body(step, carry, masked)` for each tile to visit, and return the last carry. Tiles that need a mask come first.
+
+    before: the number of the first step.
+    """
     masked, total = before + visits.masked, before + visits.total
     carry = jax.lax.fori_loop(before, masked, lambda step, carry: body(step, carry, True), carry)
     return jax.lax.fori_loop(masked, total, lambda step, carry: body(step, carry, False), carry)

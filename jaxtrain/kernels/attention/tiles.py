@@ -1,10 +1,10 @@
 """The tiles of the (queries, keys) square that a flash kernel visits, from the segments and positions of each tile.
 
 Tokens have an order: by document, then by position. Under causal and window masks a query attends to an interval of this order.
-So a tile of queries attends to keys in the range from the start of the first to the end of the last of its queries' intervals.
-A tile of keys outside of this range is empty: no query of the tile attends to it. The range follows from the first and the last
-token of each tile alone, so it is correct for tokens in any order along the row. Training packs rows in order. Then empty tiles
-are visited only at the corners of the mask.
+So a tile of queries attends only to keys between the start of its first query's interval and the end of its last query's
+interval. A tile of keys outside of this range is empty: no query of the tile attends to it. The range follows from the first
+and the last token of each tile alone. So it is correct for tokens in any order along the row. Training packs rows in order.
+Then empty tiles are visited only at the corners of the mask.
 """
 
 from typing import NamedTuple

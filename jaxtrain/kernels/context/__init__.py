@@ -6,8 +6,8 @@ Inside a shard_map that is manual over the whole mesh, each device calls these f
     attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), for the device's own tokens
 
 A ring rank has two chunks of each sequence (jaxtrain/context.py). The devices of a Ulysses group shard the chunks of one ring
-rank. heads.py gathers the tokens of a group, each rank with some of the heads; ring.py merges blocks of keys from all ring
-ranks; window.py fetches the tokens within a sliding window.
+rank. heads.py gathers the tokens of a group, each rank with some of the heads. ring.py merges blocks of keys from all ring
+ranks. window.py fetches the tokens within a sliding window.
 """
 
 from typing import Any

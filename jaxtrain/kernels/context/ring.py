@@ -9,7 +9,8 @@ both blocks run as one call with twice the rows.
 Results of blocks are merged by their log-sum-exps in float32. The backward rule is explicit: with the merged log-sum-exp, each
 block's term of the gradient follows from that block alone. Differentiating the merge would need the gradient of log-sum-exps,
 which flash kernels lack. In the backward pass, gradients of keys and values go around the ring with the keys and values, in
-float32, and end on the rank that owns the keys.
+float32, and end on the rank that owns the keys. If `Context.gathered`, keys and values are all-gathered instead, and their
+gradients reduce-scattered (`_returned`).
 """
 
 import functools
@@ -36,7 +37,7 @@ class Described(NamedTuple):
 
 
 def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
-    """Return the description of this rank's blocks. Rows of other ranks are gathered here, once for all layers."""
+    """Return the description of this rank's blocks, for all layers. Segments and positions are gathered over the ring."""
     block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
     own = (rows.q_segments, rows.q_positions)
     mine = [halves(x) for x in own]
@@ -68,7 +69,7 @@ def _both(pair: Pair) -> jax.Array:
 
 
 def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
-    """Return the queries of the two blocks with another rank: rows of the first block, then of the second.
+    """Return the queries of the two blocks with another rank (module docstring), joined along the batch.
 
     earlier: the result of `_earlier` for the other rank.
     """
@@ -76,7 +77,7 @@ def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
 
 
 def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
-    """Return the keys of the two blocks with another rank: rows of the first block, then of the second.
+    """Return the keys of the two blocks with another rank (module docstring), joined along the batch.
 
     earlier: the result of `_earlier` for the other rank.
     """
@@ -178,14 +179,15 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return x[:rows], x[rows:]
 
     def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
-        """Return the gradients of the queries, and those of keys and values joined along the heads.
+        """Return the gradient of the queries, and one array of the gradients of keys and values, joined along the heads.
 
         Args:
             queries: q, output, log-sum-exp, and the output's gradient.
-            of: the description of the block (`BlockOf` of the kernel).
+            of: the kernel's description of the block (an entry of `Described`).
 
         Returns:
-            Two pairs. Each pair is (rows of the early chunk, rows of the late chunk).
+            Both arrays, each as a pair, f32. On the diagonal: (rows of a, rows of b). For b against a: (all rows, no rows). For
+            another rank: (rows of the first block, rows of the second block).
         """
         q, out, lse, do = queries
         dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)

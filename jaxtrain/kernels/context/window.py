@@ -58,7 +58,7 @@ def attention(
 
 
 def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
-    """Return the number of tokens in a chunk's halo: window - 1 rounded up, and at most the other chunks of the sequence.
+    """Return the number of tokens in a chunk's halo: window - 1 rounded up, but at most the tokens of all other chunks.
 
     It is a multiple of the greatest common divisor of `chunk` and ALIGNED, so it has whole tiles if chunks have whole tiles.
     """

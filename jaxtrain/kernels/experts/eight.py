@@ -1,7 +1,7 @@
 """Experts' matmuls in 8 bits, with the types, scales and sums of kernels/fp8.py.
 
-If every expert of a device has the same number of rows, the matmuls are those of even.py, and XLA turns each into one batched
-FP8 call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper. On CPU, it multiplies the same
+If every expert of a device has the same number of rows, the matmuls are those of even.py. XLA turns each into one batched FP8
+call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper. On CPU, it multiplies the same
 rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (grouped.outer). They are sums over rows,
 and WGMMA needs the summed dimension contiguous for 8-bit numbers. So both operands would need transposed copies. In such a copy
 an expert's rows may begin at any index, but the layout of shared memory needs a multiple of 128.
@@ -51,7 +51,10 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
 
 
 def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, gradient: str) -> jax.Array:
-    """Return `outer` of grouped.py for experts with equal numbers of rows. gradient: the operand in e5m2, "D" or "F"."""
+    """Return `outer` of grouped.py for experts with equal numbers of rows.
+
+    gradient: "D" if rows_RD are the gradient, "F" if rows_RF are. The gradient is rounded to e5m2, the other rows to e4m3.
+    """
     (a, a_scale), (b, b_scale) = (
         _rounded(rows, gradient == width, experts) for rows, width in ((rows_RD, "D"), (rows_RF, "F"))
     )
@@ -59,7 +62,7 @@ def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, 
 
 
 def _rounded(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Return the rows as (E, R / E, ...) in 8 bits, and one scale for all of the device's rows."""
+    """Return the rows as (E, R / E, ...), in e5m2 if `gradient`, else in e4m3, and one scale for all of the device's rows."""
     dtype = fp8.E5M2 if gradient else fp8.E4M3
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
     return fp8.rounded(rows, scale, dtype).reshape(experts, -1, rows.shape[-1]), scale

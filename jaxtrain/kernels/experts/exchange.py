@@ -163,7 +163,7 @@ class Exchange:
         return jnp.sum(_rows(slots, route.slot_Tk).astype(jnp.float32), axis=1)
 
     def receive_numbers(self, a_R: jax.Array, route: Route) -> jax.Array:
-        """Send a number of each row back; return the number of each assignment, (T, k), 0 for an assignment without a row."""
+        """Send one number of each row back to its token's device. Return each assignment's number, (T, k); 0 without a row."""
         return _rows(self._swap(self._unsorted(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
 
     def _swap(self, slots: jax.Array) -> jax.Array:

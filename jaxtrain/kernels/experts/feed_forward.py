@@ -79,7 +79,7 @@ class Spec:
     def outer(
         self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
     ) -> jax.Array:
-        """Return the gradient of a weight, (E, D, F) in `out`. gradient: the operand that is a gradient, "D" or "F"."""
+        """Return the gradient of a weight, (E, D, F) in `out`. gradient: "D" if rows_RD are a gradient, "F" if rows_RF are."""
         if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
         return grouped.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)

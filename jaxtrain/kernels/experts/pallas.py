@@ -1,4 +1,4 @@
-"""Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16: each row is multiplied by its own expert's weight only.
+"""Grouped matmuls in Pallas Mosaic GPU, for Hopper, in bf16 or 8 bits: each row is multiplied by its expert's weight only.
 
 Each tile of rows belongs to one expert. Tiles start at a multiple of 8 rows, as shared memory requires. So the first tile of an
 expert may also load the last rows of the previous expert. A program stores only the rows of the tile's own expert. So rows need
@@ -54,7 +54,8 @@ def times8(
     """Return each row (R, D) in 8 bits times the weight of its expert, times `scale` (f32), in `out`: (R, F).
 
     Args:
-      w8_EFD: with the contracted dimension last, as WGMMA needs it for 8-bit numbers.
+      w8_EFD: weights with the contracted dimension last, as WGMMA needs it for 8-bit numbers.
+      scale: the scale of the rows times the scale of the weights.
       sums: see fp8.multiply.
     """
     name = FAST if sums == jax.lax.Precision.DEFAULT else FULL

@@ -3,7 +3,7 @@ share.
 
 A program stays on its multiprocessor and computes one tile of the result after the other. While the computing warpgroups store
 a tile, the loading warpgroup already fills the slots for the next tile. Each of the two computing warpgroups has 64 rows of the
-tile in registers, and both read the same columns of the right side from shared memory.
+tile in registers. Both read the same columns of the matmul's right operand from shared memory.
 """
 
 import dataclasses
@@ -123,7 +123,9 @@ def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any,
 
 
 def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, own: tuple[Any, Any], stage: Any) -> None:
-    """Store rows `own` (from, up to) of a warpgroup's 64, at (top, left) of a matrix `out`, without columns beyond its width.
+    """Store rows `own` (from, up to) of a warpgroup's 64 rows at (top, left) of the matrix `out`.
+
+    Columns beyond the width of `out` are dropped.
 
     A copy has a fixed number of rows. So fewer than 64 rows are stored in copies of 32, 16, ... rows, by the binary digits of
     their number.
@@ -222,8 +224,10 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
     across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)
 
     def place(index: Any) -> tuple[Any, ...]:
-        """Return the expert, its token rows (from, up to), the first row and column of its tile of the result, the first
-        token row loaded, and the number of steps over the token rows.
+        """Return (expert, start, stop, top, left, first, steps) of a tile.
+
+        start, stop: the expert's token rows. top, left: the tile's first row and column in the result. first: the first token
+        row loaded. steps: number of steps over the token rows.
         """
         expert, within = index // (across * along), index % (across * along)
         i, j = _neighbours(within, across, along)

@@ -40,7 +40,7 @@ def route(
     kept_groups: int = 1,
     sequence: tuple[str, ...] | None = None,
 ) -> Routed:
-    """Return the k experts of each token, the factors of their outputs, and the router's statistics.
+    """Return the k experts of each token, the router's weights of these experts, and the router's statistics.
 
     Args:
       logits_BTE: f32, of the router.
