@@ -145,7 +145,7 @@ class Receipt:
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end of the attempt, its figures (speed, memory, loss, goodput), and GPU clocks.
+        """Write the end of the attempt, its figures (speed, memory, loss, goodput), and the GPUs' clocks at the end.
 
         With `took_no_step`, only a summary of this attempt is written. The last attempt that trained is the top level again.
 

@@ -1,4 +1,4 @@
-"""The file receipt.json: its format, reading it, and the run of a receipt."""
+"""Read receipt.json, and the results of the run that it describes."""
 
 import dataclasses
 import json
@@ -135,7 +135,7 @@ def open_run(target: str | Path) -> Run:
 
 
 def find_runs(targets: list[str]) -> list[Path]:
-    """Return the runs that the targets name: run folders and receipt files, and all runs in folders of runs, by name.
+    """Return a path for each run: the targets that are run folders or receipts, and the runs in all other targets, by name.
 
     Raises:
       ReceiptError: a target does not exist, or is a folder without runs.
