@@ -106,7 +106,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """The file system of a path. silent: whether it did not answer in time; then all other fields but `path` are empty."""
+    """The file system of a path. silent: whether reading it took too long; then all other fields but `path` are empty."""
 
     path: str
     total_gib: float

@@ -55,7 +55,7 @@ def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | No
     """Return the probe of the rate `key` of all GPUs.
 
     The verdict is a fault if one GPU is below `share` of the median of the other GPUs, or below PEAK_SHARE of the data sheet's
-    rate, which `peak` returns.
+    rate, which `peak` returns. If `peak` is None, no rate is compared with a data sheet.
     """
 
     def probe(c: Context) -> Verdict | None:
