@@ -390,7 +390,7 @@ def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, si
 
     Args:
         kind: one of COLLECTIVES; "" times the loop without a collective.
-        elements: elements of the gathered array, or of each device's array before the reduction.
+        elements: elements of an all-gather's result, or of each device's operand in a reduce-scatter or all-reduce.
         rounds: iterations of the loop.
     """
     D = len(devices)
