@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def meshes_of(parsed: Parsed) -> str:
-    """Return the layouts to compare, in the form of --meshes: those of --known-issues, of --meshes, or the defaults."""
+    """Return the layouts to compare: those of --known-issues if that is given, else --meshes if given, else the defaults."""
     if parsed.mode:
         from jaxtrain.parity import known_issues
 
