@@ -60,8 +60,8 @@ class Receipt:
         """Write the receipt of this attempt: `fields`, and facts about this process and node that this method collects.
 
         Args:
-          fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
-            (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any other fields.
+          fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data` and
+            `eval_data` (their fingerprints), `synthetic`, `env` (variables that the run set and inherited), and other fields.
           config_file: the config's file, whose digest is part of `source`.
 
         Raises ReceiptError if an earlier receipt cannot be read.
@@ -140,7 +140,7 @@ class Receipt:
             self.update(loaded=loaded, origin=saver.get("origin", loaded["digest"]))
 
     def saved(self, one: Mapping[str, Any]) -> None:
-        """Add a save that is complete on disk to `save` (newest) and `saves` (all). one: a `checkpoint.Saved` as a dict."""
+        """Write a durable save as `save`, and the figures of all saves as `saves`. one: a `checkpoint.Saved` as a dict."""
         self._saves.append(one)
         self.update(save=dict(one), saves=figures.saves(self._saves))
 

@@ -101,7 +101,7 @@ class Run:
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Return step -> training loss, from metrics.jsonl; without that file, of the few steps that the receipt has."""
+        """Return step -> training loss, from metrics.jsonl; without that file, from the receipt, which has only a few steps."""
         if self.lines:
             return {line["step"]: line["loss"] for line in self.lines if line["kind"] == "train"}
         return {int(step): float(loss) for step, loss in (self.figures["loss_at"] or {}).items()}
