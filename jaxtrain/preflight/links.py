@@ -1,4 +1,7 @@
-"""Checks of the links: NVLink and NVSwitch between GPUs, and the network cards (NICs) near the GPUs."""
+"""Checks of the links: NVLink and NVSwitch between GPUs, and the network cards (NICs) near the GPUs.
+
+A NIC is near a GPU if only PCIe switches are between them (PIX or PXB in `nvidia-smi topo -m`).
+"""
 
 import re
 from collections import Counter

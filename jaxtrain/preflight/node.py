@@ -124,7 +124,7 @@ def file_name(command: str) -> str:
 
 
 def not_of_a_recording(folder: Path) -> list[str]:
-    """Return the names in a folder that `save` does not write, sorted; empty if the folder does not exist."""
+    """Return the names in a folder that `LocalNode.save` does not write, sorted; [] if the folder does not exist."""
     own = {"commands", "files", *(f"{part}.json" for part in PARTS)}
     return sorted(path.name for path in folder.iterdir() if path.name not in own) if folder.is_dir() else []
 

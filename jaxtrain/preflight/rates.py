@@ -34,7 +34,7 @@ NOT_MEASURED = "it was not measured"
 
 
 def reason(c: Context, *keys: str) -> Verdict:
-    """Return the verdict `unknown`. Its reason is that of the first rate in `keys` with a known reason."""
+    """Return the verdict `unknown`, with the first known reason, in the order of `keys`, why a rate was not measured."""
     left_out = c.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
 
