@@ -19,8 +19,8 @@ gradient, because |a| - |b| is at most |a - b|. The loss is a mean over the N to
 gradient divided by sqrt(N), or the error of the reference's own loss if that is larger.
 
 Weights: Adam divides by the root of the second moment, so rounding decides the sign of a whole step if a gradient is nearly
-zero. A weight is left out unless its first gradient is above twice the bound times the root mean square of the tensor's
-gradient. If the gradient has an error e, a weight whose gradient is x times the root mean square has an error of e / x. All
+zero. A weight counts if its first gradient is above twice the bound times the root mean square of the tensor's gradient, or is
+exactly zero. If the gradient has an error e, a weight whose gradient is x times the root mean square has an error of e / x. All
 weights together have an error of about sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change. In
 bfloat16 the bound is measured.
 
