@@ -1,11 +1,10 @@
 """Compare the steps of two runs, with bounds that follow from rounding.
 
-The comparison covers the loss and the gradient norm of every step, the gradient of every tensor at the first step, and the
-total change of every weight. The gradients are read from the optimizer: after the first step Adam's first moment is 1 - beta1
-times the gradient, and Muon's momentum is 1 - optimizer.momentum times it. The initial weights must be equal bit for bit. The
-error of a tensor's gradient is |got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its
-gradient is mostly rounding. So the denominator is at least the global gradient norm times sqrt(elements of the tensor / all
-elements).
+The comparison covers loss and gradient norm of every step, each tensor's gradient at the first step, and each weight's total
+change. The gradients are read from the optimizer: after the first step Adam's first moment is 1 - beta1 times the gradient,
+and Muon's momentum is 1 - optimizer.momentum times it. The initial weights must be equal bit for bit. The error of a tensor's
+gradient is |got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its gradient is mostly
+rounding. So the denominator is at least the global gradient norm times sqrt(elements of the tensor / all elements).
 
 float32: the bound is 1e-5 for all values except the weights. This allows 168 roundings of u = 2^-24 with one sign, or 28,000
 with random signs.

@@ -54,8 +54,8 @@ def gpu_work(c: Context) -> Verdict | None:
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
     """Return the probe of the rate `key` of all GPUs.
 
-    The verdict is a fault if one GPU is below `share` of the median of the other GPUs, or below PEAK_SHARE of the data sheet's
-    rate, which `peak` returns. If `peak` is None, no rate is compared with a data sheet.
+    The verdict is a fault if one GPU is below `share` of the median of the other GPUs. With `peak`, which returns the data
+    sheet's rate, it is also a fault if one GPU is below PEAK_SHARE of that rate.
     """
 
     def probe(c: Context) -> Verdict | None:

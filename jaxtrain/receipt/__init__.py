@@ -2,7 +2,7 @@
 
 The receipt is written before the first step and completed at the end, so a killed run has a receipt too. The top level of the
 file describes the newest attempt, and `attempts` has a summary of every other attempt. An attempt that starts after the last
-step is moved to `attempts` when it ends, and the last attempt that trained is the top level again. An attempt without
+step is moved to `attempts` when it ends. The last attempt that trained is then the top level again. An attempt without
 `exit_code` was killed or still runs. docs/observing.md describes the contents.
 """
 
