@@ -99,9 +99,9 @@ def run_program(
 ) -> tuple[int | None, str]:
     """Run a program with this package on its PYTHONPATH. Return (exit code, or None after a timeout; output).
 
-    When this returns or raises, also after Ctrl-C, the child's process group has been killed. If the child calls this function
-    too, its own children are in other process groups. On Linux, they are killed when the child ends. In a hanging driver,
-    a killed process may exist for longer than `killed_s`.
+    When this function returns or raises, also after Ctrl-C, the child's process group has been killed. If the child calls this
+    function too, its own children are in other process groups. On Linux, they are killed when the child ends. In a hanging
+    driver, a killed process may exist for longer than `killed_s`.
     """
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)

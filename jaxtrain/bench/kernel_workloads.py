@@ -87,9 +87,9 @@ class NotTimed(NamedTuple):
 
 
 def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
-    """Yield every attention kernel, forward and forward+backward, without and with packing. Each sequence is one document.
+    """Yield every attention kernel, forward and forward+backward, without and with support for packed documents.
 
-    FLOPs are those inside the causal mask.
+    Each sequence is one document, also with that support. FLOPs are those inside the causal mask.
     """
     B, T, N, K, H = sizes.attention
     flop, q, kv = 2.0 * B * N * H * T**2, 2.0 * B * T * N * H, 2.0 * B * T * K * H
@@ -194,7 +194,7 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
 
 
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
-    """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, for each load of LOADS.
+    """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, each for both `loads`.
 
     For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
     """

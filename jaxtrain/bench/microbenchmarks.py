@@ -169,7 +169,8 @@ def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
     """Return x with one element that depends on all arrays of `made`, so that the next iteration waits for them.
 
     So XLA removes none of `made` as dead code. The other elements of x keep their random values, since a GPU that multiplies
-    zeros uses less power and runs faster. The barrier prevents XLA from computing only the element that is used.
+    zeros uses less power and runs faster. The optimization barrier prevents XLA from
+    computing only the used elements of `made`.
     """
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
     drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
@@ -390,7 +391,7 @@ def collective(kind: str, devices: Sequence[Any], elements: int, rounds: int, si
 
     Args:
         kind: one of COLLECTIVES; "" times the loop without a collective.
-        elements: elements of the gathered array, or of each device's array before the reduction.
+        elements: elements of an all-gather's result, or of each device's operand in a reduce-scatter or all-reduce.
         rounds: iterations of the loop.
     """
     D = len(devices)

@@ -89,7 +89,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part. It runs for at most `most_s` seconds, and is left out if less than `need_s` of the budget are left."""
+    """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left."""
 
     name: str
     act: Callable[[Node, float], Outcome]

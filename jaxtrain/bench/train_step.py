@@ -282,7 +282,7 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
 def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
     """Return the dense peak in TFLOP/s of a device for MFU, as in training; None for an unknown device.
 
-    The peak is `log.peak_tflops` if set, else the peak in the dtype of activations, which is bfloat16 with fp8 too.
+    The peak is `log.peak_tflops` if set, else the peak in the dtype of activations. In an fp8 run that dtype is bfloat16.
     """
     gpu = hardware.lookup(device_kind)
     return run.log.peak_tflops or (gpu.peak(run.compute) if gpu else None)

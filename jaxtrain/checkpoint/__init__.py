@@ -1,7 +1,7 @@
 """Checkpoints: one folder per step, written by Orbax in the background, with digests of its arrays and its files.
 
     checkpoints/500/meta.json       config, mesh, data position, versions, and each tensor's shape, dtype and digest
-    checkpoints/500/arrays/         the tensors by name, the same on every mesh; Orbax writes them and then commits the folder
+    checkpoints/500/arrays/         an array per tensor, readable on every mesh; Orbax writes all, then commits the folder
     checkpoints/500/integrity.json  size and CRC-32 of every file above, written when all of them are durable
 
 meta.json is durable before the arrays are written. So a step is complete exactly when its arrays are committed, even if the
@@ -54,7 +54,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
 def folder_in(run: str) -> str:
     """Return the checkpoints folder of `run`: `checkpoint.dir` of its config.json if set, else checkpoints/ if it exists.
 
-    Otherwise `run` itself is returned: it may be a checkpoints folder.
+    Otherwise `run` itself is returned: it may be a checkpoints folder. In a bucket, config.json is not read.
     """
     inner = f"{run.rstrip('/')}/checkpoints"
     if stores.is_bucket(run):

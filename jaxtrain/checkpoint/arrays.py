@@ -1,4 +1,4 @@
-"""Orbax's options for the arrays of a step, differences between stored and wanted arrays, and errors as one line of text."""
+"""Orbax's options for the arrays of a step, and texts: differences of a checkpoint from a run, and errors of Orbax."""
 
 import functools
 import math
@@ -61,8 +61,8 @@ def _open_s3_in_tensorstore() -> None:
     """Make Orbax write arrays to s3:// by tensorstore's own S3 driver.
 
     A function of Orbax 0.12 chooses tensorstore's driver. It supports gs:// and disks only, and has no option for others.
-    (Orbax writes its small files by epath, which supports s3://.) So the function is wrapped. For a path at s3:// it gets the
-    same path at gs://, and the driver in its result is replaced.
+    (Orbax writes its small files by epath, which supports s3://.) So the function is wrapped. For an s3:// path, the wrapper
+    calls the function with the same path at gs://, and replaces the driver in the result.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 

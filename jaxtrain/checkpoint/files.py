@@ -56,7 +56,7 @@ def measure(folder: "epath.Path", names: Sequence[str]) -> Found:
 
 
 def encode(found: Mapping[str, Sequence[Any]]) -> str:
-    """Return the text of integrity.json for these files."""
+    """Return the text of integrity.json. found: path of a file within the step -> (bytes, CRC-32)."""
     return sealed({"format": 1, "files": {name: list(found[name]) for name in sorted(found)}})
 
 

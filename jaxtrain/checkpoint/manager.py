@@ -111,7 +111,7 @@ class Checkpoints(Steps):
         began: float | None = None,
         copying: float | None = None,
     ) -> float | None:
-        """Begin a save. Return the seconds that the loop has waited for it, since `began`.
+        """Begin a save. Return the seconds since `began`, for which the training loop has waited.
 
         Return None, and write nothing, if this step is complete already. An earlier save that is running is awaited first.
         `poll` returns the result of this save. With `finite`, a parameter that is infinite or NaN makes the save fail.

@@ -137,7 +137,7 @@ class Steps:
 
         Args:
           abstract: the tensors to return.
-          subset: if True, `abstract` may lack tensors of the step, which are not read. If False, they are an error.
+          subset: if True, tensors of the step that `abstract` lacks are not read. If False, such a tensor is an error.
           cast: if True, a float tensor may become another float type (rounded to nearest). If False, another dtype is an error.
           meta: the step's meta.json, if the caller has read it; None: this method reads it.
 

@@ -4,8 +4,8 @@ Paths on disks and in buckets are paths of etils.epath, which Orbax uses too. Re
 that epath opens. A step is complete when meta.json and Orbax's mark `arrays/commit_success.txt` exist. On a disk Orbax writes
 `arrays` with the mark under another name, and renames the folder at the end. A bucket has no rename, so Orbax writes the mark
 last. Disks and buckets differ in four ways. A disk has a page cache to sync, atomic renames and limited space. A bucket is
-listed by prefix instead of by folder. A folder `arrays` on a disk was complete once, or a user is copying it. So a step with
-`arrays` but without the mark counts as damaged, and is never removed.
+listed by prefix instead of by folder. On a disk, a folder `arrays` was complete once, or a user is copying it. So a step on a
+disk with `arrays` but without the mark counts as damaged, and is never removed.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class Storage:
         return None
 
     def make(self, step: int) -> epath.Path:
-        """Return the folder of a step for a save, after removing files of an earlier save of this step."""
+        """Return the folder of a step for a save. First remove its integrity.json and, in a bucket, its arrays."""
         folder = self.path / str(step)
         if not self.is_bucket:
             folder.mkdir(parents=True, exist_ok=True)
@@ -181,14 +181,18 @@ class Storage:
         _fsync(self.path)
 
     def sweep(self) -> None:
-        """Remove unfinished steps, which killed saves and deletions left: they cannot be restored and would fill the disk."""
+        """Remove unfinished steps, which killed saves and deletions left. A step with any other file in its folder is kept."""
         for step in [step for step, state in self.states().items() if state == "unfinished"]:
             # The user put any other file into the folder.
             if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
                 self._remove(step)
 
     def delete(self, step: int) -> None:
-        """Delete a step. integrity.json and the mark are removed first, so a killed deletion leaves an unfinished step."""
+        """Delete a step.
+
+        integrity.json is removed first. Then the mark is removed; on a disk, `arrays` is renamed instead. So a killed deletion
+        leaves an unfinished step.
+        """
         folder = self.path / str(step)
         if self.is_bucket:
             for mark in (DIGESTS, COMMITTED):

@@ -57,8 +57,8 @@ class Card:
     def sample(self, at: float) -> Sample | None:
         """Return a sample; None if every NVML call failed. at: time in seconds on the monitor's clock.
 
-        Raises Lost if the driver reports that the GPU has fallen off the bus or needs a reset, or after MUTE consecutive
-        samples in which every call failed.
+        Raises Lost if the driver returns an error for a GPU that has fallen off the bus or needs a reset. Also raises Lost
+        after MUTE consecutive samples in which every call failed.
         """
         nvml = self._nvml
         found = Sample(

@@ -17,7 +17,7 @@ def decimals(values: Iterable[float]) -> int:
 
 
 def column(values: Sequence[float]) -> list[str]:
-    """Return numbers of one unit as texts with equal decimals. A number that would be 0 is a bound, such as '<0.1'."""
+    """Return numbers of one unit as texts with equal decimals. A number that rounds to 0 is a bound, as '<0.1'."""
     places = decimals(values)
     return [number(v, places) for v in values]
 

@@ -83,7 +83,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Bullet points. style: "warning" or ""."""
+    """A bulleted list. style: "warning" for warnings, else ""."""
 
     lines: Sequence[str]
     style: str = ""
@@ -255,7 +255,7 @@ def _terminal_cell(c: Column, i: int, console: Console) -> str:
 
 
 def place(source: str) -> str:
-    """Return a source (file:line), relative to site-packages or to the parent folder of jaxtrain."""
+    """Return a source (file:line) without the path to site-packages; for a file of jaxtrain, without the path to jaxtrain."""
     for package, kept in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
         before, found, inside = source.rpartition(package)
         source = kept + inside if found else source

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def meshes_of(parsed: Parsed) -> str:
-    """Return the layouts to compare, in the form of --meshes: those of --known-issues, of --meshes, or the defaults."""
+    """Return the layouts to compare: those of --known-issues if that is given, else --meshes if given, else the defaults."""
     if parsed.mode:
         from jaxtrain.parity import known_issues
 
@@ -163,7 +163,7 @@ def start_devices(runs: Runs) -> None:
 
 
 def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
-    """Train on every layout, compare and print. Return 0 if all layouts agree, else 1. JAX must be started."""
+    """Train on every layout, and print a comparison with the first. Return 0 if all agree, else 1. JAX must be started."""
     from jaxtrain.parity import report
 
     rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)

@@ -1,11 +1,10 @@
 """Compare the steps of two runs, with bounds that follow from rounding.
 
-The comparison covers the loss and the gradient norm of every step, the gradient of every tensor at the first step, and the
-total change of every weight. The gradients are read from the optimizer: after the first step Adam's first moment is 1 - beta1
-times the gradient, and Muon's momentum is 1 - optimizer.momentum times it. The initial weights must be equal bit for bit. The
-error of a tensor's gradient is |got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its
-gradient is mostly rounding. For such a tensor, the denominator is the global gradient norm times sqrt(elements of the tensor /
-all elements).
+The comparison covers loss and gradient norm of every step, each tensor's gradient at the first step, and each weight's total
+change. The gradients are read from the optimizer: after the first step Adam's first moment is 1 - beta1 times the gradient,
+and Muon's momentum is 1 - optimizer.momentum times it. The initial weights must be equal bit for bit. The error of a tensor's
+gradient is |got - reference| / |reference| in the 2-norm. The bias of keys does not change softmax, so its gradient is mostly
+rounding. So the denominator is at least the global gradient norm times sqrt(elements of the tensor / all elements).
 
 float32: the bound is 1e-5 for all values except the weights. This allows 168 roundings of u = 2^-24 with one sign, or 28,000
 with random signs.
@@ -19,8 +18,8 @@ gradient, because |a| - |b| is at most |a - b|. The loss is a mean over the N to
 gradient divided by sqrt(N), or the error of the reference's own loss if that is larger.
 
 Weights: Adam divides by the root of the second moment, so rounding decides the sign of a whole step if a gradient is nearly
-zero. A weight is left out unless its first gradient is above twice the bound times the root mean square of the tensor's
-gradient. If the gradient has an error e, a weight whose gradient is x times the root mean square has an error of e / x. All
+zero. A weight counts if its first gradient is above twice the bound times the root mean square of the tensor's gradient, or is
+exactly zero. If the gradient has an error e, a weight whose gradient is x times the root mean square has an error of e / x. All
 weights together have an error of about sqrt(e). In float32 e is below 1e-6, and the bound is 1e-3 of the tensor's change. In
 bfloat16 the bound is measured.
 
@@ -129,7 +128,7 @@ def take_steps(
 
 
 def open_rows(run: RunConfig) -> Any:
-    """Open the training data of a run."""
+    """Return the source of a run's training batches."""
     folder = Path(run.paths.data).expanduser()
     return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
 
@@ -240,7 +239,7 @@ def gradient_errors(got: Trained, reference: Trained) -> dict[str, float]:
 
 
 def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float]) -> dict[str, float]:
-    """Return the error of each tensor's weights, relative to their change. resolved: the bound of each gradient error.
+    """Return the error of each tensor's weights, relative to their change. resolved: bound of each tensor's gradient error.
 
     A weight counts if its first gradient is clearly above rounding (see the module), or exactly zero in both runs. Frozen
     tensors have no gradient and are left out. So are the biases of routers, whose step is the sign of a small difference.

@@ -1,8 +1,8 @@
-"""Three checks for bugs that were reported against trainers, each by real train steps in float32: `parity --known-issues`.
+"""Check for three bugs that were reported against trainers, by train steps in float32: `parity --known-issues`.
 
 documents    attention crosses packed documents. A packed batch and the same documents in separate sequences must have the same
              loss and gradients. The packed batch runs on one device, and with its documents sharded over devices.
-gradients    gradients are wrong in combined layouts. Combined layouts must take the same steps as one device.
+gradients    gradients are wrong in layouts of several mesh axes. Such layouts (COMBINED) must take the steps of one device.
 processes    the data depends on the number of processes. One, two and four processes, with the same total number of devices,
              must take the same steps.
 """
@@ -101,7 +101,7 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
 
 
 def check_gradients(rows: Sequence[Any]) -> Check:
-    """Return the worst gradient of the combined layouts. rows: a report.Row for each layout of COMBINED, `one` first."""
+    """Return the gradient difference from `one` that is largest relative to its bound. rows: a Row per layout, `one` first."""
     found = [
         Check(
             "gradients",

@@ -129,7 +129,7 @@ def run(parsed: Parsed, began: float, own_process: bool) -> int:
 
 
 def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began: float, own_process: bool) -> int:
-    """Check a node together with the processes of its run, report, and return the exit code."""
+    """Check a node together with the processes of its run, print the report, and return the exit code."""
     options, node = parsed.options, context.node
 
     def finish(reports: list[NodeReport]) -> int:

@@ -62,9 +62,10 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
 
 
 def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return a fault for each node and property that differs from the most frequent value, and for clocks that differ.
+    """Return a fault for each property of a node that differs from the most frequent value.
 
-    If there is no fault, return one finding, that the nodes are alike.
+    If the clocks differ by over CLOCKS_APART_S, add a fault for the clock farthest from the median. Without a fault, return
+    one finding, that the nodes are alike.
     """
     found = []
     for what, check in COMPARISONS.items():

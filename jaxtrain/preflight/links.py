@@ -1,4 +1,7 @@
-"""Checks of the links: NVLink and NVSwitch between GPUs, and the network cards (NICs) near the GPUs."""
+"""Checks of the links: NVLink and NVSwitch between GPUs, and the network cards (NICs) near the GPUs.
+
+A NIC is near a GPU if only PCIe switches are between them (PIX or PXB in `nvidia-smi topo -m`).
+"""
 
 import re
 from collections import Counter
@@ -201,12 +204,12 @@ def nics(c: Context) -> Verdict | None:
 
 
 def port(c: Context, card: str, what: str) -> str:
-    """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a card's first port; "" if it is unknown."""
+    """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a NIC's first port; "" if it is unknown."""
     return (c.node.read(f"/sys/class/infiniband/{card}/ports/1/{what}") or "").strip()
 
 
 def active_nics(c: Context) -> list[str]:
-    """Return the NICs near the GPUs whose ports are up."""
+    """Return those NICs near the GPUs whose first port is up."""
     cards = dict.fromkeys(card for cards in c.topology.near_nics.values() for card in cards)
     return [card for card in cards if "ACTIVE" in port(c, card, "state")]
 
@@ -218,7 +221,7 @@ def active_nics(c: Context) -> list[str]:
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
 def infiniband(c: Context) -> Verdict | None:
-    """Return the verdict on the ports near the GPUs; None if there are none.
+    """Return the verdict on the first ports of the NICs near the GPUs; None if no such port is known.
 
     The verdict is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port
     that is down is a note.

@@ -92,7 +92,7 @@ def measure(
 
 
 def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the child's answer to `found`. If the child failed or was killed, add the reason why each other rate is unknown.
+    """Add the child's answer to `found`. If the child failed or was killed, add the reason for each rate without a figure.
 
     alone: whether this process is the only one of the run, so that no lost process can have ended the child.
     """
@@ -201,7 +201,7 @@ class Results:
         """Measure the rate `key`. If the measurement raises, the error is the reason why the rate is unknown.
 
         Args:
-            together: whether other processes take part. Such a measurement runs even after the limit, since others wait for it.
+            together: whether all processes take part. If so, measure even after the limit, since the other processes wait.
         """
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"

@@ -106,7 +106,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
-    """The file system of a path. silent: whether it did not answer in time; then all other fields but `path` are empty."""
+    """The file system of a path. silent: whether reading it took too long; then all other fields but `path` are empty."""
 
     path: str
     total_gib: float
@@ -124,7 +124,7 @@ def file_name(command: str) -> str:
 
 
 def not_of_a_recording(folder: Path) -> list[str]:
-    """Return the names in a folder that `save` does not write, sorted; empty if the folder does not exist."""
+    """Return the names in a folder that `LocalNode.save` does not write, sorted; [] if the folder does not exist."""
     own = {"commands", "files", *(f"{part}.json" for part in PARTS)}
     return sorted(path.name for path in folder.iterdir() if path.name not in own) if folder.is_dir() else []
 

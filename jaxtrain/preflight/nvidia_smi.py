@@ -87,7 +87,7 @@ def name(row: Row) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a node."""
+    """The GPUs of a node as nvidia-smi lists them, and the reasons why GPUs or fields are missing."""
 
     rows: list[Row]  # fields of GPUS and OPTIONAL, a row for each GPU that the run may use
     broken: str = ""  # reason why GPUs are missing, if that is a fault
@@ -205,7 +205,7 @@ def parse_topology(text: str, indices: Sequence[int]) -> Topology:
 
 
 def parse_links(text: str) -> dict[int, list[tuple[int, str]]]:
-    """Parse the output of `nvidia-smi nvlink -s` or `-e`. Return GPU -> (link, text after it) of each line."""
+    """Parse the output of `nvidia-smi nvlink -s` or `-e`. Return GPU -> (number of the link, rest of the line) of each line."""
     found: dict[int, list[tuple[int, str]]] = {}
     for line in text.splitlines():
         if head := re.match(r"\s*GPU (\d+):", line):

@@ -34,7 +34,7 @@ NOT_MEASURED = "it was not measured"
 
 
 def reason(c: Context, *keys: str) -> Verdict:
-    """Return the verdict `unknown`. Its reason is that of the first rate in `keys` with a known reason."""
+    """Return the verdict `unknown`, with the first known reason, in the order of `keys`, why a rate was not measured."""
     left_out = c.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
 
@@ -54,8 +54,8 @@ def gpu_work(c: Context) -> Verdict | None:
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
     """Return the probe of the rate `key` of all GPUs.
 
-    The verdict is a fault if one GPU is below `share` of the median of the other GPUs, or below PEAK_SHARE of the data sheet's
-    rate, which `peak` returns.
+    The verdict is a fault if one GPU is below `share` of the median of the other GPUs. With `peak`, which returns the data
+    sheet's rate, it is also a fault if one GPU is below PEAK_SHARE of that rate.
     """
 
     def probe(c: Context) -> Verdict | None:

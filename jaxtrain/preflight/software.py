@@ -214,7 +214,7 @@ def proxy(c: Context) -> Verdict:
 
 
 def bypasses(host: str, no_proxy: str) -> bool:
-    """Return whether no_proxy matches a host: by its name, a domain at its end, a range of addresses, or * for all hosts."""
+    """Return whether a host is local, or no_proxy has its name, a domain at its end, a range with its address, or *."""
     for entry in filter(None, (part.strip() for part in no_proxy.split(","))):
         if entry == "*" or host == entry.lstrip(".") or host.endswith("." + entry.lstrip("*.")):
             return True

@@ -139,7 +139,7 @@ def phase_of(op_name: str) -> str:
 
 
 def by_kernel(kernel: str) -> Operation:
-    """Return the operation of a kernel from the kernel's name, for events whose operation is not in the trace."""
+    """Return the operation of a kernel from the kernel's name, for events whose operation is not in the program's HLO."""
     kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
     return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "")
 

@@ -48,7 +48,7 @@ NOTES = (
 
 
 def verdict(found: Profile) -> str:
-    """Return a line with the step time, and the kind of work with the most time."""
+    """Return a line with the step time, and the kind of time (matmul, idle, ...) with the largest share of it."""
     kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
     return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
 

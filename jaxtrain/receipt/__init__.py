@@ -2,7 +2,7 @@
 
 The receipt is written before the first step and completed at the end, so a killed run has a receipt too. The top level of the
 file describes the newest attempt, and `attempts` has a summary of every other attempt. An attempt that starts after the last
-step is moved to `attempts` when it ends, and the last attempt that trained is the top level again. An attempt without
+step is moved to `attempts` when it ends. The last attempt that trained is then the top level again. An attempt without
 `exit_code` was killed or still runs. docs/observing.md describes the contents.
 """
 
@@ -60,8 +60,8 @@ class Receipt:
         """Write the receipt of this attempt: `fields`, and facts about this process and node that this method collects.
 
         Args:
-          fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data`, `eval_data`
-            (fingerprints), `synthetic`, `env` (variables that the run set and inherited), and any other fields.
+          fields: `config` (name), `config_sha256`, `resolved` (the config by `config.to_dict`), `devices`, `data` and
+            `eval_data` (their fingerprints), `synthetic`, `env` (variables that the run set and inherited), and other fields.
           config_file: the config's file, whose digest is part of `source`.
 
         Raises ReceiptError if an earlier receipt cannot be read.
@@ -140,12 +140,12 @@ class Receipt:
             self.update(loaded=loaded, origin=saver.get("origin", loaded["digest"]))
 
     def saved(self, one: Mapping[str, Any]) -> None:
-        """Add a save that is complete on disk to `save` (newest) and `saves` (all). one: a `checkpoint.Saved` as a dict."""
+        """Write a durable save as `save`, and the figures of all saves as `saves`. one: a `checkpoint.Saved` as a dict."""
         self._saves.append(one)
         self.update(save=dict(one), saves=figures.saves(self._saves))
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end of the attempt, its figures (speed, memory, loss, goodput), and GPU clocks.
+        """Write the end of the attempt, its figures (speed, memory, loss, goodput), and the GPUs' clocks at the end.
 
         With `took_no_step`, only a summary of this attempt is written. The last attempt that trained is the top level again.
 

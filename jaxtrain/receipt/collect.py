@@ -94,9 +94,9 @@ def source(package: Path, config_file: Path | None, own: Iterable[Path]) -> dict
       own: files of the user's code that the config names as package.module:name.
 
     Returns:
-      `commit` and `dirty` (None if git does not track the code, or git failed), `error` (only if git failed), `patch` (git
-      diff HEAD of the package and the configs), `patch_cut` (number of characters left out at the patch's end), `files` (path
-      from the repository's root -> SHA-256), and `config_file` (path -> SHA-256).
+      `commit` and `dirty`: None if git does not track the code, or git failed. `error`: only if git failed. `patch`: git diff
+      HEAD of the package and the configs. `patch_cut`: number of characters left out at the patch's end. `files`: path from
+      the repository's root -> SHA-256. `config_file`: the same for the config's file.
     """
     root = package.resolve().parent
     found: dict[str, Any] = {"commit": None, "dirty": None, "patch": "", "patch_cut": 0, **(git_state(package) or {})}

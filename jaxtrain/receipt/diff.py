@@ -259,7 +259,7 @@ def _edits(patch: str, name: str) -> list[str]:
 
 
 def _outcomes(a: Run, b: Run) -> Iterable[Outcome]:
-    """Yield the loss, the figures in MEASURES that a run has, and the end and the values in CHOSEN where A and B differ."""
+    """Yield the loss, and the figures in MEASURES that A or B has. Yield the end and values in CHOSEN only if they differ."""
     if a.end != b.end:
         yield Outcome("end", a.end, b.end)
     yield _compare_losses(a.losses, b.losses)

@@ -1,4 +1,4 @@
-"""The file receipt.json: its format, reading it, and the run of a receipt."""
+"""Read receipt.json, and the results of the run that it describes."""
 
 import dataclasses
 import json
@@ -101,7 +101,7 @@ class Run:
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Return step -> training loss, from metrics.jsonl; without that file, of the few steps that the receipt has."""
+        """Return step -> training loss, from metrics.jsonl; without that file, from the receipt, which has only a few steps."""
         if self.lines:
             return {line["step"]: line["loss"] for line in self.lines if line["kind"] == "train"}
         return {int(step): float(loss) for step, loss in (self.figures["loss_at"] or {}).items()}
@@ -135,7 +135,7 @@ def open_run(target: str | Path) -> Run:
 
 
 def find_runs(targets: list[str]) -> list[Path]:
-    """Return the runs that the targets name: run folders and receipt files, and all runs in folders of runs, by name.
+    """Return a path for each run: the targets that are run folders or receipts, and the runs in all other targets, by name.
 
     Raises:
       ReceiptError: a target does not exist, or is a folder without runs.

@@ -128,7 +128,7 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _topology(nvml: Any, ask: Ask, handles: list[Any]) -> dict[str, Any]:
-    """Return `nvlinks`: number of active links by GPU; and `pairs`: connection -> number of GPU pairs, as {"NVLink": 28}."""
+    """Return `nvlinks`: the number of each GPU's active NVLinks; and `pairs`: connection -> number of GPU pairs."""
     pairs: Counter[str] = Counter()
     for one, other in itertools.combinations(handles, 2):
         direct = ask("DeviceGetP2PStatus", one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK

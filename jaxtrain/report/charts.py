@@ -104,7 +104,7 @@ class Charts:
         ]
 
     def of_keys(self, title: str, keys: Mapping[str, str], factor: float = 1.0, **options: Any) -> LineChart:
-        """Return a chart of train lines. For one run it has all keys, and planned values of the first; else only the first key.
+        """Return a chart of train lines: all keys, and the first key's planned values; for several runs only the first key.
 
         Args:
             keys: key of a train line -> name of its curve.

@@ -84,7 +84,7 @@ def is_here(host: str) -> bool:
 
 
 def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
-    """Return the shell line that runs run.sh on another node, without restarts, and only if that node has the same commit."""
+    """Return the shell line that runs run.sh on another node, without restarts. It passes this node's commit for a check."""
     variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
     variables |= {name: environ[name] for name in SENT if environ.get(name)}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

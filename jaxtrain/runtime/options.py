@@ -37,7 +37,7 @@ class Options:
 
     @property
     def answers(self) -> bool:
-        """Return whether the command only prints an answer and does not train."""
+        """Return whether the command only prints text (ANSWERS, such as --help) and does not train."""
         return any(word == "-h" or word.startswith(ANSWERS) for word in self.arguments)
 
 

@@ -110,7 +110,7 @@ def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict
         names: the models of this node's GPUs.
         environ: the environment of the supervisor.
 
-    Raises: End, if the node that started the run has another commit, or if only one of both nodes has changes.
+    Raises: End, if this node's commit differs from that of the node that started the run, or only one of the two has changes.
     """
     commit, dirty, state = checkout(root)
     expected = environ.get(EXPECTED)

@@ -75,7 +75,7 @@ class Signals:
             self._child.send_signal(number)
 
     def check(self, again: bool) -> None:
-        """Raise End if a signal has asked for an end. again: whether the process that was due is a restart."""
+        """Raise End if a signal has asked for an end. again: whether the process to be started next is a restart."""
         if self.asked is not None:
             name = self.asked.name.removeprefix("SIG")
             code = INTERRUPTED if self.asked == signal.SIGINT else AGAIN
@@ -142,7 +142,7 @@ class Attempt:
 
 
 class Restarts:
-    """The budget of consecutive restarts without progress, and the pause before each."""
+    """The budget of consecutive restarts without progress, and the pause before each restart."""
 
     def __init__(self, limit: int, first_s: int, reset_s: int):
         self.limit, self.first_s, self.reset_s = limit, first_s, reset_s
@@ -185,7 +185,7 @@ def trains_on_cpu(environ: Mapping[str, str]) -> bool:
 
 
 class Supervisor:
-    """The supervision of one command line.
+    """Run one command line of run.sh with preflight and restarts, and pass signals on.
 
     Attributes:
         options: the supervisor's options, and the trainer's arguments.

@@ -1,4 +1,4 @@
-"""Copies of a run's metrics in other tools. Each module has a `metrics.Tracker`, and alone imports its tool."""
+"""Copies of a run's metrics in TensorBoard and W&B. Each module has the `metrics.Tracker` of one tool."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ __all__ = ["TrackerError", "Trackers", "open_trackers"]
 
 
 class Trackers(NamedTuple):
-    """The trackers of a run. facts: entries about the trackers for the run's receipt."""
+    """The trackers of a run. facts: name of a tracker -> its entry in the run's receipt."""
 
     all: tuple[Tracker, ...]
     facts: dict[str, Any]

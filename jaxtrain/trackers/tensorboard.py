@@ -78,7 +78,7 @@ class TensorBoard:
 
 
 class _EventFile:
-    """A TensorBoard event file, written in the caller's thread. The file has one record for each line of metrics.jsonl."""
+    """A TensorBoard event file, written in the caller's thread. A line of metrics.jsonl is one record, and so is a text."""
 
     def __init__(self, folder: Path, restart_at: int | None = None):
         from tensorboardX.event_file_writer import EventsWriter

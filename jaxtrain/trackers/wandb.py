@@ -1,9 +1,9 @@
-"""Weights & Biases: the lines of metrics.jsonl, the samples, config and receipt of a run, sent to a server or kept for later.
+"""Weights & Biases (W&B): a run's lines of metrics.jsonl, samples, config and receipt, on a server or in offline files.
 
 wandb's own variables select online or offline, server and key: WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY, ... A run of the
-trainer is one W&B run across resumes; the id of the W&B run is in `wandb.json`. W&B cannot delete logged data. So the x axis of
-its charts is the trainer's step, not W&B's count of calls. Steps that a resumed run repeats appear twice, distinguished by
-`attempt`; in metrics.jsonl each step appears once. A new W&B run gets all lines of metrics.jsonl.
+trainer is one W&B run across resumes; the id of the W&B run is in `wandb.json`. The x axis of the charts is the trainer's step,
+since W&B's own step counts calls. W&B cannot delete logged data. So a step that a resumed run repeats appears twice,
+distinguished by `attempt`; in metrics.jsonl each step appears once. A new W&B run gets all lines of metrics.jsonl.
 """
 
 import functools
@@ -92,7 +92,7 @@ class WandB:
 
     @_never_fails
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Log all lines and samples so far to a new W&B run. A continued W&B run has these lines and samples already."""
+        """Log all lines and samples so far to a new W&B run. A continued W&B run already has them, so log nothing to it."""
         if self._new:
             for line in lines:
                 self._log(line)
