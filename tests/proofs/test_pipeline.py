@@ -1,6 +1,6 @@
-"""Programs of pipelines: their memory and bubble, and the same steps as one device with frozen layers, adapters and others.
+"""Programs of pipelines: their memory and bubble, and steps that equal one device's, with frozen layers, adapters and more.
 
-tests/matrix.py has layouts with stages. Each case here adds another feature.
+tests/matrix.py has layouts with stages. Each case here adds a feature that those layouts lack.
 """
 
 import dataclasses
