@@ -197,8 +197,8 @@ def test_devices_share_the_layers():
 
 @pytest.mark.parametrize(("m", "atol"), [("bf16", 0.02), ("int8", 0.04)])
 def test_momentum_is_stored_in_its_type(m, atol):
-    """Updates stay near those with float32 momentum. The first update is equal: it uses the new momentum before rounding.
-    Blocks need 4096 elements a layer.
+    """Updates stay near those with float32 momentum. The first update is equal: it uses the new momentum before rounding. Int8
+    momentum needs at least 4096 elements a layer.
     """
     axes = {"layers": {"w": ("layers", "embed", "mlp")}, "head": ("vocab", "embed")}
     rng = np.random.default_rng(0)
