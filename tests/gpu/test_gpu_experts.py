@@ -48,7 +48,9 @@ def loads(how: str, R: int, E: int) -> list[int]:
 
 
 def definition(which: str, a: np.ndarray, b: np.ndarray, sizes_E: list[int], columns: int) -> np.ndarray:
-    """Return the result of one of experts.PRODUCTS, expert by expert. columns: its width, for a product with weights."""
+    """Return the result of one of experts.PRODUCTS, expert by expert. columns: the result's columns, if the product has
+    weights.
+    """
     shape = (len(sizes_E), a.shape[1], b.shape[1]) if which == "outer" else (a.shape[0], columns)
     y, first = np.zeros(shape, a.dtype), 0
     for e, size in enumerate(sizes_E):

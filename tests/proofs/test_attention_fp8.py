@@ -67,7 +67,9 @@ def values(T: int, H: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def forward(spec: Spec, arrays, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the output (B, T, N, H) and the log-sum-exp (B, N, T) of the e4m3 kernel or of its emulation (spec.fp8)."""
+    """Return the output (B, T, N, H) and the log-sum-exp (B, N, T) of attention in e4m3. spec.fp8 chooses the kernel or its
+    emulation.
+    """
 
     @jax.jit
     def run(q, k, v, rows):
@@ -211,8 +213,8 @@ def test_weights_stay_in_their_registers():
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(where, bad, small_tiles):
-    """A saturating conversion would turn infinity into 448. Instead every output that reads the value's head in this row
-    becomes NaN.
+    """If an element of q, k or v is infinite or NaN, every output of its row that reads its head becomes NaN. A saturating
+    conversion would turn infinity into 448.
     """
     spec = CASES["plain"]
     arrays = values(40, spec.head_dim)
@@ -228,7 +230,7 @@ def test_gradients_are_those_of_the_saved_output(base):
     """The backward pass uses the saved output and log-sum-exp, and q, k and v before their rounding to e4m3.
 
     P = exp(s - lse), delta = sum(do o), dS = P (dP - delta), dv = P^T do, dq = dS k, dk = dS^T q. P, dS and the results are
-    each rounded once to bfloat16. A score s is off by at most d.
+    each rounded once to bfloat16. `d` bounds the float32 error of a score s.
     """
     spec = dataclasses.replace(CASES["packed"], fp8=EMULATED)
     T, size = 40, spec.head_dim**-0.5

@@ -1,6 +1,6 @@
 """test_contract.py detects families, losses, optimizers and sources that break its rules.
 
-Each broken one here fails the right test, with a message that gives the rule.
+Each broken part here fails the test of the rule that it breaks, with a message that gives the rule.
 """
 
 import helpers

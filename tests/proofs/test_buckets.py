@@ -130,8 +130,8 @@ def test_set_aside_copies_before_it_deletes(bucket: Bucket):
 
 
 def test_deletions_that_are_refused_are_errors(bucket: Bucket, caplog: pytest.LogCaptureFixture):
-    """A refused deletion raises Unreachable. S3 answers a request to delete several objects with status 200, and lists those
-    that it did not delete.
+    """A refused deletion raises Unreachable; after a save, it is only logged. S3 answers a request to delete several objects
+    with status 200, and lists the objects that it did not delete.
     """
     found = save(bucket, 1, 2)
     bucket.fail("delete", rf"{RUN}/2/", each=True)

@@ -99,7 +99,9 @@ def for_h200s(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s, count):
-    """In the sizes measured on GPUs, no matmul is hoisted, merged or cut down to the used element, and none communicates."""
+    """In the sizes measured on GPUs, no matmul is hoisted, merged or cut down to the element that is read. The program has no
+    collective.
+    """
     devices, kept = for_h200s
     assert len(micro.gemm((8192, 4096, 14336), devices[:count], Sizes())) == count
     (text,) = kept

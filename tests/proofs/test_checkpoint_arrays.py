@@ -299,10 +299,10 @@ print(saved.bytes / 2**30, max(peaks) - before, saved.host_gib - max(peaks))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory through Linux's /proc")
 @pytest.mark.parametrize(("limit", "least", "most"), [(1, 0.0, 0.4), (4 << 30, 0.4, 0.6)], ids=["twice the largest", "4 GiB"])
 def test_a_save_of_half_a_gib_needs_little_more_host_memory(tmp_path: Path, limit: int, least: float, most: float):
-    """With a limit of 4 GiB, a save copies all four tensors of 128 MiB to host memory. With the lowest limit, it holds about
-    two.
+    """`limit` bounds the host memory for writes. With 4 GiB, a save copies all four tensors of 128 MiB to host memory. With the
+    lowest limit, it holds about two of them.
 
-    The amount depends on the machine: the copy of the first tensor may be written and freed before the last one is copied.
+    The amount depends on the machine: the copy of the first tensor may be written and freed before the last tensor is copied.
     """
     line = [sys.executable, "-c", HOST_MEMORY, str(tmp_path), str(limit)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -60,8 +60,8 @@ def ordered(x: np.ndarray, way: Context) -> np.ndarray:
 
 
 def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int = 8) -> float:
-    """Return the largest difference of output and gradients from the definition on one device. Gradients of sinks count a
-    tenth.
+    """Return the largest difference of output and gradients from the definition on one device. Differences of the sinks'
+    gradients are divided by 10.
     """
     rng = np.random.default_rng(0)
     q, do = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for _ in range(2))

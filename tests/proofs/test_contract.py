@@ -83,7 +83,7 @@ T = SIZES["data.seq_len"]
 
 
 def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
-    """Mark a test to run, of jaxtrain's own parts, only for the parts of these names. A campaign runs it for all parts."""
+    """Mark a test that, by default, runs only for jaxtrain's parts of these names. A campaign runs it for all parts."""
 
     def mark(test: F) -> F:
         test.sample = names  # pyright: ignore
@@ -333,7 +333,7 @@ def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
 
 
 def test_loss_is_a_sum_over_tokens(part, run):
-    """The loss is one float32 number, linear in the weights. The batch's loss is the sum of its microbatches' losses."""
+    """The loss is one float32 number, linear in the token weights. The batch's loss is the sum of its microbatches' losses."""
     hidden, head, batch = loss_inputs(run)
     loss, (d_hidden, d_head) = loss_and_gradients(run)(hidden, head, batch)
     assert loss.shape == () and loss.dtype == jnp.float32, f"a loss is one float32 number, not {loss.dtype} {loss.shape}"

@@ -465,7 +465,7 @@ exit "$code"
 
 @pytest.mark.parametrize("codes", [(0,), *((code,) for code in FOR_GOOD), (75, 124, 0), (75, 76), (75,) * 21])
 def test_the_launcher_of_an_mpijob(mpijob: dict[str, Any], codes: tuple[int, ...], tmp_path: Path, monkeypatch: Any):
-    """The launcher starts all processes again after exit codes that ask for a restart, at most twenty times."""
+    """The launcher starts all processes again after the exit codes 75 and 124, at most twenty times."""
     script(tmp_path / "mpirun", MPIRUN)
     hosts = [f"llama3-8b-worker-{i}.llama3-8b.default.svc slots=1\n" for i in range(2)]
     (tmp_path / "hostfile").write_text("".join(hosts))
@@ -585,7 +585,9 @@ exit "$plan"
 
 
 class Job:
-    """The batch script as Slurm would start it, on one node for each of the `plans`, with Slurm's variables alone."""
+    """The batch script in an environment with Slurm's variables alone. `plans`: for each node, the exit code of a fake run, or
+    `wait`.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder / "a folder"

@@ -444,7 +444,7 @@ def test_a_key_changes_what_a_run_leaves_behind(key, runs):
 
 
 def eval_sequences(runs):
-    """With the same weights, fewer sequences have another mean loss."""
+    """Fewer held-out sequences give another mean loss with the same weights."""
     files = (metrics.read(runs.workdir(name) / "metrics.jsonl") for name in ("base", "other"))
     base, other = ({(line["kind"], line["step"]): line["loss"] for line in lines} for lines in files)
     assert base["train", 2] == other["train", 2] and base["eval", 2] != other["eval", 2]
@@ -519,7 +519,7 @@ def log_peak_tflops(runs):
 
 
 def data_prefetch(runs):
-    """The thread prepares `prefetch` batches before the first request, and holds one more."""
+    """The thread of BatchFeed prepares `prefetch` batches before the first request, and holds one more."""
     program = helpers.program(runs.config("base"))
     for prefetch in (1, 3):
         made: list[int] = []

@@ -79,7 +79,9 @@ def arrays(eqn, seed=0):
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
 def test_matmuls_are_those_of_rounded_numbers(eqn):
-    """y, dx and dw agree up to rounding to bfloat16 (2^-8 of the result) and float32 sums (2^-17 of the sum of |terms|)."""
+    """y, dx and dw equal einsums of rounded numbers, up to rounding to bfloat16 (2^-8 of the result) and float32 sums (2^-17 of
+    the sum of |terms|).
+    """
     x, w, dy = arrays(eqn)
     x8, w8, dy8 = emulated(x, fp8.E4M3), emulated(w, fp8.E4M3), emulated(dy, fp8.E5M2)
     inputs, y = eqn.split("->")
@@ -331,8 +333,8 @@ def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
 
 
 def test_weights_that_do_not_learn_have_fewer_products():
-    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16;
-    `fp8_warnings` lists the first six of them.
+    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16; `fp8_warnings` lists
+    the first six matmuls that are not in FP8.
     """
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))

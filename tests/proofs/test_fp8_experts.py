@@ -142,8 +142,8 @@ def test_losses_follow_those_in_bfloat16():
 
 @pytest.mark.more
 def test_further_rounds_lose_nothing():
-    """With a buffer for half of the tokens, dispatch takes two rounds, and losses change by less than 0.1%. The rows of each
-    round have their own scale, a power of two.
+    """With a buffer for half of the tokens, losses change by less than 0.1%. Dispatch then takes two rounds, and the rows of
+    each round have their own FP8 scale.
     """
     assert (abs(losses(("moe.buffer", 0.5)) / losses() - 1) < 1e-3).all()
 

@@ -1,6 +1,6 @@
-"""Golden plans: their files, which changes count as differences, and the command that writes them.
+"""Golden plans (the recorded plans in tests/golden): their files, which changes count as differences, and the command.
 
-Broken steps are two layers of Llama 3 8B, compiled ahead of time for H200s.
+The command is tests/golden_plans.py. Broken steps are two layers of Llama 3 8B, compiled ahead of time for H200s.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def healthy() -> Plan:
 
 
 def test_a_healthy_step_gives_no_warning(healthy):
-    """The one warning is of exposed communication, because two layers leave little to overlap with."""
+    """Only a warning of exposed communication is allowed, because two layers leave little to overlap with."""
     assert [w for w in healthy.warnings if not w.startswith("exposed communication")] == []
 
 

@@ -49,7 +49,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def gradients(text: str, **overrides) -> dict[str, np.ndarray]:
-    """Return every parameter's gradient on one batch of real text, times 1 - beta1: the first moment after a step from zero."""
+    """Return Adam's first moments after one step on real text, by parameter: 1 - beta1 times the gradient, because they start
+    at zero.
+    """
     run = helpers.tiny(
         {
             "data.source": text,
@@ -104,8 +106,8 @@ def test_gradients_of_bfloat16_weights_are_float32(text, zero):
 
 
 def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
-    """With weights 4,096 times smaller, whose sum is below 1, mean loss and gradients stay the same. With zero weights they are
-    zero.
+    """If the targets' weights are 4,096 times smaller, and their sum below 1, mean loss and gradients stay the same. If the
+    weights are zero, loss and gradients are zero.
     """
     run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": 2})
     program, host = helpers.program(run), helpers.host_batch(run, 0)

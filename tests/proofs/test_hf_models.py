@@ -338,7 +338,7 @@ def test_an_export_needs_the_name_of_a_folder(tmp_path, capsys, monkeypatch):
 
 def test_a_checkpoint_is_listed_once_however_many_tensors_are_exported(tmp_path, monkeypatch):
     """An export of one tensor at a time lists the checkpoint and reads meta.json as often as an export of all at once. In a
-    bucket each is a request.
+    bucket, each listing and each read is a request.
     """
     _, ours, _ = imported(tmp_path, "llama")
     calls: list[str] = []

@@ -218,8 +218,8 @@ def test_rope(dtype):
 
 
 def test_stretched_frequencies():
-    """Llama 3's scaling for 4,096 positions: pairs with more than 4 turns keep their frequency. Pairs with less than one turn
-    are 8 times slower.
+    """With Llama 3's scaling for 4,096 positions, pairs that rotate four times or more keep their frequency. The frequency of
+    pairs that rotate once or less is divided by 8.
     """
     freq = 2 * np.pi / np.array([100.0, 1024.0, 2048.0, 4096.0, 40000.0])
     got = rope.llama3_scaling(jnp.asarray(freq), 8.0, 1.0, 4.0, 4096)
@@ -248,7 +248,7 @@ def test_whole_head():
 
 @on
 def test_embedding(mesh, types):
-    """Output rows are the table's rows, rounded. A token's gradient is the sum over its occurrences, in partial sums."""
+    """Output rows equal the table's rows. A table row's gradient is the sum over its token's occurrences, in partial sums."""
     n, _, r = numerics(types)
     p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
     residual = ("batch", "residual", None)

@@ -29,8 +29,8 @@ def at_home(monkeypatch, request):
 
 @pytest.fixture
 def retraced():
-    """Clear JAX's caches before and after the test. Otherwise JAX would reuse traces from before the planted bug with it, or
-    the reverse.
+    """Clear JAX's caches before and after the test. Otherwise JAX would reuse a trace without the planted bug in a step with
+    the bug, or the reverse.
     """
     jax.clear_caches()
     yield

@@ -1,6 +1,6 @@
 """Latent attention and dense layers: the latent cache, values narrower than keys, names in checkpoints, refusals.
 
-matrix.py has the layouts; test_hf_models.py compares with transformers.
+tests/matrix.py lists the layouts that train latent attention; test_hf_models.py compares with transformers.
 """
 
 import functools
@@ -151,8 +151,8 @@ SMALLER = (
 
 @pytest.mark.more
 def test_a_step_on_h200s_computes_what_the_formula_says():
-    """For a smaller DeepSeek-V3 on 8 H200s, the program's FLOPs equal the formula's. cuDNN supports its heads of 192 (keys) and
-    128 (values) numbers.
+    """For a smaller DeepSeek-V3 on 8 H200s, the program's FLOPs equal the formula's. cuDNN computes attention, with 192 numbers
+    in a head of keys and 128 in a head of values.
     """
     made = plans.plan("h200:8", *SMALLER, of="configs/deepseek_v3.py")
     calls = [

@@ -192,7 +192,7 @@ def test_convolution_sees_the_tokens_before():
     ids=lambda mesh: " ".join(f"{key[5:]}={size}" for key, size in mesh.items() if key.startswith("mesh")),
 )
 def test_layouts_take_the_steps_of_one_device(mesh):
-    """Loss, gradients and weights agree within the parity tests' bounds for float32."""
+    """Loss, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
     one, many = (helpers.train(helpers.tiny(SMALL | more), 2).taken for more in ({}, mesh))
     found = compare.compare(many, one, compare.bounds(one, None, 1, 1))
     assert not found.wrong, found.wrong
@@ -214,8 +214,8 @@ def test_contract(test):
 
 
 def test_counts_are_those_of_its_own_layers():
-    """The number of parameters is the model's. FLOPs are the family's own: 2 for each weight except embedding and norms, plus
-    attention and the recurrent states.
+    """The program counts every parameter of the model. FLOPs follow from the family's own formula: 2 for each weight except
+    embedding and norms, plus attention and the recurrent states.
     """
     made = helpers.program(helpers.tiny(SMALL))
     run, shapes = made.run, made.definition.abstract
@@ -239,7 +239,9 @@ def test_counts_are_those_of_its_own_layers():
 
 
 def test_a_stack_is_as_long_as_its_array():
-    """Four layers are one period, so there is no loop over layers. Twelve layers have two trips before the last period."""
+    """Four layers are one period, so there is no loop over layers. With twelve layers the loop makes two trips before the last
+    period.
+    """
     assert [helpers.program(helpers.tiny(SMALL | {"model.num_layers": n})).layer_trips for n in (4, 12)] == [0, 2]
 
 

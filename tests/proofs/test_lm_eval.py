@@ -1,4 +1,4 @@
-"""Scores and texts for the evaluation harness, compared with the model's logits: one text at a time, one device, in NumPy."""
+"""Scores and texts for the evaluation harness against a NumPy reference, on the logits of one text at a time on one device."""
 
 import functools
 import json
@@ -84,8 +84,8 @@ def requests(*arguments: Any) -> list[Any]:
 
 
 def test_scores_are_those_of_the_logits(model: Any) -> None:
-    """Scores follow from the logits, for contexts and continuations of many lengths, in any order and in several batches. One
-    continuation is the likeliest.
+    """Scores follow from the logits, for contexts and continuations of many lengths, in any order and in several batches. Only
+    a continuation of the likeliest tokens counts as greedy.
     """
     byte = ByteTokenizer()
     asked = [("def f(", "x):"), ("a", "b"), ("", "whole"), ("two words ", "here")]

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_merged_weights(layout, expected):
 
 
 def test_nothing_is_computed_for_the_base():
-    """The number of matmuls, with unrolled layers and full remat, leaves none for gradients of the base or of the embedding."""
+    """With unrolled layers and no remat, the number of matmuls leaves none for gradients of the base or of the embedding."""
     run = helpers.tiny(MODEL | LORA | {"parallel.scan_layers": False, "lora.targets": "wq,up"})
     text = helpers.train_step(run).as_text()
     assert text is not None

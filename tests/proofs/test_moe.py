@@ -1,6 +1,6 @@
 """Experts: routing and gradients against a plain model, dispatch between devices, grouped matmuls, balanced loads.
 
-matrix.py has layouts of whole models with experts.
+tests/matrix.py lists the layouts that train whole models with experts.
 """
 
 import dataclasses
@@ -277,8 +277,8 @@ def test_rounds_lose_no_precision_in_bfloat16(bias):
 
 @pytest.mark.parametrize(("parts", "alone", "further_room"), [(8, True, 1), (4, False, 2), (1, False, 8)])
 def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_room):
-    """An even share is 32 / parts rows; a further round has room for a quarter of it. Each device has 16 tokens with 2 choices:
-    one is of padding, 31 are of one expert.
+    """An even share is 32 / parts rows; a further round has room for a quarter of an even share. Each device has 16 tokens with
+    2 choices: 31 choices are the same expert, and one belongs to padding.
     """
     exchange = Exchange(E, 16, K, ("expert",) if parts > 1 else (), parts, ("expert",) if parts > 1 else (), 0.0, 1.0, alone)
     assert (exchange.room, exchange.further_room) == (32 // parts, further_room)
@@ -415,7 +415,9 @@ def test_pallas_lowers_for_a_gpu(name):
     ],
 )
 def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
-    """For bfloat16 on Hopper auto chooses Pallas. Elsewhere it chooses XLA's ragged matmul, and moe.impl=pallas is refused."""
+    """For bfloat16 on Hopper auto chooses Pallas. For other types or devices it chooses XLA's ragged matmul, and
+    moe.impl=pallas is refused.
+    """
     assert grouped.choose("auto", hardware, jnp.dtype(dtype)) == impl
     assert grouped.choose("ragged", hardware, jnp.dtype(dtype)) == "ragged"
     for name in ("auto", "ragged", *(() if because else ("pallas",))):

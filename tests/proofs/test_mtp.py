@@ -153,7 +153,7 @@ def test_targets_lie_in_the_document_of_their_input():
 
 
 def test_what_follows_a_document_plays_no_part_in_it():
-    """Other tokens after the third document change neither the model's loss nor the modules' loss on these documents."""
+    """Other tokens after the third document change no loss on the first three documents, of the model or of the modules."""
     run, batch, params, ((loss, sums), _) = stepped()
     made, after = helpers.program(run), sum(LENGTHS[:3])
     weights = batch["weights"].copy()
@@ -173,7 +173,7 @@ def test_what_follows_a_document_plays_no_part_in_it():
 
 
 def test_a_model_without_modules_has_the_same_program():
-    """With any weight, a model without modules has the same step, batch and metrics."""
+    """A model without modules has no arrays of modules in batch and parameters. Its step does not depend on loss.mtp_weight."""
     made = helpers.program(helpers.tiny(MTP))
     assert made.batch.keys() == BATCH_KEYS.keys() and "mtp" not in made.state.params
     assert helpers.lowered(helpers.tiny(MTP)) == helpers.lowered(helpers.tiny(MTP | {"loss.mtp_weight": 0.5}))

@@ -178,8 +178,8 @@ def test_orthogonal_at_any_scale_and_either_way_up(numerics):
 
 
 def test_devices_share_the_layers():
-    """Each of 8 devices computes the updates of 2 of 16 layers and never gathers other layers. All-to-all is the only
-    collective.
+    """Each of 8 devices computes the updates of 2 of 16 layers and never gathers other layers. Layers are exchanged by
+    all-to-all, without an all-gather or all-reduce.
     """
     placement, axes = placed({"mesh.fsdp": 4, "mesh.tensor": 2}), {"layers": {"down": AXES["layers"]["down"]}}
     tx = make_optimizer(RECIPE, TYPES, axes, placement)
@@ -197,8 +197,8 @@ def test_devices_share_the_layers():
 
 @pytest.mark.parametrize(("m", "atol"), [("bf16", 0.02), ("int8", 0.04)])
 def test_momentum_is_stored_in_its_type(m, atol):
-    """Updates stay near those with float32 momentum. The first update is equal: it uses the new momentum before rounding.
-    Blocks need 4096 elements a layer.
+    """Updates stay near those with float32 momentum. The first update is equal: it uses the new momentum before rounding. Int8
+    momentum needs at least 4096 elements a layer.
     """
     axes = {"layers": {"w": ("layers", "embed", "mlp")}, "head": ("vocab", "embed")}
     rng = np.random.default_rng(0)
@@ -247,7 +247,7 @@ def test_stopped_and_resumed(tmp_path):
 
 
 def test_bounds_count_what_is_held():
-    """The search counts the optimizer state's bytes on a device, and each matmul of Newton-Schulz."""
+    """The bounds of the plan's search count the optimizer state's bytes on a device, and each matmul of Newton-Schulz."""
     run = helpers.tiny(MUON | {"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.m": "bf16"})
     sizes = {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
     held = compiler.local_bytes(helpers.program(run).state.optimizer)

@@ -19,9 +19,9 @@ from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
 
 @pytest.mark.parametrize("beta2", helpers.few([0.95, 0.98, 0.99, 0.998, 0.999], 0.98, 0.99))
 def test_second_moments_in_bfloat16_follow_gradients_only_where_they_decay_fast(beta2):
-    """Up to a beta2 of 0.98, updates are off by less than 1%. `validate` refuses a higher beta2.
+    """Up to a beta2 of 0.98, updates differ by less than 1% from those with float32 moments. `validate` refuses a higher beta2.
 
-    Gradients span three decades. After 1,000 steps they shrink to 0.03 times.
+    Gradients span three decades. From step 1,000 on, they are multiplied by 0.03.
     """
     rng, n = np.random.default_rng(0), 2048
     size = jnp.asarray(10 ** rng.uniform(-4, -1, n), jnp.float32)
@@ -137,8 +137,8 @@ STREAMED, MUON = {"optimizer.offload": "moments"}, {"mesh.fsdp": 4, "optimizer.n
 
 @pytest.mark.parametrize("more", helpers.few([{}, STREAMED, MUON], {}))
 def test_all_weights_move_where_masters_are_bfloat16(more):
-    """At a learning rate of 1e-4, an update of 1.0 is far below half of the spacing of bfloat16 at most weights. Stochastic
-    rounding still moves them.
+    """At a learning rate of 1e-4, an update of 1.0 moves most weights by far less than half of bfloat16's spacing. Stochastic
+    rounding still changes them.
     """
     run = helpers.tiny(BF16_MASTERS | more)
     before, after = helpers.initial_tensors(run), helpers.train(run, 5).tensors

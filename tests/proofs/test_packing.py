@@ -40,7 +40,9 @@ def drawn(which: dict, count: int) -> list[int]:
 @pytest.mark.parametrize("seq_len", [4096, 8192])
 @pytest.mark.parametrize("which", SETS, ids=lambda which: which["name"].split()[0])
 def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: int) -> None:
-    """By default padding is below 3%, each conversation is in one row once, and each answer follows its whole prompt."""
+    """By default padding is below 3%. Each conversation that fits into a row is in one row once, and its answer follows its
+    whole prompt.
+    """
     lengths = drawn(which, which["conversations"])
     source = write(tmp_path / "a.tok", lengths)
     data = config.Data(source=str(source), seq_len=seq_len)
@@ -90,7 +92,9 @@ for step in range(first, last):
 
 
 def test_rows_are_the_same_in_any_number_of_processes_and_after_a_resume(tmp_path: Path) -> None:
-    """One, two and four real processes read their rows of 12 batches. Two also start at step 5. Step 6 changes the mixture."""
+    """One, two and four real processes read their rows of 12 batches, and two processes also start at step 5. The mixture
+    changes at step 6.
+    """
     for k, which in enumerate(SETS):
         write(tmp_path / f"{k}.tok", [min(n, 1500) for n in drawn(which, 400)])
     source, schedule = f"{tmp_path}/0.tok=0.5,{tmp_path}/1.tok=0.5", f"6: {tmp_path}/0.tok=0.2,{tmp_path}/1.tok=0.8"

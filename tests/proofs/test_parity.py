@@ -1,7 +1,7 @@
 """Every layout takes the same steps: losses, gradients and parameters on 8 fake devices against one device.
 
-jaxtrain/parity/compare.py defines the comparison and its bounds. matrix.py has the layouts. A sample runs every time, in
-float32 and bfloat16; `./run.sh test tests/proofs/test_parity.py --campaign` runs all of them.
+jaxtrain/parity/compare.py defines the comparison and its bounds. tests/matrix.py lists the layouts. By default a sample of the
+layouts runs, in float32 and bfloat16; `./run.sh test tests/proofs/test_parity.py --campaign` runs all of them.
 """
 
 import helpers
@@ -138,8 +138,8 @@ def assert_same_steps(run, reference, steps: int = STEPS) -> None:
     ("mesh", "accum"), [*((mesh, 1) for mesh in MESHES), ("data=2 x fsdp=4", 2), ("fsdp=2 x tensor=2 x seq=2", 2), ("one", 4)]
 )
 def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
-    """The loss falls over 20 steps, on meshes as on one device. Rows hold several documents, and microbatches have different
-    numbers of targets.
+    """The loss falls over 20 steps, on meshes as on one device. Many rows hold several documents, and microbatches have
+    different numbers of targets.
     """
     source = {"data.source": text}
     batch = helpers.host_batch(helpers.tiny(source), 0)
@@ -153,7 +153,9 @@ def test_twenty_steps_on_text_match_one_device(mesh, accum, text):
 
 @pytest.mark.more
 def test_every_feature_on_a_mesh():
-    """The model `everything` (matrix.py) with grouped remat, chunked attention and two microbatches."""
+    """The model `everything` (tests/matrix.py) takes the steps of one device with grouped remat, chunked attention and two
+    microbatches.
+    """
     plain = matrix.MODELS["everything"]
     more = {"remat.policy": "attention", "remat.every": 3, "attention.impl": "chunked", "train.grad_accum": 2}
     assert_same_steps(helpers.tiny(MESHES["fsdp=2 x tensor=4"] | plain | more), helpers.tiny(plain), steps=8)

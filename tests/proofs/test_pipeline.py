@@ -1,6 +1,6 @@
-"""Programs of pipelines: their memory and bubble, and the same steps as one device with frozen layers, adapters and others.
+"""Programs of pipelines: their memory and bubble, and steps that equal one device's, with frozen layers, adapters and more.
 
-tests/matrix.py has layouts with stages. Each case here adds another feature.
+tests/matrix.py has layouts with stages. Each case here adds a feature that those layouts lack.
 """
 
 import dataclasses
@@ -142,8 +142,8 @@ def test_fp8_matmuls_run_on_a_stage():
 
 @pytest.mark.more
 def test_fp8_rounds_as_it_does_without_stages():
-    """A device has the same tokens with and without stages, and so the same scales. Only the sums over its shard of the head
-    differ.
+    """A device has the same tokens with and without stages, and so the same FP8 scales. Only sums over a device's shard of the
+    head differ.
     """
     with_stages, without = (
         steps_of({"precision": "fp8", "mesh.fsdp": 2, "train.grad_accum": 2} | mesh) for mesh in ({"mesh.stage": 2}, {})

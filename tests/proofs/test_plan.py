@@ -39,9 +39,7 @@ def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int
 
 @pytest.mark.parametrize("which", [SHIPPED, RECOMPUTED], ids=["as shipped", "full remat"])
 def test_layers_communicate_no_float32(which):
-    """Only the loss and the gradient norm communicate float32. test_golden_compare.py has a step that gathers weights in
-    float32.
-    """
+    """No collective of the layers is in float32. test_golden_compare.py has a step that gathers weights in float32."""
     found = [f for f in moved(*which) if "f32" in f.dtype and "layers" in f.op_name and "(loss)" not in f.op_name]
     assert not found
 
@@ -111,7 +109,9 @@ def test_state_is_donated():
 
 
 def test_a_thousand_gpus():
-    """Bytes on the network are listed separately, and the latency of 128 nodes is counted."""
+    """Bytes between nodes are an eighth of the bytes on the wire. A collective's time includes the network latency of 127 hops
+    between 128 nodes.
+    """
     made = plan("h200:8x128", TWO, "mesh.data=1", of="configs/llama3_70b.py:gpus=1024")
     assert made.fits and made.mesh["fsdp"] == 1024
     rings = [c for c in made.collectives if c.kind in ("all-gather", "reduce-scatter") and c.group == 1024]

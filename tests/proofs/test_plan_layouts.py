@@ -200,8 +200,8 @@ def staged() -> tuple[RunConfig, Plan]:
 
 
 def routed(load: float = 1.0) -> tuple[RunConfig, Plan]:
-    """Return a run with four experts on two GPUs of a node, and its plan. load: of the busiest expert, as a multiple of an even
-    load.
+    """Return a run with four experts on two GPUs of a node, and its plan. load: the busiest expert's load, as a multiple of an
+    even load.
     """
     return config(*ROUTED, of=TINY), plan("h100:2", *ROUTED, of=TINY, experts_load=load)
 

@@ -56,7 +56,7 @@ def alive(pid: str) -> bool:
 
 
 def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
-    """Each fake command waits until all have started, and then fails. Each answer has its exit code and its output."""
+    """Each fake command waits until all have started, and then fails. Each answer has the command's exit code and output."""
     begun = tmp_path / "begun"
     begun.mkdir()
     all_begun = f"[ $(ls {begun} | wc -l) -ge {len(inspection.COMMANDS)} ]"

@@ -161,8 +161,8 @@ def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
 
 
 class Played:
-    """A fake of monitor.card's GPU under load. `sample` returns or raises the items of `said` one after another, and repeats
-    the last.
+    """A fake of monitor.card.Card, a GPU under load. `sample` returns or raises the items of `said` one after another, and
+    repeats the last item.
     """
 
     index = 6

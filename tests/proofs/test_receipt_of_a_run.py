@@ -1,4 +1,4 @@
-"""Receipt and rates of one real run: the source code that ran, rates on page and in TensorBoard, and the printed receipt."""
+"""Receipt and rates of one real run: the code that ran, rates on the report's page and in TensorBoard, the printed receipt."""
 
 import json
 import shutil

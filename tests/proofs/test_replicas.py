@@ -1,4 +1,4 @@
-"""If a replica of the state has other bits than the others, its device is named."""
+"""If a replica of the state has other bits than the others, the error names its device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs in this process that fail, are stopped, change meshes or keys: they give the same numbers, or are refused."""
+"""Runs in this process that fail, are stopped, or change meshes or keys give an uninterrupted run's numbers, or are refused."""
 
 import json
 import shutil
@@ -334,7 +334,7 @@ def test_broken_files_of_a_run_are_named_and_kept(copy: Path, capsys: pytest.Cap
 
 
 def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first loss is that of the weights of init.from on the first batch, as a resumed run would compute it."""
+    """The first loss with the weights of init.from equals a resumed run's loss with the same weights on the first batch."""
     new = tmp_path / "new"
     assert go_on(new, init__from=base, train__steps=5) == 0
     said = f"initial weights from step 10 of {base}/checkpoints; step and learning-rate schedule start at 0"
@@ -354,8 +354,8 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path, capsy
 
 
 def test_a_run_starts_from_weights_and_optimizer(base: Path, tmp_path: Path) -> None:
-    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments. So the first checkpoint shows which were
-    restored.
+    """A learning rate of 0 keeps the weights, and betas near 1 keep the moments. So the first checkpoint shows whether the
+    moments were restored.
     """
     source = runs.tensors(base, 10)
     kept: dict[str, Any] = {f"optimizer__{name}": 0 for name in ("lr", "lr_min", "warmup_steps")}

@@ -425,7 +425,9 @@ def test_a_signal_during_the_look_at_the_config_ends_the_supervisor(node: Superv
 
 
 def test_preflight_on_several_nodes(node: Supervised):
-    """Each node gets its number. The command's exit code is that of the node that fails."""
+    """`run.sh preflight` starts a command with its own --process-id on each node, and exits with the code of the node that
+    fails.
+    """
     env = node.reaches(REACH)
     node.plan("exit 0")
     done = node.run("preflight", "--no-measure", "--nodes=here,bad3", **env)

@@ -207,8 +207,8 @@ def test_generation_is_compiled_once(watched: Watched) -> None:
 
 
 def test_the_time_of_samples_is_in_no_rate(watched: Watched) -> None:
-    """The first samples, after step 3, took longer than all steps. The rates of step 3 and of the next
-    step exclude that time.
+    """Samples are written after step 3. The metrics of step 3 and of the next step have no step time, so no rate includes the
+    samples' time.
     """
     lines = map(json.loads, watched.first["metrics.jsonl"].splitlines())
     times = {line["step"]: line["step_time_s"] for line in lines if line["kind"] == "train"}

@@ -181,9 +181,9 @@ def test_a_custom_loss_has_the_whole_head_however_it_is_held(layout):
 )
 @pytest.mark.parametrize("accumulate", ["layer", "microbatch"])
 def test_a_stack_that_is_not_run_once_whole_and_unchanged_is_refused(family, said, accumulate):
-    """If a family runs its layers otherwise, sums of earlier microbatches' gradients would be lost or counted twice.
+    """A family must run all its layers once, with unchanged weights; otherwise the step raises TypeError.
 
-    A change of weights before the layers would be ignored.
+    Sums of earlier microbatches' gradients would be lost or counted twice, or the change of the weights ignored.
     """
     run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": accumulate, "model.family": f"helpers:{family}"})
     program = helpers.program(run)
