@@ -102,7 +102,7 @@ ONE_AFTER_ANOTHER = [(A, 1), (F, 1), (A, 2), (F, 2), (A, 3), (F, 3)]
 @pytest.mark.parametrize(("taken", "peak"), [(10, 100), (59, 100), (75, 115)])
 def test_workspace_is_held_during_its_call_alone(taken, peak):
     """The workspace is alive only while its call runs, beside a result of 40 bytes. At another time a value of 100 bytes is
-    alive. Allocated minus peak memory stays equal.
+    alive. Allocated memory exceeds the peak by GAP, with and without a workspace at the peak.
     """
     read = assignment.read(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
     held = [alive for alive, _ in assignment.replay(read)]

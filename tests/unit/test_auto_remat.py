@@ -33,8 +33,8 @@ def test_the_first_choice_computes_no_gemm_again():
 
 
 def test_bytes_are_those_of_the_arrays():
-    """Llama 3 8B has 32 layers, and each of 8 GPUs has 8192 tokens. A token has 14,336 bfloat16 in mlp_up, and 32 heads by
-    8 segments of float32 in the log-sum-exp.
+    """Llama 3 8B has 32 layers, and each of 8 GPUs has 8192 tokens. For each token and layer, mlp_up has 14,336 bfloat16
+    values. The log-sum-exp has a float32 for each of 32 heads and 8 segments: 7 documents and the padding.
     """
     axes = WHOLE | {"batch": 8}
     assert auto_remat.bytes_kept(run(), frozenset({"mlp_up"}), axes, False) == 32 * 8192 * 14336 * 2

@@ -87,7 +87,7 @@ WRONG = {  # text of meta.json -> words of the error
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_run_never_starts_afresh_over_what_cannot_be_read(steps: Checkpoints, tmp_path: Path, text: str):
-    """The error names the previous step and the setting that restores it, and never a later step."""
+    """The error about a damaged step names the setting that restores the previous step, even if a later step is complete."""
     meta = tmp_path / "2/meta.json"
     shutil.rmtree(tmp_path / "3")
     write_step(tmp_path / "later", 3)

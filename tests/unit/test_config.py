@@ -383,7 +383,9 @@ def test_a_file_where_the_workdir_would_be(tmp_path):
 
 
 def test_a_folder_without_permission(tmp_path, monkeypatch):
-    """The check asks the operating system, not the permission bits. Root ignores those bits, so os.access is faked for root."""
+    """The check of the workdir uses os.access, not the permission bits. Root ignores those bits, so os.access is faked for
+    root.
+    """
     tmp_path.chmod(0o500)
     if os.geteuid() == 0:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path.resolve())
@@ -538,7 +540,9 @@ def test_405b_on_too_few_gpus_is_refused():
 
 
 def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A command with --workdir alone reads the default config. It is refused if the folder's run has another config."""
+    """A command without --config is refused if a key that it does not set differs from the run in the folder. A run whose own
+    command had no settings may be resumed.
+    """
 
     def resume(command: str, *given: str) -> tuple[int, str]:
         stored = config.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
@@ -650,9 +654,7 @@ def test_every_key_is_documented():
 
 
 def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_path):
-    """train.attempt gets the config, the workdir and the launch. XLA_CLIENT_MEM_FRACTION is in the environment when it is
-    called.
-    """
+    """train.attempt gets the config, the workdir and the launch. XLA_CLIENT_MEM_FRACTION is set before the call."""
     seen = {}
 
     class Train:
@@ -696,7 +698,7 @@ def test_a_cpu_without_the_memory_for_the_state_is_refused_before_jax_starts(no_
 
 
 def test_the_memory_of_cpus_is_that_of_this_process(no_data):
-    """Each of two processes holds half of the state."""
+    """Half of the state fits into the memory of each of two processes, so no lack of memory is reported."""
     two = Devices("cpu", "cpu", 2, 100.0, "test", node=1)
     split = "--config.mesh.fsdp=2"
     found = problems_of(split, base=f"--config={REPO}/configs/llama3_8b.py", devices=two)

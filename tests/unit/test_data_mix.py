@@ -280,7 +280,7 @@ PHASE = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=3, max_size=3
     stops=st.lists(st.tuples(st.integers(1, 39), st.sampled_from([1, 2, 3, 8])), max_size=3, unique_by=lambda stop: stop[0]),
 )
 def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order(tmp_path_factory, phases, stops):
-    """A run of 40 steps with scheduled changes is stopped and resumed, each time with another global batch."""
+    """A run of 40 steps with scheduled changes is stopped and resumed, with equal or other global batches."""
     folder = tmp_path_factory.getbasetemp() / "schedule"
     if not folder.exists():
         folder.mkdir()
@@ -358,7 +358,9 @@ def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(fil
 )
 @pytest.mark.parametrize("skipped", [(), ((5, 8),), ((5, 7), (12, 13)), ((4, 6),)])
 def test_a_resume_at_any_step_reads_the_rows_of_the_run_that_was_not_interrupted(files, monkeypatch, schedule, skipped):
-    """Resumes at a scheduled step are included, with new or equal weights, and with skipped data that starts at that step."""
+    """Resumes at a step of data.source_schedule are included, with new or equal weights, and with skipped data that starts
+    there.
+    """
     monkeypatch.chdir(files)
     source = "a.tok=0.63,sub/b.tok=0.37"
     run = config.RunConfig(data=config.Data(source=source, seq_len=16), train=config.Train(steps=16, global_batch=8))

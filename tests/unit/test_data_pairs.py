@@ -48,7 +48,7 @@ def members(row, template=None):
 
 
 def rows_of(batches):
-    """Return the single source of batches of pairs."""
+    """Return the `PairRows` of batches that have no other source."""
     (source,) = batches.sources
     assert isinstance(source, windows.PairRows)
     return source

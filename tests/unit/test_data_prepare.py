@@ -144,7 +144,7 @@ def test_verify_and_show_commands(tmp_path):
 
 
 def test_verify_refuses_what_is_no_file(tmp_path, capsys):
-    """A wrong command line is found before any file is read. Exit code 1 is reserved for damage."""
+    """verify checks all paths before it reads a file, and exits with 2 at a wrong path. Exit code 1 is reserved for damage."""
     (tmp_path / "damaged.tok").write_bytes(b"damaged")
     for name, rule in (("gone.tok", "no such file"), (".", "is a folder")):
         path = tmp_path / name

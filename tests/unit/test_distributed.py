@@ -277,7 +277,9 @@ def test_all_stop_at_the_furthest_step(connect: Connect):
 
 
 def test_back_at_an_earlier_step_the_agreed_one_is_not_waited_for(connect: Connect):
-    """After a rollback, all processes stop before the step agreed on, even a process that has not read the request."""
+    """After a rollback, `stop_here` stops every process at once, even one that has not read the request. No process waits for
+    the agreed last step.
+    """
     store = Store()
     peers = connect(store, 2)
     assert all(one.may_start(step) for one in peers for step in (1, 2, 3))

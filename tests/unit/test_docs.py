@@ -218,7 +218,7 @@ def settings() -> list[tuple[str, str]]:
 
 
 def test_settings_for_people_from_elsewhere_exist():
-    """Every setting in coming_from.md is a key with a valid value."""
+    """Every key in coming_from.md exists, and the value beside it is valid. Options and commands are not checked."""
     keys = {key for key, _ in flatten(to_dict(RunConfig()))}
     other = ("--", "./run.sh", "python -m", "CUDA_VISIBLE_DEVICES")
     wrong = []
@@ -297,7 +297,7 @@ NOT_THERE = {
 
 
 def names_of_jaxtrain() -> str:
-    """Return a line for each key with its values, command, option and module."""
+    """Return jaxtrain's keys with their values, the options of its commands, and its modules, one a line."""
     docs = REPO / "docs"
     keys = [" ".join(row.split(" | ")[:4]) for row in (docs / "config.md").read_text().splitlines() if row.startswith("| `")]
     options = [row.split(" | ")[0] for row in (docs / "commands.md").read_text().splitlines() if row.startswith("| ")]
@@ -385,7 +385,7 @@ def test_a_module_is_described_by_its_first_sentence(tmp_path: Path):
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
-    """The README has at most 10 KB and links every page; a page without a link would not be found."""
+    """The README has at most 10 KB. It links each page of docs, or a page that has a link to it."""
     text = (REPO / "README.md").read_text()
     assert len(text.encode()) <= 10_000
     linked = set(re.findall(r"\(docs/([\w.]+\.md)", text))

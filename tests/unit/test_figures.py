@@ -60,7 +60,9 @@ def attention_outputs(config: str, gpus: int) -> Callable[[], float]:
 
 
 def recorded(page: str) -> str:
-    """Return a page of docs/evidence, as a figure's source. A command writes the page, or the page names the command."""
+    """Return the text of a page of docs/evidence, as the source of its figures. A command writes this page, or the page names
+    the command that measured them.
+    """
     return (REPO / "docs/evidence" / page).read_text()
 
 

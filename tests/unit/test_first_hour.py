@@ -39,8 +39,8 @@ def test_stages_fit_into_their_time():
 
 @pytest.mark.parametrize("gib", [140.0, 79.6])
 def test_cases_can_be_run(gib):
-    """The cases are valid on one H200 and one H100. All runs differ, but on the H100 "1b loop" equals another run, since the
-    1B model replaces the 8B model there.
+    """The cases are valid on one H200 and one H100. All runs differ, except on the H100: "1b loop" equals "bf16 loop", which
+    has the 1B model in place of the 8B model there.
     """
     runs = {}
     for name in first_hour.CASES:

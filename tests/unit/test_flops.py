@@ -204,7 +204,9 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
 
 
 def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
-    """Each token has two experts, and a buffer has room for 1.25 even loads. A device with one expert computes all of it."""
+    """Each token has two experts, and a buffer has 1.25 times the rows of an even load. A device with one expert computes its
+    whole buffer.
+    """
     few = dataclasses.replace(EXPERTS, moe=Moe(buffer=1.25))
     for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
         spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))

@@ -57,7 +57,7 @@ def test_probe_counts_cpu_devices():
 
 
 class FakeNvml:
-    """A fake of NVML, with GPUs of these names."""
+    """A fake of NVML. names: the names of its GPUs; none: the driver is not loaded."""
 
     class NVMLError(Exception):
         pass
@@ -149,7 +149,7 @@ def test_the_driver_takes_the_beginning_of_a_uuid():
 
 
 def test_a_driver_that_fails_is_a_problem(played, monkeypatch):
-    """The run is refused: it started on a machine with GPUs, and must not continue without them."""
+    """The probe reports the problem and no GPU. It does not fall back to CPUs, because the machine has GPUs."""
     nvml = played("NVIDIA H200")
 
     def lost(handle):
@@ -236,7 +236,9 @@ def test_contradicting_memory_variables(name, value):
 
 
 def test_jax_reads_the_variable_that_is_exported(monkeypatch):
-    """jax reads the memory fraction from this variable; a later version may read another one."""
+    """jax reads the memory fraction from the variable that `memory_environment` sets. A later version may read another
+    variable.
+    """
     from jaxlib import xla_client
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

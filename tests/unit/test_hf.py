@@ -258,7 +258,9 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
 
 
 def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
-    """Published checkpoints have one layer more than config.json counts. Its tensors are left out, with the reason."""
+    """Published checkpoints have one layer more than config.json counts. Tensors of the extra layer are left out, with the
+    reason.
+    """
     folder = hugging_face.write(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     save_file(tensors_of(folder) | extra, folder / "model.safetensors")
@@ -357,8 +359,8 @@ def test_the_byte_tokenizer_is_exported_as_one_of_theirs(tmp_path):
 
 
 def test_a_lone_tokenizer_is_completed(tmp_path):
-    """A tokenizer.json alone is exported with a tokenizer_config.json, which names its class and its end-of-text token. That
-    token is the control token, and no ordinary piece `</s>`.
+    """A tokenizer.json alone is exported with a tokenizer_config.json, which names its class and its end-of-text token. The
+    end-of-text token is the control token, not the ordinary piece `</s>`.
     """
     folders.write_byte_tokenizer(tmp_path / "whole")
     described = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())

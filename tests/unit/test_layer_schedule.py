@@ -25,7 +25,9 @@ def test_a_layer_lasts_from_its_attention_to_the_next(starts: list[float], layer
 
 
 def test_lanes_are_cut_to_the_layer(monkeypatch: pytest.MonkeyPatch):
-    """The program loops three times. Its matmul takes the place of attention, and its gather overlaps with the matmul."""
+    """The lanes have one of the loop's three iterations. A matmul takes the place of attention, and a gather overlaps with the
+    matmul.
+    """
     module = hlo.parse(PROGRAM)
     monkeypatch.setitem(layer_schedule.roofline.KIND_OF_WORK, "gemm", "attention")
     lanes = layer_schedule.read(module, MESH, parse("h200:2"), sample().rates, 3)

@@ -56,7 +56,7 @@ def test_adapters_begin_as_pefts_do():
 
 
 def test_adapters_stand_beside_the_base_they_were_trained_with():
-    """The base is at the path of training unless another path is given, and its digest must match."""
+    """The base is read from the path that training used, unless another path is given. Its digest must equal the stored one."""
     meta = {"step": 7, "config": {"init": {"from": "there"}}, "base": {"path": "there/checkpoints/4", "digest": "abc"}}
     assert lora.base_path(meta) == lora.base_path(meta, "there") == "there/checkpoints/4"
     assert lora.base_path(meta, "moved") == "moved"

@@ -70,7 +70,9 @@ def test_other_errors_of_the_runtime_stay_as_they_are() -> None:
     ],
 )
 def test_the_step_is_compared_with_the_free_memory_that_is_left(stats: dict[str, int] | None, said: str) -> None:
-    """The step needs 42 GiB beside a state of 36 GiB. It is refused if free memory or the largest free block is smaller."""
+    """The step needs 42 GiB beside a state of 36 GiB. It is refused if the largest free block is smaller than 42 GiB. If that
+    figure is 0 or missing, all free memory is compared.
+    """
     analysis = SimpleNamespace(
         argument_size_in_bytes=36 * GIB,
         output_size_in_bytes=37 * GIB,

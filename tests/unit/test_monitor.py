@@ -50,7 +50,7 @@ class Watched:
         self.monitor.__exit__()
 
     def lines(self, step: int = 1, seconds: float = 10.0) -> list[dict[str, Any]]:
-        """Return the metrics lines after `seconds` and one more sample."""
+        """Move the clock by `seconds`, take one more sample, and return the metrics lines."""
         self.now += seconds
         self.monitor.sample()
         return self.monitor.lines(step)
@@ -336,6 +336,8 @@ def test_mfu_below_the_plan_is_one_episode():
 
 
 def test_the_alert_begins_below_the_range_that_is_expected():
-    """The alert begins at the longest expected step time. Without comparable published runs only a calibrated plan has one."""
+    """The alert begins at the longest expected step time. Without comparable published runs, only a calibrated plan has a
+    longest expected time.
+    """
     assert Expected(1.0, 50.0, PUBLISHED, (1.1, 1.4)).longest_s == 1.4
     assert Expected(1.0, 50.0, PUBLISHED).longest_s is None and Expected(1.0, 50.0, "calibrated").longest_s == 1.0

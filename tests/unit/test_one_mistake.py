@@ -130,7 +130,7 @@ def test_a_folder_without_a_tokenizer_is_one_sentence(files):
 
 
 def test_a_tokenizer_that_may_not_be_read_is_one_problem(files):
-    """The file name is too long, because a file without permission could be read by root."""
+    """The tokenizer's file name is too long to be opened, even by root. Root could read a file without permission."""
     (line,) = problems(*BOTH, f"data.tokenizer={'x' * 300}")
     assert line.startswith("data.tokenizer = 'xxx")
 

@@ -212,7 +212,9 @@ def test_the_yardstick_grows_with_the_parts_of_a_sum():
 
 @pytest.mark.parametrize(("size", "wider"), [(4, 2.5), (64, 1.375), (3600, 1.05)])
 def test_few_weights_may_scatter_more(size, wider):
-    """The reference's weights are 2% off. The bound is sqrt(2) times 2%, times a factor that is larger for few weights."""
+    """The reference's weights differ by 2% from those of float32. The bound is sqrt(2) times 2%, times a factor that is larger
+    for few weights.
+    """
     ones = np.ones(size)
     start = {"w": np.zeros(size)}
     exact = compare.Trained(np.ones(2), np.ones(2), start, {"w": ones}, {"w": ones})

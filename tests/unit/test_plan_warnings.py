@@ -84,7 +84,7 @@ def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
 
 
 def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN, swap: str = ""):
-    """Return the warnings about LOOP, if it gathers the value `operand`. swap: another result of the loop's body."""
+    """Return the warnings about LOOP if its body gathers the value `operand`. swap: replaces the body's result, if given."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
     return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)

@@ -349,7 +349,9 @@ def test_under_load(gpu, state, seen):
 
 
 def test_rates_between_nodes():
-    """The rate is compared with the node's own rate and with the cards near the GPUs: 8 cards of 50 GB/s."""
+    """The rate between nodes is compared with the lower of two rates: of the node's own all-reduce, and of the NICs near its
+    GPUs (8 of 50 GB/s).
+    """
 
     def state(name: str, between: float, **figures) -> str:
         node_ = RecordedNode(RECORDED / name)
@@ -367,7 +369,7 @@ def test_rates_between_nodes():
 
 
 def beside(*far: int) -> dict[str, str]:
-    """Return the healthy node's topology matrix; these network cards are near no GPU."""
+    """Return the healthy node's topology matrix, changed so that the GPUs `far` have no NIC nearby."""
     out = RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out.splitlines()
     rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
     return answer(nvidia_smi.TOPOLOGY, "\n".join(rows) + "\n")
@@ -375,10 +377,10 @@ def beside(*far: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
 def test_a_card_for_each_gpu(far, state, cards, tmp_path):
-    """If one of eight GPUs has no NIC nearby (PIX in nvidia-smi's topology), it is a fault. A NIC near one GPU alone is
-    for storage.
+    """If one of eight GPUs has no NIC nearby (PIX in nvidia-smi's topology), it is a fault. A NIC near one GPU alone is for
+    storage.
 
-    The number of network cards counts active cards near a GPU.
+    The report's number of network cards counts the active NICs that are near a GPU.
     """
     cluster = distributed.Cluster("a:1", 2, 0, None, "this test")
     here = context(RecordedNode(copied(tmp_path, beside(*far))), cluster=cluster)

@@ -89,8 +89,8 @@ def test_without_a_known_gpu_or_the_program_the_report_gives_the_reason(tmp_path
 
 
 def test_time_at_once_is_divided():
-    """Two matmuls run together for 4 ns, and one alone for 6 ns: their times are 8 and 2 of 10 ns. Communication overlaps with
-    them.
+    """Matmul a runs alone for 6 ns, then beside matmul b for 4 ns. Of these 10 ns, a counts 8 and b counts 2. Communication
+    overlaps with both matmuls.
     """
     kinds = {"a": "matmul", "b": "matmul", "c": "communication"}
     operations = {name: Operation(kind, "mlp", "forward", name, "") for name, kind in kinds.items()}

@@ -69,7 +69,7 @@ ROOT = f"\n  ROOT %c = {BIG} all-gather(%x), replica_groups={{{{0,1}}}}, dimensi
 
 
 def test_small_messages_are_slower():
-    """On one node the largest messages reach 370 GB/s, and the smallest take 10 us. Between them rates follow the
+    """On one node the largest all-gathers reach 370 GB/s, and the smallest take 10 us. The rates of sizes in between follow the
     published all-reduce bandwidths by size (`_SWEEP` in plan/rates.py).
     """
     speeds = [on_links("all-gather", mib, 1) for mib in (1 / 1024, 1 / 32, 1, 8, 64, 512, 16384)]

@@ -125,7 +125,7 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
 
 
 def test_gpus_of_nodes_that_are_a_step_apart_are_drawn_together(tmp_path: Path):
-    """Each process has its own clock, so the lines of two nodes have different steps."""
+    """Each process has its own clock, so the GPU lines of two nodes have different steps. The chart combines both nodes."""
     lines = [line(step) for step in range(1, 41)]
     lines += [gpu(step, 0, power_w=500.0) for step in range(2, 40, 2)]
     folder = fake(tmp_path / "run", lines)

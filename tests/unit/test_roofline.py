@@ -113,8 +113,8 @@ def attention(call: str, ids: int = 0) -> roofline.Roofline:
 def test_attention_calls(mask, window, name, pairs):
     """A forward call counts 4 x 8 FLOPs for each pair inside the mask, for every head.
 
-    The names of Pallas' kernels contain the mask and the window. Their backward pass is two kernels of seven matmuls together.
-    They run at the fraction PALLAS_ATTENTION of the rate.
+    The names of Pallas kernels contain the mask and the window. Their backward pass has two kernels, with seven matmuls
+    together. Pallas kernels run at the fraction PALLAS_ATTENTION of the attention rate.
     """
     config = json.dumps({"cudnn_fmha_backend_config": {"mask_type": mask, "sliding_window_length": window}})
     forward = 2 * 4 * pairs * 4 * 8
@@ -149,7 +149,7 @@ def test_experts_call_in_8_bits():
 
 @pytest.mark.parametrize(("filled", "tflop"), [(1.0, 0.1), (0.5, 0.05)])
 def test_experts_call(filled, tflop):
-    """1,000 rows of 5,000 are multiplied by their experts' weights, 10,000 wide. Empty rows cost nothing."""
+    """1,000 rows of 5,000 elements are multiplied by weights of (5,000, 10,000), one an expert. Empty rows cost nothing."""
     weights, groups = "bf16[4,5000,10000]{2,1,0}", "s32[4]{0}"
     arguments = f"\n  %g = {groups} parameter(3)\n  %w = {weights} parameter(4)"
     named = 'metadata={op_name="jit(step)/layers/jaxtrain_experts_times_D/mpmd_map"}'
@@ -170,14 +170,14 @@ def test_experts_call(filled, tflop):
     ],
 )
 def test_pairs_of_queries_and_keys(mask, window, queries, keys, pairs):
-    """A causal mask leaves half of the pairs, even for a part of the queries. A window of 8 leaves 8 - 8^2 / 128 pairs for
-    each query.
+    """A causal mask leaves each query half of the keys on average, even if the call has a part of the queries. Of 64 keys, a
+    window of 8 leaves each query 8 - 8^2 / 128 on average.
     """
     assert op_cost.attention_pairs(mask, window, queries, keys) == pairs
 
 
 def test_a_scatter_reads_what_it_adds_to():
-    """2 rows of 10 MB are added to 2 rows of a stack of 40: new rows are read, old rows are read and written."""
+    """2 rows of 10 MB each are added to 2 of 40 rows. The added rows are read, and the 2 of 40 are read and written."""
     before = """
 %add (l: f32[], r: f32[]) -> f32[] {
   %l = f32[] parameter(0)
@@ -379,7 +379,7 @@ def test_slowest_branch():
 
 
 def test_branches_of_kinds_of_layers_count_by_their_shares():
-    """A branch counts by the share of layers that take it: here 75% take a window, which costs nothing in this program."""
+    """A branch counts by the share of layers that take it. Here 75% of layers take the window branch, which costs nothing."""
     before = f"""
 %window (p: f32[{ELEMENTS}]) -> f32[{ELEMENTS}] {{
   ROOT %p.1 = {BIG} parameter(0)

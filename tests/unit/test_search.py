@@ -41,7 +41,7 @@ def printed(show: Callable[[Console], object]) -> str:
 
 
 def layouts(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> list[RunConfig]:
-    """Return the runs of the space of layouts, without the config itself."""
+    """Return the runs of `space.fastest_space`, without the config itself."""
     run = load(*overrides, file=file)
     return [space.with_overrides(run, o) for o in space.fastest_space(run, machine, space.training_check(machine)) if o]
 
@@ -176,7 +176,7 @@ def test_a_deadline_ends_only_what_is_not_done(inline, monkeypatch, requests, en
 
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first():
-    """Equal layouts are ordered by bytes on links, then by number of axes, then by step time. 5.1% slower is not equal."""
+    """Equal layouts are ordered by communication time, then by number of axes, then by step time. 5.1% slower is not equal."""
     found = ranked(tiny(), FOUR)
     figures = ((1.0, 100.0, 0.4, 1), (1.04, 120.0, 0.2, 1), (1.02, 120.0, 0.2, 2), (1.045, 120.0, 0.2, 1))
     for step, gib, links, axes in (*figures, (1.051, 30.0, 0.1, 1), (0.5, 900.0, 0.1, 1)):

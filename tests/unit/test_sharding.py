@@ -95,8 +95,8 @@ def whole_numbers(*shape: int) -> np.ndarray:
 
 
 def test_a_weight_is_gathered_in_one_dtype_and_its_gradient_reduced_in_another():
-    """The gathered dimensions are complete. The gradient is summed over the devices that do not shard the weight, and is
-    sharded like it.
+    """The weight is gathered over `fsdp` and `expert` in bfloat16. Its gradient is summed over these axes in float32, and is
+    sharded like the stored weight.
     """
     how = GatherSpec(((0, ("fsdp", "expert")),), (), BF16, F32)
     w, shares = whole_numbers(8, 6), whole_numbers(8, 8, 3)

@@ -84,7 +84,9 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
 
 @every_schedule
 def test_there_are_no_more_slots_than_passes_wait_on_the_first_stage(case: tuple[str, int, int, int]):
-    """The number of slots is the largest number of passes that wait at once, or one more, for discarded results."""
+    """The number of slots is the largest number of passes that wait at once. It is one more if discarded results find no free
+    slot.
+    """
     s = Schedule(*case)
     forward, backward = done_by(s)
     first = [(forward[0, g, m], backward[0, g, m]) for g in range(s.groups) for m in range(s.microbatches)]

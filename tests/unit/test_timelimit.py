@@ -1,4 +1,4 @@
-"""When a run has to end: minutes after its launch, or the end of a Slurm job; also a resumed run that keeps its launch."""
+"""Time limits of a run: minutes after its launch, restarts included, or the end of a Slurm job."""
 
 import math
 from pathlib import Path

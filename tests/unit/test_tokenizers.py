@@ -120,7 +120,9 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
 
 
 def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path, bpe, monkeypatch):
-    """A model as small as its file's largest id can train. A prompt with larger ids would end the run at the first sample."""
+    """A model whose vocabulary covers only the ids of its token file can train. A prompt with larger ids would end the run at
+    the first sample.
+    """
     monkeypatch.chdir(tmp_path)
     tok = text_tokenizers.load_tokenizer(str(bpe))
     with TokenWriter(tmp_path / "low.tok", text_tokenizers.info(tok)) as writer:

@@ -109,7 +109,7 @@ def watch(dog: Watchdog, clock: Clock, monkeypatch: pytest.MonkeyPatch, *turns: 
 
 
 def test_time_in_which_the_process_did_not_run_is_given_back(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A pause of 100 s (a stopped process or a suspended machine) does not count. The watchdog checks every 0.25 s."""
+    """A pause of 100 s (a stopped process or a suspended machine) uses no time budget. The watchdog checks every 0.25 s."""
     looks = [lambda: None] * 4
     dog = watching(tmp_path)
     with dog.phase("step"), dog.phase("data"):
@@ -170,7 +170,7 @@ def test_it_leaves_evidence_and_ends_the_process(index: int, clock: Clock, tmp_p
 def test_it_ends_the_process_whatever_fails(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Facts, completion of the run's files and writes to its folder all fail. Evidence goes to the temporary folder."""
+    """The callbacks `facts` and `ended` and writes to the run's folder all fail. The report goes to the temporary folder."""
 
     def facts() -> dict[str, Any]:
         raise SystemExit(3)
