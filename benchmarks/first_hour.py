@@ -318,7 +318,7 @@ def pack(folder: Path, target: Path) -> list[Path]:
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
-    """Save and restore the state of a small llama3_1b, and compare restored and saved tensors bit for bit."""
+    """Save and restore the state of a small llama3_1b, and compare it bit for bit."""
     argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
     return node_suite.save_and_restore(node, argv, limit_s, devices=1)
 
@@ -327,7 +327,7 @@ def check_checkpoint(node: Node, limit_s: float) -> Outcome:
 
 
 def record_preflight(node: Node, limit_s: float) -> Outcome:
-    """Run all checks and measurements of preflight, and write its recording of the node (preflight's --record)."""
+    """Run all checks and measurements of preflight, and record the node."""
     file, recorded = node.path / "preflight.json", node.path / "recorded_node"
     command = module_command("preflight", f"--json={file}", f"--record={recorded}")
     code, outcome = node.run_program("Preflight", command, limit_s)

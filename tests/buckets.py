@@ -82,7 +82,7 @@ class Bucket:
 
 @pytest.fixture(scope="session", params=["gs", "s3"])
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
-    """Start an emulator and yield (scheme, address), with the environment variables that clients read set to them."""
+    """Start an emulator and yield (scheme, address). Set the clients' environment variables to this emulator meanwhile."""
     scheme = request.param
     if missing := [name for name in NEEDS[scheme] if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs the `dev` extra: {', '.join(missing)}")
