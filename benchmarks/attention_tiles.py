@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.attention_tiles
 
 The table has a row for each head_dim and each of the four kernels. The forward kernel in e4m3 has rows up to a head_dim of 192.
-The columns are registers per thread at launch, spilled bytes, bytes of shared memory, the number of WGMMA instructions, and
-whether the assembler serializes them. If a kernel needs more shared memory than an SM has, its compilation fails. Ignore the
-warning that nvdisasm is missing.
+The columns are the tile's queries x keys and stages, registers per thread at launch, spilled bytes, bytes of shared memory, the
+number of WGMMA instructions, and whether the assembler serializes them. If a kernel needs more shared memory than an SM has,
+its compilation fails. Ignore the warning that nvdisasm is missing.
 """
 
 import argparse

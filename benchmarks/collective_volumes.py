@@ -99,7 +99,7 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of a compiled step with one kind, mesh axis and purpose, and the paper's formula ("none" if it has none)."""
+    """Collectives of a compiled step with one kind, mesh axis and purpose, and the paper's formula ("none" without one)."""
 
     kind: str
     axis: str
@@ -204,7 +204,7 @@ def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> 
     Args:
         n: size of mesh.seq.
         layers: number of layers times number of microbatches.
-        each: bytes of one head's keys and values for a microbatch on one GPU, and of one head's queries and outputs.
+        each: bytes of one head's keys and values for a microbatch on one GPU. Its queries and outputs have as many bytes.
     """
     kv, qo = layers * each * m.num_kv_heads, layers * each * m.num_heads
     if context == "ring":
@@ -234,7 +234,8 @@ def purpose(c: Collective) -> str:
 def compare(plan: Plan, terms: Sequence[Term]) -> list[Row]:
     """Return a row for each kind, mesh axis and purpose, with the plan's collectives and the paper's term.
 
-    A term has a row even if the plan has no such collective. Collectives without a term have a row only if one is large.
+    A term has a row even if the plan has no such collective. Collectives without a term have a row only if one of them sends
+    more than LARGE in a launch.
     """
 
     def is_large(c: Collective) -> bool:
@@ -271,7 +272,7 @@ def cells(row: Row, mesh: Mapping[str, int]) -> list[str]:
 
 
 def summary(layout: Layout, plan: Plan) -> list[str]:
-    """Return a layout's cells in the first table: machine, whether it fits, times, and GiB of each of MEMORY at the peak."""
+    """Return a layout's cells in the first table: machine, whether the plan fits, times, and GiB at the peak by MEMORY."""
     held = {kind: plan.memory.by_class.get(kind, 0.0) for kind in MEMORY} | {"peak": plan.memory.peak_gib}
     held["moments"] = sum(plan.memory.by_class.get(f"{which} moment", 0.0) for which in ("first", "second"))
     fits = "yes" if plan.fits else f"no: {size(plan.memory.taken_gib)}"

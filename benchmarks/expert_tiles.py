@@ -2,8 +2,9 @@
 
     .venv/bin/python -m benchmarks.expert_tiles
 
-The table has a row for each grouped matmul; two are in FP8. The columns are those of benchmarks/attention_tiles.py, and the
-bytes of temporaries of the compiled program. The program pads the rows to a multiple of 8 and other sizes to a multiple of 64.
+The table has a row for each grouped matmul; two are in FP8. The columns are the tile's
+rows x columns, its contracted size and stages, then as in benchmarks/attention_tiles.py. The last column is the bytes of
+temporaries of the compiled program, which pads the rows to a multiple of 8 and other sizes to a multiple of 64.
 """
 
 import argparse

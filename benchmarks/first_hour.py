@@ -178,7 +178,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def use_rates(out: Path, gpu_name: str) -> str:
-    """Copy the rates that an earlier stage measured to the folder of calibrations, if it has none for this GPU.
+    """Copy OUT/rates, measured by an earlier stage, to the folder of calibrations if this folder has no rates of this GPU.
 
     Return a message; "" if nothing was copied.
     """

@@ -100,7 +100,7 @@ def timed(size: int, seconds: float) -> dict[str, float]:
 def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, found: Any) -> None:
     """Run a command in this process, and put (number of devices, report) into the queue `found`.
 
-    The report has seconds, GB/s, CPU seconds, and peak memory relative to `size`. kind: "import" or "export".
+    The report has seconds, GB/s, CPU seconds, and peak memory as a multiple of `size`. kind: "import" or "export".
     """
     import jax
 

@@ -93,7 +93,7 @@ CASES = tuple(Case(**table) for table in TABLE["case"])
 
 
 def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
-    """Return a plan's figures to store, for one GPU and one step. `work` and `again` (remat) are TFLOP by key of BEST."""
+    """Return a plan's figures to store, for one GPU and one step. `work`: key of BEST -> TFLOP; `again`: recomputed TFLOP."""
     time = plan.time
     seconds = {
         "step_s": time.step_ms,
@@ -246,7 +246,7 @@ def gap_cells(row: Row) -> list[str]:
 
 
 def before_cells(row: Row) -> list[str]:
-    """Return the cells of a row under BEFORE."""
+    """Return the cells of a row under BEFORE: the figures of an earlier commit or layout beside today's."""
     was, p = row.case.before, row.planned
     exposed = was["exposed_s"] if "exposed_s" in was else was["exposed_share"] * was["step_s"]
     # Golden plans have the peak memory; the page of layouts has allocated memory.

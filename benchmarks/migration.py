@@ -40,8 +40,8 @@ def rows(trainer: str) -> list[tuple[str, str]]:
 def flag(trainer: str, setting: str) -> str:
     """Return the flag of a trainer for a setting; "" if there is none.
 
-    If several flags fit, those in USUAL come first, then the one that corresponds to the fewest keys. The result keeps a dagger
-    of docs/coming_from.md. A star marks a flag in another unit for a setting in steps.
+    If several flags fit, a flag in USUAL has precedence, then the flag that corresponds to the fewest keys. The result keeps a
+    dagger of docs/coming_from.md. If the setting is in steps and the flag is not, a star follows the flag.
     """
     found: list[tuple[bool, int, str]] = []
     for theirs, ours in rows(trainer):

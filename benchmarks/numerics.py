@@ -6,7 +6,7 @@
 Each row trains on one device, once for each of `--seeds` initial weights. The table has the training loss over the last 20
 steps and the held-out loss after the last step, as means over the seeds. Beside each loss are its relative difference from the
 first row, and the largest such difference of a seed. The column *at any time* is the largest difference of a mean of 20 steps
-anywhere in the run. The last two rows repeat the first row with optimizer.eps 1% and 2% larger. Their differences are chance.
+anywhere in the run. The last two rows repeat the first row with optimizer.eps 1% and 2% larger, to show differences by chance.
 On a CPU, FP8 matmuls are emulated: rounded as on a GPU, summed in float32. Both commands take minutes on a CPU;
 docs/evidence/fp8_training.md and docs/evidence/moments.md have their tables.
 """

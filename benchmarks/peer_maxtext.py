@@ -132,7 +132,10 @@ def check_python(python: str) -> str:
 
 
 def _run(keys: Sequence[str] = ()) -> RunConfig:
-    """Return jaxtrain's config for the work of KEYS, with these overrides. Raises PeerError if the config has problems."""
+    """Return jaxtrain's CONFIG, which has the model and batch of MaxText's KEYS, with the overrides `keys`.
+
+    Raises PeerError if the config has problems.
+    """
     loaded = launch.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
     if loaded.problems:
         raise PeerError(f"{' '.join(keys)}: {loaded.problems}")

@@ -1,6 +1,6 @@
-"""Read any compiled step as plans read jaxtrain's step: its HLO, XLA's buffer assignment and its sizes.
+"""Read the figures of any compiled step, as plans do, from its HLO, XLA's buffer assignment and its memory sizes.
 
-benchmarks/peer_maxtext.py compiles these steps and writes NAME.hlo, NAME.pb and NAME.json of each.
+benchmarks/peer_maxtext.py compiles the steps of MaxText and jaxtrain, and writes NAME.hlo, NAME.pb and NAME.json for each.
 """
 
 import ast
@@ -91,7 +91,7 @@ def _what(i: hlo.Instruction, index: Sequence[int]) -> str:
 
 
 def place(source: str) -> str:
-    """Return file:line for the page, or only the file for jaxtrain, because its lines change with each commit."""
+    """Return file:line for the page; for files of jaxtrain only the file, because line numbers change with each commit."""
     return source.rpartition(":")[0] if source.startswith("jaxtrain/") else source
 
 

@@ -221,7 +221,7 @@ def run(
     folder: Folder,
     console: rich.console.Console,
 ) -> int:
-    """Time jaxtrain and PyTorch alternately and print the ratio. Return 0; 1 if one fails or their work differs."""
+    """Time jaxtrain and PyTorch alternately and print the ratio. Return 0; 1 if a step fails or `compare_losses` does."""
     config, platform = launch.load(base).run, hardware.probe().kind
 
     def fail(why: str, **results: Any) -> int:
@@ -289,7 +289,10 @@ def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 
 
 def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return jaxtrain's over PyTorch's tokens/s: ratio of medians, least and most of a round. None before the first pair."""
+    """Return jaxtrain's tokens/s over PyTorch's: the ratio of medians, and the least and greatest ratio of a round.
+
+    Return None before the end of the first round.
+    """
     speed = {who: [t["tokens_per_s"] for t in turns if t["who"] == who and t["verdict"] == OK] for who in ("jaxtrain", "torch")}
     pairs = [a / b for a, b in zip(*speed.values(), strict=False)]
     if not pairs:

@@ -72,7 +72,7 @@ def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
 
 
 def compiled(function):
-    """Return the function compiled as one graph. If compilation fails, the call raises an error instead of running eagerly."""
+    """Return the function compiled as one graph. If it cannot be compiled, its first call raises an error."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 

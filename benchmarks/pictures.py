@@ -192,7 +192,7 @@ def shorten(lane: Sequence[Any]) -> list[list[Any]]:
 
 
 def fsdp() -> str:
-    """Return the picture of one layer's computation and communication, as compiled. The backward pass has two lines."""
+    """Return the picture of one layer's computation and communication, as compiled. The backward pass fills two rows."""
     found = json.loads(LANES.read_text())
     lanes, exposed = found["lanes"], found["exposed_ms"]
     forward, backward = (lanes[f"{phase}: computation"][-1][1] for phase in ("forward", "backward"))
@@ -284,7 +284,7 @@ class Pass(NamedTuple):
 
 
 def passes(s: Schedule) -> list[Pass]:
-    """Return all passes of a step. A tick has the forward passes of all stages first, then their backward passes."""
+    """Return all passes of a step. In each of the schedule's ticks, all stages run forward, then all run backward."""
     out, now = [], 0.0
     for tick, backward in itertools.product(range(s.ticks), (False, True)):
         at, unit = (tick - s.wait, s.backward_unit) if backward else (tick, s.forward_unit)

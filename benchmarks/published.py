@@ -108,7 +108,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Return the kind of published runs that are comparable (rates.kind); "" if none is."""
+        """Return the run's kind (rates.kind), by which plans are compared with published runs; "" if it has none."""
         return rates.kind(self.run_config, self.topology.gpu, self.topology.total, "cudnn")
 
     @property
@@ -234,7 +234,7 @@ def mean(found: Iterable[Row]) -> float:
 def ranges(found: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Return the contents of published_ranges.json.
 
-    For each kind of run: the range of planned over published step time, and the compilers of the runs in words.
+    `ranges`: kind of run -> `spread` of its rows. `compilers`: kind of run -> text that names the compilers of its rows.
     """
     kinds = rows_by_kind(found)
     programs = {True: "XLA programs", False: "programs of other compilers than XLA"}

@@ -3,7 +3,7 @@
     python -m benchmarks.what_fits [--write]
 
 A cell is one model on one machine. It has the fastest of a few compiled layouts, or the reason why none fits. A layout is not
-compiled if its lower bound of memory (search/bound.py) exceeds the memory of a GPU. On several nodes two ways to shard the
+compiled if its lower bound of memory (search/bound.py) exceeds a GPU's usable memory. On several nodes two ways to shard the
 state are compared: over all GPUs, and within each node. Moments are float32, or bfloat16 if no layout fits with float32.
 """
 
@@ -88,7 +88,7 @@ def state_gib(model: Model, topology: Topology, moments: str) -> float:
 def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
     """Return the legal layouts, sorted by the lower bound of step time, then by that of memory.
 
-    Tensor groups stay inside a node, and replicas of the state are whole nodes. `plan --search` tries more.
+    Tensor groups stay inside a node. All GPUs shard one state, or each node has a replica. `plan --search` tries more.
     """
     rates = rates_for(topology.gpu, "bf16")
     run, check = base(model, topology, moments), training_check(topology)
@@ -108,7 +108,10 @@ def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
 
 
 class Attempts:
-    """Compilations of the layouts that shard the state in one way. left: layouts to compile. state, usable: GiB of a GPU."""
+    """Compilations of the layouts that shard the state in one way.
+
+    left: layouts to compile. state: GiB of the state on each GPU. usable: GiB that a GPU has for a plan.
+    """
 
     def __init__(self, left: list[Layout], state: float, usable: float):
         self.left, self.state, self.usable = left, state, usable  # GiB

@@ -12,7 +12,7 @@ The first command below found mesh and remat. The second shows why each setting 
 
 Moments are bfloat16. There are two variants for one node. int8 stores moments in 8-bit blocks, so there is memory to save
 queries too. f32 stores float32 moments in host memory, so there is memory for a batch of 64 by accumulation. docs/memory.md
-compares the three:
+compares all three dtypes:
 
     --config=configs/llama3_70b.py:int8
     --config=configs/llama3_70b.py:f32

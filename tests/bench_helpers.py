@@ -1,4 +1,4 @@
-"""Helpers of the benchmark tests: run a case in this process, a made-up result of a benchmark, and the working directory."""
+"""Helpers of the benchmark tests: run a case in this process, a made-up result, and the repository as working directory."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Models, losses, optimizers and data sources that each break one rule of the contract, for test_contract.py."""
+"""Models, losses, optimizers and data sources that each break one rule of tests/proofs/test_contract.py."""
 
 import dataclasses
 import itertools
@@ -139,7 +139,7 @@ class Counting(_Source):
 
 
 class Crossing(_Source):
-    """A source in which the last token of a document has the first token of the next document as its target."""
+    """A source in which the last token of a document counts in the loss. Its target is the next document's first token."""
 
     def changed(self, batch):
         return batch | {"weights": np.ones_like(batch["weights"])}

@@ -66,8 +66,8 @@ class Bucket:
             status: the HTTP status of the error.
             skip: the number of matching requests that succeed first.
             kill: the id of a process to kill before the error is returned; 0 for none.
-            each: for s3:// alone. A request that deletes several objects gets status 200, with AccessDenied for each object
-            whose key matches `pattern`.
+            each: whether a fault is for single objects of an s3:// request that deletes several. This request gets status 200,
+            with AccessDenied for each object whose key matches `pattern`.
         """
         fault = {"kinds": kinds.split(), "pattern": pattern, "status": status, "skip": skip, "kill": kill, "each": each}
         self._set([fault])
@@ -82,7 +82,7 @@ class Bucket:
 
 @pytest.fixture(scope="session", params=["gs", "s3"])
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
-    """Start an emulator and yield (scheme, address), with the environment variables that clients read set to them."""
+    """Start an emulator and yield (scheme, address). Set the clients' environment variables to this emulator meanwhile."""
     scheme = request.param
     if missing := [name for name in NEEDS[scheme] if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs the `dev` extra: {', '.join(missing)}")
@@ -165,7 +165,7 @@ class Faults:
         return 0
 
     def refused(self, body: bytes) -> tuple[bytes, bytes]:
-        """Split a DeleteObjects request into objects that no fault with `each` matches, and those that one matches.
+        """Split a DeleteObjects request into objects that no fault with `each` matches, and objects that such a fault matches.
 
         Returns:
             The request's body without the objects that match a fault, and the response's body with an error for each of them.

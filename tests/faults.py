@@ -1,4 +1,4 @@
-"""Helpers of the fault tests: a small run in its own processes, and the measurements on docs/evidence/faults.md.
+"""Helpers of the fault tests: a small run in child processes or in this one, and the measurements on docs/evidence/faults.md.
 
 `./run.sh test tests/campaign --campaign` runs all fault tests and writes their measurements to figures.json, beside the ledger.
 """
@@ -24,7 +24,7 @@ SEED = 20261122
 
 
 class Faults:
-    """A folder with a small config, a compile cache and a module `own`, and runs of this config in child processes."""
+    """A folder with a small config, a compile cache and a module `own`. Its methods train in child processes or in this one."""
 
     def __init__(self, folder: Path, own: str = "", **overrides: Any):
         self.folder = folder

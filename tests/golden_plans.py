@@ -149,7 +149,7 @@ def compare(golden: Golden, plan: Plan, margins: Mapping[str, float] | None = No
     """Return a sentence for each figure of a plan that differs from its golden plan beyond the margins, and each new warning.
 
     Args:
-        margins: None for the margins of the golden plan.
+        margins: as MARGINS; None for the margins that the golden plan stores.
 
     Raises:
         GoldenError: the plans have different jaxlibs or topologies.

@@ -32,8 +32,9 @@ GATHER = f"(({BIG}), {BIG}) all-gather-start(%x), replica_groups={{{{0,1}}}}, di
 
 
 def read(entry: str, before: str = "") -> hlo.Module:
-    """Return a module with the lines `entry` in its entry, and the computations `before`. The lines may use x (100 MB), a.1
-    and b.1 (a GEMM of 1 ms), `twice` and `matmul`.
+    """Return a module whose entry computation has the lines `entry`, after the computations `before`.
+
+    The lines may use the arrays x (100 MB), a.1 and b.1 (the inputs of `gemm`), and the computations `twice` and `matmul`.
     """
     computations = f"{COMPUTATIONS}{before}\nENTRY %main (x: f32[1]) -> f32[1] {{{ARGUMENTS}{entry}\n}}\n"
     return hlo.parse(f"HloModule small, is_scheduled=true\n{computations}")

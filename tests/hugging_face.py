@@ -1,4 +1,4 @@
-"""Helpers of the jaxtrain.hf tests: folders with golden configs and random weights, and a Python that has transformers."""
+"""Helpers of the jaxtrain.hf tests: folders with configs of reference/golden and random weights, and transformers' Python."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ SAME = 1e-4  # golden logits
 
 
 def off(logits: np.ndarray, name: str) -> float:
-    """Return the largest absolute difference between `logits` and those of transformers."""
+    """Return the largest absolute difference between `logits` and transformers' stored logits of the model `name`."""
     return float(np.abs(logits - GOLDEN[name]).max())
 
 

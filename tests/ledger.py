@@ -1,6 +1,6 @@
 """The campaign's ledger: when each test last ran, at which commit, and with which result.
 
-    ./run.sh test --campaign[=MINUTES]     run everything; tests whose last proof is the oldest run first
+    ./run.sh test --campaign[=MINUTES]     run everything: tests without a proof first, then the oldest proof first
     ./run.sh test --ledger                 list the tests that were never proved, or last more than 10 commits ago
 
 Each result is a JSON line: item (the test's id), commit, date (UTC), seconds, result (passed, failed, skipped), why (of a

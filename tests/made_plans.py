@@ -73,7 +73,7 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
 
 
 def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Return a plan with 1.1 times the least step time and with the likely memory of the run's bound (search/bound.py)."""
+    """Return a plan with 1.1 times the step time of the run's lower bound (search/bound.py), and with its likely memory."""
     least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 

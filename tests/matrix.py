@@ -375,7 +375,7 @@ def config(model: str, layout: str, precision: str) -> RunConfig:
 
 @functools.cache
 def allowed(model: str, precision: str, parts: int) -> tuple[Trained, Bounds]:
-    """Return a model's steps on one device, and the bounds for a run whose devices times microbatches are `parts`."""
+    """Return a model's steps on one device, and the error bounds for a run. parts: its devices times its microbatches."""
     run = config(model, "one", precision)
     reference = one_device(run)
     exact = None if precision == "f32" else one_device(in_float32(run))

@@ -61,7 +61,7 @@ def assert_self_contained(page: str) -> None:
 
 
 def curves_of(page: str) -> dict[str, dict[float, Any]]:
-    """Return {curve: {step: value}} of all charts of a page."""
+    """Return {curve: {step: value}} of all charts of a page whose x axis is the step."""
     out: dict[str, dict[float, Any]] = {}
     for script in re.findall(r'<script type="application/json">(.*?)</script>', page):
         found = json.loads(script)

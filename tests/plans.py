@@ -1,6 +1,6 @@
 """Train steps compiled ahead of time for a GPU topology, and their plans. They need no GPU, but the `plan` extra.
 
-Each is made once in a process.
+Each step and each plan is made once in a process.
 """
 
 import functools

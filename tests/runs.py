@@ -166,7 +166,7 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
     """Read TensorBoard's events in a folder.
 
     Returns:
-        (step, wall time, {tag: number or text}) of every event with a summary, and the number of events that mark a start.
+        (step, wall time, {tag: number or text}) of every event with a summary, and the number of events that mark a restart.
     """
     from tensorboardX.proto import event_pb2
 
@@ -187,7 +187,7 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """Return the records of a finished offline W&B run: a header of seven bytes, then a log in LevelDB's format."""
+    """Return the records of a finished offline W&B run. Its file has seven bytes of header, then a log in LevelDB's format."""
     from wandb.proto import wandb_internal_pb2
 
     limit = time.monotonic() + 20

@@ -9,8 +9,8 @@ LAYERS = 32
 
 
 def timeline() -> tuple[tuple[float, str], ...]:
-    """Return memory over a step of 32 layers: it rises in the forward pass, peaks at the logits, and falls in the backward
-    pass.
+    """Return memory over a step of 32 layers. It rises in the forward pass, peaks at the start of the backward pass, and then
+    falls.
     """
     arguments, layer = 11.22, 0.664
     held = [(arguments + 0.9 + layer * i / 3, "forward") for i in range(3 * LAYERS)]

@@ -1,4 +1,4 @@
-"""Data sources, losses and optimizers for configs, as `sources:poisoned`: they fail at the step that a test chooses."""
+"""Data sources, losses and optimizers for configs, such as `sources:poisoned`. Most fail at a step that a test chooses."""
 
 import os
 import signal

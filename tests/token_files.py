@@ -30,7 +30,7 @@ def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -
 
 
 def write_conversations(path: Path, lengths: Sequence[int], loss: bool = True, first: int = 0) -> Path:
-    """Write conversations k = 0, 1, ..., of lengths[k] tokens: each is (first + k) % 256, but the last is 256 (end-of-text).
+    """Write conversations k = 0, 1, ..., of lengths[k] tokens. Each token is (first + k) % 256; the last is 256 (end-of-text).
 
     With `loss`, the tokens of the second half of each conversation count in the loss.
     """

@@ -58,7 +58,7 @@ def delta_rule(
         u_i + beta_i sum_{j<i} exp(g_i - g_j) (k_i . k_j) u_j = beta_i (v_i - exp(g_i) S^T k_i)
 
     over the tokens j of its own document. This triangular system is solved for all chunks at once: u = U - W S. The scan over
-    chunks multiplies by S alone. exp(g_i) is 0 where the document of i begins in this chunk.
+    chunks has only the matmuls with S or u. exp(g_i) is 0 where the document of i begins in this chunk.
 
     Args:
       log_decay_BTN: logarithm of each token's decay, at most 0.
@@ -197,7 +197,7 @@ class GatedDeltaNet(nnx.Module):
         self.family, self.kernel, self.ctx = family, kernel, ctx
 
     def __call__(self, x_BTD: jax.Array, shared: Tokens, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
-        """Map (B, T, D) to (B, T, D), this device's term of a sum over the devices that shard the heads.
+        """Return (B, T, D): this device's term of the output, which is a sum over the devices that shard the heads.
 
         If mesh.seq shards the sequence, each device along it computes some of the heads for all tokens (Ulysses).
         """
@@ -282,7 +282,7 @@ class Hybrid(nnx.Module):
             return self.ctx.zero.gather_module(self.final_norm)(x_BTD)
 
     def period(self, carry: Carry, period: Period, shared: Tokens, kind: Kind) -> Carry:
-        """Run the layers of one period. Each layer's weights are gathered here, inside the period's checkpoint."""
+        """Run the layers of one period. Each layer's weights are gathered here, inside the period's `jax.checkpoint`."""
         for i in range(period.count):
             carry, _ = self.ctx.zero.gather_module(getattr(period, f"linear_{i}"))(carry, shared, kind, None)
         return self.ctx.zero.gather_module(period.full)(carry, shared.attention, kind, None)[0]

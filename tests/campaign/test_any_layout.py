@@ -39,7 +39,7 @@ def run_of(name: str):
 
 
 def stepped(run) -> TrainState:
-    """Return the state after two steps, whose moments are not zero."""
+    """Return the state after two steps. Its moments are not zero."""
     made, state = helpers.program(run), helpers.fresh_state(run)
     for i in range(2):
         batch = place_batch(helpers.host_batch(run, i), made.batch, made.context)

@@ -35,7 +35,7 @@ json.dump(answer | {"allocated_gib": None, "reserved_gib": None}, open(sys.argv[
 
 
 def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
-    """Rounds alternate, and the printed ratio is that of the two fakes: a constant for jaxtrain, a script for PyTorch."""
+    """Each round times jaxtrain, then PyTorch. The ratio is that of their fakes: a fixed result and a script's."""
     script, file, right = tmp_path / "stand_in.py", tmp_path / "peer.json", peer_torch.run_case
 
     def run_case(function, request, **how):

@@ -45,7 +45,7 @@ def test_a_save_of_a_gigabyte(tmp_path: Path, figures: Figures) -> None:
 
 
 def saves_in(workdir: Path) -> list[dict[str, float]]:
-    """Return step, MiB, seconds, GB/s and GiB of host memory of every save in log.txt."""
+    """Return step, size, times, GB/s and host memory of every save in log.txt."""
     found = []
     pattern = (
         r"checkpoint (\d+): ([\d,.]+) MiB in ([\d.]+) s \(([\d.]+) GB/s\); "
@@ -79,7 +79,7 @@ def test_from_a_kill_to_the_next_step(tmp_path: Path, figures: Figures) -> None:
 
 
 def test_nothing_grows(tmp_path: Path, figures: Figures) -> None:
-    """After 1500 steps that fill caches, memory grows by less than 2%, open files not at all. Step times are only recorded."""
+    """From step 1500 on, memory grows by less than 2%, and open files do not grow. Earlier steps fill caches."""
     steps, settled = 5000, 1500
     often: dict[str, Any] = {"eval__every_steps": 50, "eval__sequences": 1}
     often |= {"checkpoint__every_steps": 50, "checkpoint__keep": 2}

@@ -1,4 +1,4 @@
-"""cuDNN's workspace sizes for an H200 equal the recorded ones. Needs the extra `plan-cudnn`, but no GPU."""
+"""cuDNN's workspace sizes for an H200 equal the recorded sizes. Needs the extra `plan-cudnn`, but no GPU."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ from cudnn_answers import ANSWERS, near
 
 
 def test_the_formula_gives_what_cudnn_answers():
-    """One child process queries cuDNN for all cases, because cuDNN must load before JAX, which this process has loaded."""
+    """cuDNN's sizes equal the recorded sizes, and the formula is near. A child queries cuDNN, which must load before JAX."""
     cases = [case for case, _ in ANSWERS.values()]
     child = [sys.executable, str(pathlib.Path(__file__).parents[1] / "cudnn_workspaces.py")]
     asked = subprocess.run(child, input=json.dumps(cases), text=True, capture_output=True, timeout=400)

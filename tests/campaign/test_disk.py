@@ -1,4 +1,4 @@
-"""A disk that fills up during a save (a small file system in memory): training continues, and older steps are kept."""
+"""A disk that fills up during a save, or stays full (a small file system in memory), and a checkpoint folder that vanishes."""
 
 import contextlib
 import os

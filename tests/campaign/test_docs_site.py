@@ -20,7 +20,7 @@ LINKED = ("docs", "jaxtrain", "configs", "notebooks")  # folders that pages link
 
 
 def machine(folder: Path) -> Machine:
-    """Return a copy of the repository whose run.sh uses this process's Python, which has Sphinx."""
+    """Return a home with a copy of the repository. Its run.sh uses this process's Python, which has Sphinx."""
     repo = copy_launcher(folder / "jaxtrain")
     for name in LINKED:
         shutil.copytree(REPO / name, repo / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "runs"))

@@ -59,7 +59,7 @@ def test_processes_come_and_go(tmp_path: Path, whole: bool, figures: Figures) ->
 
 
 def test_references_are_the_same_on_other_processes(tmp_path: Path) -> None:
-    """One process and two compute equal DPO references. A run of two resumes on one without computing them again."""
+    """Two processes compute the same DPO references as one. A run of two processes resumes on one and reuses its references."""
     train_file, held_out = (pairs_file(tmp_path / name, count, seed) for name, count, seed in FILES)
     more = {"data__source": train_file, "data__eval_source": held_out, "loss__name": "dpo", "optimizer__warmup_steps": 1}
     faults = Faults(tmp_path, eval__every_steps=4, eval__sequences=8, **more)

@@ -21,7 +21,7 @@ def test_a_fresh_clone_trains():
 
 
 def test_the_second_jax():
-    """With the second jax version that run.sh installs, tests of attention, sharding, checkpoints, parity and plans pass."""
+    """With the second jax that run.sh can install (JAXTRAIN_JAX), tests of attention, checkpoints, parity and plans pass."""
     files = (
         "unit/test_attention.py",
         "unit/test_assignment.py",

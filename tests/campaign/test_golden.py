@@ -54,7 +54,7 @@ def test_shipped_configs_execute_what_the_formula_says(name):
 
 @functools.cache
 def printed_plan() -> list[str]:
-    """Return the words that the plan command of both pages prints. The command gets workspace sizes from cuDNN."""
+    """Return the words of the plan that README.md and docs/plan.md show. The command gets workspace sizes from cuDNN."""
     command = [sys.executable, "-m", "jaxtrain.plan", "--config=configs/llama3_8b.py", "--topology=h200:8", "--cudnn=library"]
     done = subprocess.run(command, cwd=launch.REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -121,7 +121,7 @@ def test_loss_and_head_of_llama3_8b_are_near_their_floor():
 
 
 def test_plan_of_llama3_8b_with_full_remat():
-    """The step fits, with bounds on peak memory, communication and time. docs/evidence/peer_maxtext.md has MaxText's."""
+    """The step fits, with bounds on peak memory, wire bytes and time. docs/evidence/peer_maxtext.md has MaxText's figures."""
     which = ("h200:8", *plans.ONE_EACH, *plans.FULL)
     made, step = plans.plan(*which), plans.compiled(*which)[1]
     assert made.fits and made.attention == "cudnn" and made.mesh == {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}

@@ -113,7 +113,7 @@ BUGS = {
 
 @pytest.fixture
 def retraced():
-    """Return a function that clears JAX's caches of traces, for after the bug is planted. Clear them after the test too."""
+    """Yield a function that clears JAX's caches of traces, to call after the bug is planted. Clear them after the test too."""
     yield jax.clear_caches
     jax.clear_caches()
 

@@ -69,7 +69,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_a_run_loses_a_machine_and_resumes(count: int, tmp_path: Path, alone: dict[int, float]):
-    """If the process of the last node is killed, run.sh restarts all, and the losses are those of one process."""
+    """If the last node's process is killed, run.sh restarts all processes, and the losses are those of a run on one process."""
     machine, workdir = Real(tmp_path), tmp_path / "the run"
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)

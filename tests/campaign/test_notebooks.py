@@ -1,8 +1,8 @@
 """The notebooks run, and their stored outputs are those of the current code.
 
-`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs. The tests run copies and compare. A cell
-tagged `compiled` shows figures of one jaxlib's compiler. It is compared only under the version that the notebook names. A cell
-tagged `varies` shows values that differ between runs, such as seconds, and is not compared.
+`python tests/campaign/test_notebooks.py [NAME ...]` runs them and stores the outputs. The tests compare these with fresh
+outputs. A cell tagged `compiled` shows figures of one jaxlib's compiler. It is compared only under the version that the
+notebook names. A cell tagged `varies` shows values that differ between runs, such as seconds, and is not compared.
 """
 
 import json

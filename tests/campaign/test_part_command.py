@@ -1,4 +1,4 @@
-"""`--part` runs the contract tests of a user's own part, and nothing else."""
+"""`--part` runs the contract tests of a user's own model, loss, optimizer or data source, and nothing else."""
 
 import os
 import subprocess

@@ -40,7 +40,7 @@ def git(folder: Path, *args: str) -> str:
 
 
 def token_file(folder: Path, text: bytes) -> Path:
-    """Write text.tok, with a document for each line of the text, in a new folder. `receipt diff` ignores the folder."""
+    """Write text.tok in a new folder, with a document for each line of the text. `receipt diff` ignores the folder's path."""
     folder.mkdir()
     byte = tokenizer.ByteTokenizer()
     with TokenWriter(folder / "text.tok", tokenizer.info(byte)) as writer:

@@ -85,7 +85,7 @@ def uninterrupted_two(faults: Faults) -> Path:
 
 
 def stopped_in(faults: Faults, phase: str, workdir: Path) -> tuple[int, str, int]:
-    """Send SIGTERM to a run in this phase. Returns (exit code, output, steps written when the signal came)."""
+    """Send SIGTERM to a run in this phase. Returns (exit code, output, newest step in metrics.jsonl at the signal)."""
     gate = faults.folder / phase
     if phase in ("data", "eval", "step"):
         gate.touch()
@@ -172,7 +172,7 @@ def test_one_of_two_processes_is_killed(
 
 
 def test_a_time_limit_leaves_in_time(faults: Faults, tmp_path: Path) -> None:
-    """A limit of two minutes ends after a saved step; a limit of six seconds is over before the first step, with a message."""
+    """A limit of two minutes ends a run after a saved step. Six seconds end it before the first step, with a message."""
     code, said = faults.start(tmp_path / "short", train__steps=100_000, train__max_minutes="0.1").end()
     assert code == 75 and re.search(r"^time limit, .*: stopping, there is nothing to save yet\.$", said, re.MULTILINE), said
     workdir = tmp_path / "run"

@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def files() -> tuple[TokenFile, TokenFile]:
-    """Return the training and the validation split."""
+    """Return the token files of the standard library: the training and the validation split."""
     train, validation = stdlib_files(Path(config.Paths().data).expanduser())
     return TokenFile.open(train), TokenFile.open(validation)
 
@@ -113,7 +113,7 @@ def test_better_than_a_trigram_model_on_the_whole_validation_split(
 
 
 def test_the_trigram_model_is_what_it_says(files: tuple[TokenFile, TokenFile]) -> None:
-    """Probabilities sum to one in a context of the training split. Fitted weights beat equal weights on held-out text."""
+    """Probabilities sum to one in a counted context, else to less. Fitted weights beat equal weights on held-out text."""
     train, validation = files
     model = Trigram(train)
     for a, b in ((ord("s"), ord("e")), (256, ord("#")), (3, 4)):
@@ -141,7 +141,7 @@ def test_the_sample_command_asks_as_the_run_did(finished: tuple[Path, str]) -> N
 
 
 def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files: tuple[TokenFile, TokenFile]) -> None:
-    """Over 40% of the words in eight samples are frequent in Python. A single sample may end after a word or two."""
+    """Over 40% of the words of eight samples are frequent in the corpus. One sample alone may end after a word or two."""
     run, sampler, params, _ = generation.load(str(finished[0]), jax.devices()[:1])
     byte = tokenizer.load_tokenizer(run.data.tokenizer)
     asks = [dataclasses.replace(run.sample, seed=seed) for seed in range(8)]
@@ -161,7 +161,7 @@ def test_what_it_writes_is_recognisably_python(finished: tuple[Path, str], files
 
 
 def frequent_words(file: TokenFile) -> set[str]:
-    """Return the words that occur at least a hundred times in the training split."""
+    """Return the words that occur at least a hundred times in a token file."""
     tokens = np.asarray(file.tokens)
     text = tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
     words, counts = np.unique(re.findall(r"[A-Za-z_]{2,}", text), return_counts=True)

@@ -19,7 +19,7 @@ TINY = runs.REPO / "configs" / "tiny.py"
 def test_each_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
     """The config requests one trace, and two signals request two more.
 
-    In the first profile, at least 95% of the time is in operations with a part (`Profile.named`).
+    In the first profile, operations of a known part of the model have at least 95% of the time (`Profile.named`).
     """
     workdir = tmp_path / "run"
     asked = {"profile__start": 3, "profile__steps": 2, "log__every_steps": 1, "data__source": "synthetic"}

@@ -63,7 +63,7 @@ def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, capsys, monkeyp
 
 
 def test_dynamic_rotary_scaling_is_none_within_the_trained_length(tmp_path, capsys, monkeypatch):
-    """With the fix for rope_type `dynamic`, logits agree up to max_position_embeddings tokens and differ beyond."""
+    """With the fix that import prints for rope_type `dynamic`, logits agree up to max_position_embeddings tokens only."""
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", hugging_face.reference())
     rotary = {"rope_type": "dynamic", "rope_theta": 777.0, "factor": 4.0}
     folder = hugging_face.write(tmp_path / "theirs", "llama2", rope_parameters=rotary, max_position_embeddings=64)
@@ -123,8 +123,8 @@ def test_thirty_steps_follow_torch(tmp_path):
 def test_import_and_export_stream(tmp_path):
     """Peak memory of an import onto 8 devices, with the arrays, is below 1.3 times the checkpoint's size.
 
-    An export to files of a quarter of this size needs less memory than this size. The checkpoint is so large that the
-    programs of the digests (some 80 MB) and Orbax (50 MB) are small beside it.
+    The peak memory of an export, to files of a quarter of the checkpoint's size, is below the checkpoint's size. The checkpoint
+    is so large that the programs of the digests (some 80 MB) and Orbax (50 MB) are small beside it.
     """
     args = [sys.executable, "-m", "benchmarks.import_memory", "--gigabytes=0.8", "--shard-size=200MB", f"--folder={tmp_path}"]
     ended = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
