@@ -407,7 +407,6 @@ def test_a_full_disk_ends_the_pass_with_the_name_of_the_file(whole, monkeypatch,
 ADAPTERS = {"lora__rank": 4, "optimizer__lr": 5e-3, "checkpoint__every_steps": 4}
 
 
-@pytest.mark.more
 def test_adapters_have_their_base_for_a_reference(whole, capsys):
     """The base is always available: a lost file of references is computed again."""
     assert dpo_run(whole, "adapters", **ADAPTERS) == 0

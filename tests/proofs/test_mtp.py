@@ -196,7 +196,6 @@ def test_evaluation_and_sampling_are_those_of_the_model_alone():
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.more
 def test_the_routers_of_modules_learn_to_spread_tokens():
     """The biases of the modules' routers move toward balanced loads. The modules count in the metrics and losses of experts."""
     run = helpers.tiny(MTP | EXPERTS | {"model.mtp_layers": 2})
