@@ -209,7 +209,7 @@ def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
 
 
 def compare_packing(node: Node, limit_s: float) -> Outcome:
-    """Time attention of a layer, forward and backward, by the number of segments and of documents in a sequence."""
+    """Time attention of a layer, forward and backward, by data.max_segments and by the documents in a sequence."""
     request = {"smoke": node.smoke, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case("benchmarks.first_hour:time_packing", request, log=node.folder.log("packing"), limit_s=limit_s)
     rows = answer.get("rows", [])

@@ -182,7 +182,7 @@ def fill(model: Model, topology: Topology, make: Callable[[Layout], Outcome]) ->
 
 
 def _why_not(state: float, sizes: Sequence[float], least: float, usable: float) -> str:
-    """Return the reason why no layout fits, from GiB of the state, of compiled plans, and of the smallest lower bound."""
+    """Return the reason why no layout fits, from GiB a GPU: state, compiled plans, smallest lower bound, usable memory."""
     if state > usable:
         needs = f"state alone {amount(state)}"
     else:

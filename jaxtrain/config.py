@@ -797,9 +797,10 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
 def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
     """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
-    If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices that are left, and the devices
-    of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data has the size
-    that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the devices.
+    If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices divided by all given sizes,
+    and the devices of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data
+    has the size that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the
+    devices.
     """
     asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)

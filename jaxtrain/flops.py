@@ -10,10 +10,10 @@ length T, and 2 FLOPs per multiply-add:
 
 and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three times
 the forward pass: the backward pass has two matmuls for each forward matmul. The "full" sum is the 6 N + 12 L H Q T of the PaLM
-paper, appendix B, where N counts parameters; Megatron-LM and MaxText count the "causal" half. The two conventions differ by 12%
-for Llama 3 8B at T = 8192, so every figure names its convention. Neither convention counts norms, rotary embedding, softmax or
-the optimizer, or considers document borders. Recomputation is in HFU only. If a run freezes weights, MFU omits their gradients
-(`training`).
+paper, appendix B, in its symbols (N parameters, H heads of width Q). Megatron-LM and MaxText count the "causal" half. The two
+conventions differ by 12% for Llama 3 8B at T = 8192, so every figure names its convention. Neither convention counts norms,
+rotary embedding, softmax or the optimizer, or considers document borders. Recomputation is in HFU only. If a run freezes
+weights, MFU omits their gradients (`training`).
 
 A token of a model with E experts goes through k of them, and through the shared expert of width S. So the feed-forward block is
 

@@ -138,7 +138,7 @@ def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 
 def _name(why: str) -> str:
-    """Return the reason of a stop for messages."""
+    """Return the reason of a stop as messages show it: Ctrl-C for SIGINT."""
     return "Ctrl-C" if why == "SIGINT" else why
 
 

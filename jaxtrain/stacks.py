@@ -129,7 +129,7 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 
 @functools.cache
 def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """Return the jitted copy of an array; on GPUs in host memory."""
+    """Return the jitted w -> copy of w for arrays of this shape and sharding. On GPUs the copy is in host memory."""
     one = copy_sharding(shape, sharding, stacked=False)
     return jax.jit(lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), one), sharding))
 

@@ -10,11 +10,11 @@ After Rajbhandari et al. 2020 (arXiv:1910.02054), in mixed precision: the float3
     ZeRO-3  weights are gathered before each use, and freed after it. With sharding.gather = step they are gathered once a
             step, and the step runs as ZeRO-1.
 
-The sum over replicas of a weight (over `data` with `fsdp`; over all axes at ZeRO-0) is an all-reduce. With one microbatch it is
-part of the layer's backward pass. With several it runs once, at the end of the step. The sum is also at the end if weights are
-gathered across nodes, because XLA's scheduler cannot overlap it in the backward pass. An example is the plan of Llama 3 70B on
-data=16 fsdp=64 with one microbatch. With the sum in the backward pass, 0.96 of 1.51 s of communication are exposed. With the
-sum at the end of the step, 0.26 s are exposed.
+The sum of a gradient over the weight's replicas (`data` with `fsdp`; all axes at ZeRO-0) is an all-reduce. With one microbatch
+it is part of the layer's backward pass. With several it runs once, at the end of the step. The sum is also at the end if
+weights are gathered across nodes, because XLA's scheduler cannot overlap it in the backward pass. An example is the plan of
+Llama 3 70B on data=16 fsdp=64 with one microbatch. With the sum in the backward pass, 0.96 of 1.51 s of communication are
+exposed. With the sum at the end of the step, 0.26 s are exposed.
 
 Everything here computes with local shards, inside the step's shard_map.
 """

@@ -1,4 +1,4 @@
-"""Emulate in jnp the two private cuDNN primitives that jaxtrain binds, to test the code around them without a GPU.
+"""Emulate in jnp the two JAX primitives of cuDNN attention that jaxtrain binds, to test the code around them without a GPU.
 
 Lengths and offsets go through jax's own conversion to the kernel's arguments. Values that the kernel leaves undefined are NaN.
 """

@@ -55,7 +55,10 @@ def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
 
 
 def of_makers(mhz: str) -> dict[str, str]:
-    """Return the table of GPUs of one unknown model. The first GPU's highest SM clock is `mhz`, all others have 2900 MHz."""
+    """Return nvidia-smi's table for one unknown product.
+
+    The first GPU's highest SM clock is `mhz`, all others have 2900 MHz.
+    """
     lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
     lines[3] = lines[3].replace("2900", mhz)
     return answer(nvidia_smi.GPUS, "\n".join(lines[2:]) + "\n")

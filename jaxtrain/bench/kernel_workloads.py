@@ -255,7 +255,7 @@ def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, preci
 
 
 def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b, which "outer" ignores."""
+    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b; for "outer" b is (R, F)."""
     R, _, D, F = shape
     a = normal(0, (R, F if which == "over F" else D), dtype)
     return a, normal(1, (R, F) if which == "outer" else weight, dtype)

@@ -325,6 +325,8 @@ def attention_loop(
 def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, sizes: Sizes) -> list[Reading]:
     """Time forward and backward of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
+    packed: compile the kernel for packed sequences, with data.max_segments=32.
+
     FLOPs are those inside the causal mask. The time of the backward pass is the time of both passes minus the time of the
     forward pass. cuDNN's backward pass may run in parts of the batch and heads (cudnn.part_of). Both passes are then timed for
     one part, since a plan counts slicing and joining as memory traffic.

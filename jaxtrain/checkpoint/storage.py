@@ -41,7 +41,7 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """An error: a step differs from the saved state, or has parameters that are infinite or NaN. An older step may be good."""
+    """An error: a step's files are not those that were written, or its parameters are not finite. An older step may be good."""
 
 
 class Unreachable(CheckpointError, OSError):

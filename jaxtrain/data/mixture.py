@@ -230,7 +230,7 @@ class Mixture:
         return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) < row]
 
     def tokens_read(self, row: int) -> tuple[int, ...]:
-        """Return the tokens of each source that are read before row `row`, by number."""
+        """Return the number of tokens of each source that are read before row `row`."""
         return self.begun(row)[-1].read_before(row, self.seq_len)
 
     def state(self, row: int) -> dict[str, Any]:

@@ -447,7 +447,7 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
 
 
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
-    """Return the problems without repetition: every file of a run repeats the problem of a wrong tokenizer or length."""
+    """Return the problems, each once: a wrong data.tokenizer or data.seq_len is a problem of every token file of the run."""
     kept: dict[object, config.Problem] = {}
     for problem in problems:
         own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")

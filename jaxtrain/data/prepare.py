@@ -315,7 +315,7 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
 def in_validation(piece: Piece, fraction: float) -> bool:
     """Return whether a document belongs to validation, by a hash of its text. For a long file, pass its first piece.
 
-    So the result is the same in every run, for any order of the documents. fraction: fraction of validation, 0 to 1.
+    So the result is the same in every run, for any order of the documents. fraction: fraction of the documents, 0 to 1.
     """
     digest = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64

@@ -89,7 +89,7 @@ class Input:
 
 
 def read(source: Input) -> Iterator[Piece]:
-    """Yield the pieces of the documents of a part (Cut.kind). Raises PrepareError if the part cannot be read to its end."""
+    """Yield the pieces of all documents in a part of an input. Raises PrepareError if the part cannot be read to its end."""
     try:
         if source.cut.kind == "text":
             yield from read_text(source)

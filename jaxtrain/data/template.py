@@ -331,8 +331,8 @@ class ChatTemplate:
         """Return (begin, end) of each assistant turn in the text: from a generation prompt to the token that ends the answer.
 
         Return [] if the turns are not certain. Turns are certain under two conditions: the text has the generation prompt
-        exactly once for each assistant message, and not before the first assistant message. A beginning of the generation
-        prompt is enough if it includes a control token.
+        exactly once for each assistant message, and not before the first assistant message. In both, a prefix of the
+        generation prompt that includes its first control token may replace the whole prompt.
         """
         turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
         asked = talk.first(turns[0])

@@ -316,14 +316,15 @@ class Peers:
         return self._reason
 
     def close(self, failed: str = "") -> None:
-        """Leave the service together with the other processes, or report to them that this process has failed.
+        """Disconnect from JAX's coordination service with the other processes, or report to them that this process has failed.
 
-        Without `failed`, `close` waits until all processes have called `close` (EXIT_S at most). Process 0 leaves last: the
-        others would abort if process 0's store ended before they have left. Only the first call has an effect.
+        Without `failed`, `close` waits until all processes have called `close` (EXIT_S at most). Process 0 disconnects last:
+        the others would abort if process 0's store ended before they have disconnected. Only the first call has an effect.
 
         Args:
-          failed: the reason why this process must end; "": it has not failed. Call `leave` next. If a collective failed, the
-            likely cause is the end of another process: `close` first waits 30 s, so that `watch` can report that process.
+          failed: the reason why this process must end; "": it has not failed. After a failure, call `leave` next. If a
+            collective failed, the likely cause is the end of another process: `close` first waits 30 s, so that `watch` can
+            report that process.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
             if not self._closed:

@@ -102,7 +102,10 @@ def came_from(folder: Folder) -> dict[str, Any]:
 
 
 def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return (jaxtrain's name -> entry, unused tensor -> reason) of a folder. Raises HuggingFaceError for a wrong tensor."""
+    """Return (jaxtrain's name -> entry, unused tensor -> reason) of a folder.
+
+    Raises HuggingFaceError if the tensors do not fit config.json, or if a tied head differs from the embedding.
+    """
     shapes = {name: stored.shape for name, stored in folder.tensors.items()}
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)

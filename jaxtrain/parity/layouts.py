@@ -58,7 +58,7 @@ class Layout:
 
 
 def default(run: RunConfig) -> str:
-    """Return the default of --meshes. It has further layouts if the run has several microbatches, or experts."""
+    """Return the default of --meshes. It adds stages for several microbatches, and an expert axis for experts."""
     staged, experts = run.train.grad_accum > 1 and run.model.num_layers > 1, run.model.num_experts > 0
     return ",".join([DEFAULT, *[STAGES] * staged, *[EXPERTS] * experts, *[BOTH] * (staged and experts)])
 

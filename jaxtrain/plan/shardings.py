@@ -569,7 +569,7 @@ def _named_activations(program: Program) -> Named:
 
 
 def _saved_activations(program: Program, named: Named) -> Saved:
-    """Return (name, local shape, dtype, keep | offload) of each saved activation -> its copies in memory at the same time."""
+    """Return (name, local shape, dtype, keep | offload) -> number of such saved activations in memory at the same time."""
     counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
     # A layer's input has the shape of the residual stream. Other saved arrays can have the name "layer input" too.
     stream = next((shape for name, shape in named if name == "residual"), None)

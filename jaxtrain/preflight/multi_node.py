@@ -90,7 +90,10 @@ class Preflight:
         return reports
 
     def close(self, failed: str = "") -> None:
-        """Leave JAX's service together with the other processes. failed: the reason to send to them; "" after a success."""
+        """Disconnect from JAX's coordination service together with the other processes.
+
+        failed: the reason to send to them; "" after a success.
+        """
         with contextlib.suppress(Unanswered):
             limit_s = FAILED_CLOSE_S if failed else max(self.left_s, CLOSE_S)
             call_with_timeout(limit_s, "the service", lambda: self._peers.close(failed))

@@ -161,7 +161,7 @@ class Table(list[Check]):
 def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
     """Return a decorator that makes a probe of all GPUs from a function of one GPU's row. The worst verdict counts.
 
-    The decorated function returns None if nvidia-smi does not report `field` of the GPU.
+    The function of one row returns None if nvidia-smi does not report `field` of its GPU.
     """
 
     def decorate(judge: GpuProbe) -> Probe:

@@ -214,10 +214,9 @@ def windows(trace: Trace, module: Module | None) -> dict[int, tuple[Window, ...]
 
 
 def _cut_at_executions(events: Sequence[Event], marked: Sequence[int], module: Module | None) -> tuple[Window, ...]:
-    """Return the steps of a CPU device: one for each execution of the program.
+    """Return the steps of a CPU device: the last len(marked) executions of the program, or all if `marked` is empty.
 
-    The last len(marked) executions have the step numbers `marked`. An earlier execution is incomplete. Only its end is used, as
-    the start of the first step.
+    `marked` has their step numbers. The trace can have the end of an earlier execution: it is the start of the first step.
     """
     starts, ends = {}, {}
     for e in events:

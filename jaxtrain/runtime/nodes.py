@@ -84,7 +84,10 @@ def is_here(host: str) -> bool:
 
 
 def remote_line(root: Path, words: list[str], environ: Mapping[str, str]) -> str:
-    """Return the shell line that runs run.sh on another node, without restarts. It passes this node's commit for a check."""
+    """Return the shell line that runs run.sh on another node, without restarts.
+
+    The other node compares its commit and uncommitted changes with those of this node, which the line passes.
+    """
     variables = {"JAXTRAIN_RESTARTS": "0", EXPECTED: f"{environ.get(COMMIT, '')} {environ.get(DIRTY, '')}"}
     variables |= {name: environ[name] for name in SENT if environ.get(name)}
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

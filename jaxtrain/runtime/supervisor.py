@@ -75,7 +75,7 @@ class Signals:
             self._child.send_signal(number)
 
     def check(self, again: bool) -> None:
-        """Raise End if a signal has asked for an end. again: whether the process to be started next is a restart."""
+        """Raise End if run.sh has received a signal to stop. again: whether the process to be started next is a restart."""
         if self.asked is not None:
             name = self.asked.name.removeprefix("SIG")
             code = INTERRUPTED if self.asked == signal.SIGINT else AGAIN

@@ -98,7 +98,7 @@ class Saver:
                 self._report(self.checkpoints.wait())
 
     def _report(self, ended: list[Saved | Failed]) -> None:
-        """Write saves that have ended to the log and the receipt."""
+        """Report completed and failed saves in the log and the receipt."""
         services = self._services
         for one in ended:
             if isinstance(one, Failed):

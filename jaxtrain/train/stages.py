@@ -192,7 +192,7 @@ class Schedule:
         return tuple(rounds)
 
     def _count_repeats(self, phases: list["Phase"]) -> int:
-        """Return how often the first two phases occur in a row, each time stages x groups ticks later."""
+        """Return how many times the first two phases occur in a row, each pair stages x groups ticks after the previous."""
         count = 1
         while (here := phases[2 * count : 2 * count + 2]) and len(here) == 2:
             shift = count * self.stages * self.groups

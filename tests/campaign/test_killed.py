@@ -140,7 +140,7 @@ def test_a_finished_run_writes_the_sample_that_is_missing_and_no_second_one(tmp_
 
 
 def test_an_export_of_bfloat16_masters_is_in_bfloat16(tmp_path: Path) -> None:
-    """The norms' scales are float32 in the checkpoint, but the whole export is bfloat16, so its size does not double."""
+    """An export has one dtype: bfloat16 if all matrices are, although the checkpoint's scales of norms are float32."""
     assert runs.train(runs.small(), tmp_path / "run", train__steps=4, eval__every_steps=0, dtypes__params="bf16") == 0
     tensors = runs.tensors(tmp_path / "run")
     assert {str(tensors[f"params.{name}"].dtype) for name in ("final_norm.scale", "layers.0.attention_norm.scale")} == {

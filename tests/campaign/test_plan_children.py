@@ -1,4 +1,4 @@
-"""Plans in child processes: failures, and a search, a fitting policy and a table of what fits, compiled by XLA:GPU."""
+"""Plans in child processes: failures; and a search, a remat policy that fits, and a table of models that fit, by XLA:GPU."""
 
 import os
 import signal

@@ -1,6 +1,7 @@
 """Golden plans (the recorded plans in tests/golden): their files, which changes count as differences, and the command.
 
-The command is tests/golden_plans.py. Broken steps are two layers of Llama 3 8B, compiled ahead of time for H200s.
+The command is tests/golden_plans.py. The compared steps, one of them correct, have two layers of Llama 3 8B, compiled ahead of
+time for H200s.
 """
 
 import dataclasses

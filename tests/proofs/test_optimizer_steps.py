@@ -1,4 +1,4 @@
-"""Steps of runs with other types: second moments in bfloat16, and master weights with stochastic rounding."""
+"""Train steps with second moments in bfloat16, or with bfloat16 master weights and stochastic rounding."""
 
 import helpers
 import jax
@@ -72,7 +72,9 @@ def test_random_bits_of_weights_are_unbiased_and_of_each_step_layer_and_paramete
 
 
 def test_random_bits_do_not_depend_on_the_layout():
-    """Stochastic rounding gives the bits of one device on four devices, on stages with reordered layers, and layer by layer."""
+    """Stochastic rounding gives the same weights on one and on four devices, on stages with reordered layers, and for one
+    layer at a time.
+    """
     rng = np.random.default_rng(0)
     w, e = rng.standard_normal((6, 8, 16)).astype(np.float32), rng.standard_normal((32, 8)).astype(np.float32)
     exact = {"embed": jnp.asarray(e), "layers": {"w": jnp.asarray(w)}}

@@ -262,7 +262,7 @@ def test_a_run_finds_signals_as_the_supervisor_found_them(node: Supervised, rest
 
 
 def test_signals_ignored_from_the_start_stay_ignored(node: Supervised):
-    """nohup starts a process with SIGHUP ignored. Attempts must ignore it too, and an ignored SIGINT."""
+    """nohup starts a process with SIGHUP ignored. Attempts inherit the ignored SIGHUP and an ignored SIGINT."""
     node.plan("exit 0")
     command = ["bash", "-c", 'trap "" HUP INT; exec "$@"', "bash", *node.command("main")]
     subprocess.run(command, env=node.environ | {"JAX_PLATFORMS": "cpu"}, check=True, stdin=subprocess.DEVNULL)

@@ -73,7 +73,7 @@ def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
 
 
 def test_work_is_that_of_the_program(split: Profile):
-    """FLOPs of the trace's operations equal those of the compiled step, and every operation is known."""
+    """FLOPs of the trace's operations equal those of the compiled step, which has no instruction of unknown cost."""
     text = Path(split.trace).with_name(HLO_TEXT).read_text()
     run = measure.run_around(Path(split.trace))
     compiled = program.read(text, run.mesh, run.gpus)

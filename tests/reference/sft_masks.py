@@ -185,7 +185,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(out: Path) -> None:
-    """Write the folders of all templates that TRL also has with marks."""
+    """Write a folder for each chat template that TRL has with {% generation %} marks."""
     torch.manual_seed(0)
     datasets.disable_progress_bars()
     texts = sentences()

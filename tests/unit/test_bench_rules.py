@@ -24,7 +24,7 @@ def ask(**more):
 
 
 def test_fp8_and_bf16_share_one_peak():
-    """A step with FP8 has the same peak as a step in bfloat16, as in the log of a run and in plans."""
+    """MFU of a step with FP8 is relative to the bfloat16 peak FLOP/s, as in the log of a run and in plans."""
     runs = {p: launch.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
     peaks = {p: train_step.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)

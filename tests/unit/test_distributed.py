@@ -416,7 +416,7 @@ def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.
 
 @pytest.mark.parametrize("aborting", [False, True])
 def test_process_0_without_an_answer_is_reported(aborting: bool, monkeypatch: pytest.MonkeyPatch):
-    """Process 0 is lost at the first timeout if JAX is aborting this process, otherwise at the fifth."""
+    """Process 0 is reported after one unanswered request if JAX is aborting this process, otherwise after five."""
     monkeypatch.setattr("jaxtrain.distributed.peers.is_aborting", lambda: aborting)
     store = Store(never=("jaxtrain/who/0",))
     peers = Peers(1, 2, store)

@@ -169,7 +169,7 @@ def test_what_cannot_be_monitored_is_told_once(driver, visible, place, said):
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the threads' log messages for log.txt since the last call."""
+    """Return the warnings of the logger `jaxtrain` since the last call."""
     said = [record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("jaxtrain", "WARNING")]
     caplog.clear()
     return said

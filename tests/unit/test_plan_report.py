@@ -198,7 +198,7 @@ def test_the_text_keeps_to_the_width(width: int):
 
 
 def test_a_narrow_terminal_loses_no_digit_and_no_name():
-    """Bars and sources are left out. If a table is still too wide, it exceeds the terminal's width."""
+    """Bars and source lines are left out. If a table is still too wide, it exceeds the terminal's width."""
     shown = written(sample(), 60)
     assert ["reduce-scatter", "bf16", "fsdp", "8", "32", "13.1", "38.1", "12.3"] in [r.split() for r in shown.splitlines()]
     assert "attention.py" not in shown

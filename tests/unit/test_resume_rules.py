@@ -1,4 +1,4 @@
-"""Changes on resume: each key is in one row of the table, and a change is noted, questioned or refused."""
+"""Changes on resume: each key is in one row of the table. A change is noted, needs allow_change, or is refused."""
 
 import dataclasses
 from pathlib import Path

@@ -316,8 +316,8 @@ def test_collective_in_a_fusion():
 
 
 def test_nested_loops():
-    """Each of 3 rounds has 4 inner rounds, with a gather beside a GEMM of 1 ms, and then one more GEMM. A gather takes
-    1.01 ms, so each exposes 0.01 ms.
+    """Each of 3 iterations runs a loop of 4 iterations, and then one more GEMM. An inner iteration overlaps an all-gather of
+    1.01 ms with a GEMM of 1 ms, so each all-gather exposes 0.01 ms.
     """
     state = "(s32[], bf16[1000,5000]{1,0}, bf16[5000,10000]{1,0}, " + BIG + ")"
     unpack = f"""

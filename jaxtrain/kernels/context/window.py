@@ -58,9 +58,9 @@ def attention(
 
 
 def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
-    """Return the number of tokens in a chunk's halo: window - 1 rounded up, but at most the tokens of all other chunks.
+    """Return the number of tokens in a chunk's halo, at most the tokens of all other chunks.
 
-    It is a multiple of the greatest common divisor of `chunk` and ALIGNED, so it has whole tiles if chunks have whole tiles.
+    window - 1 is rounded up to a multiple of gcd(chunk, ALIGNED). So a halo has whole tiles if chunks have whole tiles.
     """
     step = math.gcd(chunk, ALIGNED)
     return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)

@@ -237,7 +237,10 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
         return expert, start, stop, i * tile.rows, j * tile.columns, first, steps
 
     def clear(ref: Any, first: Any, start: Any, stop: Any) -> None:
-        """Set rows outside of `start` to `stop` to zero: rows of other experts, and padding, which may be NaN."""
+        """Zero the rows outside of [start, stop): rows of other experts, and padding, which may be NaN.
+
+        first: index of the first row of `ref`, counted as `start` and `stop` are.
+        """
         shape = ref.shape
         row = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)

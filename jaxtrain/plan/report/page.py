@@ -148,7 +148,7 @@ def _gpus_of_a_node(topology: str, total: int) -> int:
 
 
 def schedule_section(plan: Plan) -> Section:
-    """Return the section with the chart of memory over the schedule, and the lowest and highest memory of each phase."""
+    """Return the section with memory over XLA's schedule, and the lowest and highest memory of each phase of the step."""
     m = plan.memory
     if not m.timeline:
         return Section("Memory over the schedule", [])

@@ -1,7 +1,8 @@
 """Cached plans on disk, so that each plan is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
-affect the program, the machine, rates and published ranges, XLA_FLAGS, the compiler's versions, and the code.
+affect the program, the machine, kernel rates, the ranges of published runs (`rates.ranges`), XLA_FLAGS, the compiler's
+versions, and the code.
 """
 
 import dataclasses
