@@ -311,7 +311,7 @@ class Stack:
 
     @property
     def adds(self) -> bool:
-        """Whether the backward pass adds gradients to their sum over earlier microbatches."""
+        """Return whether the backward pass adds gradients to their sum over earlier microbatches."""
         return self.check is not None and self.check.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:

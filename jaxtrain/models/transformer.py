@@ -194,7 +194,7 @@ class Transformer(nnx.Module):
 
     @property
     def staged(self) -> bool:
-        """Whether the model can be split into pipeline stages.
+        """Return whether the model can be split into pipeline stages.
 
         It cannot if a subclass overrides `__call__` or `hidden_and_statistics`, or if its `remat` is no `remat.Plan`.
         """

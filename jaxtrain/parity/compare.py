@@ -75,7 +75,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Of several relative differences, the one that is largest relative to its bound."""
+    """The relative difference that is largest in relation to its bound, among those of steps or tensors."""
 
     value: float
     bound: float
