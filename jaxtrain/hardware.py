@@ -21,6 +21,7 @@ from jaxtrain.config import Problem
 RESERVE_GIB = 6.0
 # On small cards, the reserve is at most this fraction of memory, which leaves JAX its own default of 75%.
 RESERVE_MOST = 0.25
+WITHOUT_GPUS = "set JAX_PLATFORMS=cpu to run without GPUs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +118,9 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
 
     JAX_PLATFORMS decides first. The number of CPU devices is in JAX_NUM_CPU_DEVICES, else in XLA_FLAGS. GPUs are those that the
     driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
-    none, if CUDA_VISIBLE_DEVICES names no existing GPU, or if the driver fails: a CPU is no substitute. Unless JAX_PLATFORMS
-    asks for a GPU, the devices are CPUs if there is no driver or CUDA plugin, or if CUDA_VISIBLE_DEVICES is "" or -1.
+    none, if CUDA_VISIBLE_DEVICES names no existing GPU, if the driver fails, or if there are GPUs and no CUDA plugin of JAX: a
+    CPU is no substitute. Unless JAX_PLATFORMS asks for a GPU, the devices are CPUs if there is no driver or GPU, or if
+    CUDA_VISIBLE_DEVICES is "" or -1.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
@@ -128,12 +130,17 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
         found, why = _gpus(environ)
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
+    if found and not _has_cuda_plugin():
+        rule = f"the driver reports {len(found)} x {found[0][0]}, and no CUDA plugin of JAX is installed"
+        problem = Problem("devices", None, rule, f"Run JAXTRAIN_CUDA=12 ./run.sh setup, or {WITHOUT_GPUS}.")
+        return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
     if found:
         # The mesh needs equal devices: all get the name of the first GPU, and the least memory and capability.
         names, memories, sms = zip(*found, strict=True)
         return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
     if platform in ("cuda", "gpu"):
-        return Devices("gpu", "", 0, 0.0, f"JAX_PLATFORMS={platform}, but {why}")
+        problem = Problem("JAX_PLATFORMS", platform, f"no GPU to run on: {why}", "Unset JAX_PLATFORMS.")
+        return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
     return _cpu(environ, why)
 
 
@@ -153,10 +160,6 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs"
-    if not importlib.util.find_spec("jax_plugins") or not any(
-        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-    ):
-        return [], "no CUDA plugin of JAX is installed"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as e:
@@ -165,10 +168,16 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
         return [_describe(handle) for handle in visible_handles(visible, pynvml)], "the driver reports no GPU"
     except pynvml.NVMLError as e:
         rule = f"the driver fails when it is asked for the GPUs ({e})"
-        remedy = "Run nvidia-smi to see which GPU fails, or set JAX_PLATFORMS=cpu to run without GPUs."
+        remedy = f"Run nvidia-smi to see which GPU fails, or {WITHOUT_GPUS}."
         raise InvisibleGpu(Problem("devices", None, rule, remedy)) from None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _has_cuda_plugin() -> bool:
+    return importlib.util.find_spec("jax_plugins") is not None and any(
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+    )
 
 
 def _describe(handle: Any) -> tuple[str, float, int]:

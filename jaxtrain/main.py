@@ -100,6 +100,9 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     except distributed.ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
         return AGAIN if alone else distributed.leave(AGAIN)  # JAX may still be connecting, in a thread
+    except ConfigError as error:
+        code = launch.report(error.problems)
+        return code if alone else distributed.leave(code)
     except Exception:
         if alone:
             raise

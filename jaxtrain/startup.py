@@ -6,6 +6,9 @@ messages are irrelevant, so the platform is set to CPU and the messages are remo
 """
 
 import contextlib
+import ctypes
+import importlib.util
+import logging
 import os
 import re
 import signal
@@ -13,12 +16,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jaxtrain
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.distributed import Cluster, start
 from jaxtrain.environment import EXPORTED, Overlay
-from jaxtrain.hardware import Devices
+from jaxtrain.hardware import WITHOUT_GPUS, Devices
 
 THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
@@ -83,11 +87,16 @@ def threads_for_cpus(count: int) -> None:
 def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
-    Raises ClusterError if the processes do not connect.
+    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX starts fewer GPUs than the driver reports:
+    JAX itself would take the CPU.
     """
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         threads_for_cpus(devices.count)
+    elif devices.problem:
+        raise ConfigError([devices.problem])
+    else:
+        load_nvrtc_builtins()
     with quiet() if devices.kind == "cpu" else ending_at_once():
         import jax
 
@@ -96,8 +105,59 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     if cluster is not None:
         with quiet():
             start(cluster)
-    with quiet() if devices.kind == "cpu" else ending_at_once():
-        jax.devices()
+    if devices.kind == "cpu":
+        with quiet():
+            jax.devices()
+        return
+    with ending_at_once():
+        _start_gpus(devices, alone=cluster is None)
+
+
+def _start_gpus(devices: Devices, alone: bool) -> None:
+    """Start JAX on GPUs. Raise ConfigError if it starts fewer. alone: this is the run's only process."""
+    import jax
+
+    errors = LoggedErrors(logging.ERROR)
+    logging.getLogger("jax").addHandler(errors)
+    try:
+        started: list[Any] = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS=cuda; jax 0.11.2 asserts that some platform has started
+        if not alone:  # another process may have failed
+            raise
+        started, _ = [], errors.lines.append(str(error))
+    finally:
+        logging.getLogger("jax").removeHandler(errors)
+    if (count := sum(device.platform == "gpu" for device in started)) < devices.count:
+        how_many = f"started {count} of them" if count else "could not start CUDA"
+        why = "; ".join(filter(None, dict.fromkeys(errors.lines)))
+        rule = f"the driver reports {devices.count} x {devices.name}, and JAX {how_many}{': ' if why else ''}{why}".rstrip(".")
+        remedy = f"Run ./run.sh preflight to check the node (docs/first_gpu_run.md has the usual causes), or {WITHOUT_GPUS}."
+        raise ConfigError([Problem("devices", None, rule, remedy)])
+
+
+class LoggedErrors(logging.Handler):
+    """The errors that are logged, in one line each: `lines`. If an exception was logged, the line is its message."""
+
+    def __init__(self, level: int):
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = str(record.exc_info[1]) if record.exc_info else record.getMessage()
+        self.lines.append(" ".join(text.split()))
+
+
+def load_nvrtc_builtins() -> None:
+    """Load the builtins of NVRTC from NVIDIA's packages. cuDNN compiles attention with NVRTC.
+
+    The libnvrtc of some packages (nvidia-cuda-nvrtc 13.0.88, which torch 2.11 requires) does not search its own folder, and JAX
+    loads only libnvrtc. cuDNN then fails with "No valid execution plans built".
+    """
+    packages = importlib.util.find_spec("nvidia")
+    for folder in (packages and packages.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*/lib/libnvrtc-builtins.so.*")):
+            with contextlib.suppress(OSError):  # of another platform, or damaged: cuDNN's message names the cause
+                ctypes.CDLL(str(file))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import hardware
 from jaxtrain.bench import kernels, node_suite, report, train_step
 from jaxtrain.bench.train_step import DATA, TRACED_STEPS
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
@@ -104,15 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_problems(parsed: Parsed) -> list[Problem]:
-    """Return the problems of options that do not fit together, of --out, and of the GPUs. JAX is not started."""
+    """Return the problems of options that do not fit together, and of --out. JAX is not started."""
     options, found = parsed.options, []
     if options["trace"] and not options["out"]:
         found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))
-    if parsed.mode in ("suite", "kernels"):
-        if (problem := hardware.probe().problem) is not None:  # other modes find it when they check a config
-            found.append(problem)
-        if parsed.config.launch.overrides or "config" in parsed.given:
-            found.append(Problem("--config", None, f"--{parsed.mode} does not use it", "Leave it out."))
+    if parsed.mode in ("suite", "kernels") and (parsed.config.launch.overrides or "config" in parsed.given):
+        found.append(Problem("--config", None, f"--{parsed.mode} does not use it", "Leave it out."))
     if options["out"]:
         found += writable("--out", Path(options["out"]).expanduser())
     return found
@@ -121,9 +117,12 @@ def find_problems(parsed: Parsed) -> list[Problem]:
 def run(parsed: Parsed) -> int:
     """Run a checked command line and return its exit code.
 
-    Raises ConfigError if --sweep is malformed, or if the config or every combination of --sweep has problems.
+    Raises ConfigError if JAX cannot start the GPUs, if --sweep is malformed, or if the config or every combination of --sweep
+    has problems.
     """
     options, console = parsed.options, make_console(report.WIDTH)
+    if parsed.mode in ("suite", "kernels") and (problems := train_step.gpu_problems()):
+        raise ConfigError(problems)
     if parsed.mode == "suite":
         return node_suite.run(options["out"], options["json"], options["parts"], bool(options["smoke"]), console)
     if parsed.mode == "kernels":
@@ -137,7 +136,7 @@ def run(parsed: Parsed) -> int:
     refused = {} if wrong else train_step.refusals(cases, count)
     if len(refused) == len(cases):  # no case is possible: the command is wrong
         wrong += [p for problems in refused.values() for p in problems]
-    if wrong:
+    if wrong := wrong or train_step.gpu_problems():
         raise ConfigError(wrong)
     folder = report.Folder(options["out"], options["json"], parsed.mode or "steps")
     return folder.run(lambda: train_step.run_cases(cases, refused, request, folder, console), "no case was measured")

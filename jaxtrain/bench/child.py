@@ -5,6 +5,7 @@ goes to a log. A long case saves partial answers (`save_partial`), so that they 
 """
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import ConfigError
 from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
 
@@ -60,7 +62,8 @@ def run_case(
 
     Returns:
       The answer of the case. `verdict` is OK, REFUSED, NO_MEMORY, FAILED or LATE. `why` is the reason for a verdict other than
-      OK. `seconds` is the time of the process. After a crash or a timeout, the answer is the one that `save_partial` saved
+      OK. If the case raised ConfigError, the verdict is REFUSED, and `problems` has the fields of its problems. `seconds` is
+      the time of the process. After a crash or a timeout, the answer is the one that `save_partial` saved
       last.
     """
     began = time.perf_counter()
@@ -142,7 +145,13 @@ def main(argv: list[str]) -> int:
     """Run a case. argv: FUNCTION REQUEST ANSWER, with the JSON files of request and answer."""
     function, asked, answered = argv
     module, _, name = function.partition(":")
-    answer = getattr(importlib.import_module(module), name)(json.loads(Path(asked).read_text()))
+    case = getattr(importlib.import_module(module), name)
+    try:
+        answer = case(json.loads(Path(asked).read_text()))
+    except ConfigError as error:  # the devices or the environment
+        answer = json.loads(Path(answered).read_text()) if Path(answered).exists() else {}
+        answer |= {"verdict": REFUSED, "why": "; ".join(map(str, error.problems))}
+        answer["problems"] = [dataclasses.asdict(problem) for problem in error.problems]
     write_atomic(Path(answered), json.dumps(answer))
     return 0
 

@@ -25,6 +25,7 @@ from jaxtrain.bench import report
 from jaxtrain.bench.child import FAILED, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
 from jaxtrain.config import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import pipeline
+from jaxtrain.hardware import WITHOUT_GPUS
 from jaxtrain.launch import Loaded
 from jaxtrain.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.validate import validate_step
@@ -33,6 +34,7 @@ CASE = "jaxtrain.bench.train_step:measure"
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
 DATA = {"synthetic": ("--config.data.source=synthetic", *NO_EVAL), "real": NO_EVAL}
 TRACED_STEPS = 2
+START_S = 120.0  # in which JAX starts on the GPUs of a node
 MIN_STEPS = 3  # least timed steps before a time limit ends a case
 BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # bytes of a number; scales of int8 blocks are left out
 
@@ -46,6 +48,26 @@ def devices_for(count: int) -> hardware.Devices:
     if not count or found.kind == "gpu":
         return dataclasses.replace(found, count=min(count or found.count, found.count))
     return dataclasses.replace(found, count=count, memory_gib=hardware.available_gib() / count)
+
+
+def gpu_problems() -> list[Problem]:
+    """Return the problem of GPUs that the driver reports and JAX cannot start. A child process starts JAX."""
+    found = hardware.probe()
+    if found.problem or found.kind == "cpu":
+        return [found.problem] if found.problem else []
+    answer = run_case("jaxtrain.bench.train_step:try_start", {}, limit_s=START_S)
+    if answer["verdict"] == OK:
+        return []
+    rule = f"JAX does not start on {found.count} x {found.name}: {answer['why']}"
+    broken = [Problem("devices", None, rule, f"Run ./run.sh preflight to check the node, or {WITHOUT_GPUS}.")]
+    return [Problem(**fields) for fields in answer.get("problems", ())] or broken
+
+
+def try_start(request: dict[str, Any]) -> dict[str, Any]:
+    """Start JAX on this machine's devices, with little GPU memory. This is a case (child.py). request: not used."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    start_jax(hardware.probe())
+    return {"verdict": OK}
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:

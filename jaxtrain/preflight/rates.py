@@ -3,6 +3,7 @@
 If the board has no published bus bandwidth, every measured bandwidth passes the check.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -48,7 +49,10 @@ def reason(c: Context, *keys: str) -> Verdict:
 )
 def gpu_work(c: Context) -> Verdict | None:
     failed = [text for key, text in c.measured.get("failed", {}).items() if not key.startswith("disk.")]
-    return fault(listed(failed, 2)) if failed else None
+    if not failed:
+        return None
+    # Programs of GPUs run only if the driver reports GPUs, so a node without nvidia-smi has GPUs too.
+    return dataclasses.replace(fault(listed(failed, 2)), of_cpus=True)
 
 
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:

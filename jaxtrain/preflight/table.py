@@ -36,11 +36,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a probe. `texts` may replace `expected`, `why` and `fix` of its check."""
+    """The result of a probe. `texts` may replace `expected`, `why` and `fix` of its check.
+
+    of_cpus: a fault also for a run on CPUs.
+    """
 
     state: str
     seen: str
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    of_cpus: bool = False
 
 
 def ok(seen: str, **texts: str) -> Verdict:
@@ -149,7 +153,7 @@ class Table(list[Check]):
                 raise
             except Exception as error:
                 verdict = unknown(f"{type(error).__name__}: {error}")
-            if verdict and verdict.state == FAULT and context.gpus.absent:  # no fault for a run on CPUs
+            if verdict and verdict.state == FAULT and context.gpus.absent and not verdict.of_cpus:
                 verdict = dataclasses.replace(verdict, state=NOTE)
             found += [check.finding(verdict)] if verdict else []
         return found

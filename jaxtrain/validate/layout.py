@@ -80,7 +80,7 @@ def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None,
         return None, [devices.problem]
     if devices.count < 1:
         rule = f"no device to run on ({devices.source})"
-        return None, [Problem("devices", devices.count, rule, "Unset JAX_PLATFORMS.")]
+        return None, [Problem("devices", devices.count, rule, "Set JAX_NUM_CPU_DEVICES=1.")]
     what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
     try:
         return config.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []

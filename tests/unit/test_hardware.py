@@ -169,6 +169,16 @@ def test_probe_without_a_driver(played):
     assert (asked.kind, asked.count) == ("gpu", 0), "what was asked for is not there; the CPU is no substitute"
 
 
+def test_gpus_without_a_plugin_of_jax_are_a_problem(played, monkeypatch):
+    """JAX would take the CPU."""
+    nvml = played(*["NVIDIA H200"] * 4)
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object() if name == "jax_plugins" else None)
+    found = hardware.probe({})
+    assert (found.kind, found.count, nvml.started) == ("gpu", 0, 0)
+    assert found.problem is not None and "4 x NVIDIA H200" in found.problem.rule
+    assert hardware.probe({"JAX_PLATFORMS": "cpu"}).kind == "cpu"
+
+
 MEMINFO = "MemTotal:       33554432 kB\nMemAvailable:   25165824 kB\n"
 
 

@@ -1,7 +1,11 @@
 """Starting JAX: the environment is set first, CPU devices get enough threads, and stderr loses only known messages."""
 
+import _ctypes
 import os
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import jax
@@ -56,3 +60,29 @@ def test_known_notes_are_left_out_of_stderr_and_nothing_else(capfd: pytest.Captu
         os.write(2, b"[Gloo] Rank 0 is connected\nnot [Gloo] Rank\nlast, without an end of line")
         raise KeyError
     assert capfd.readouterr().err == "first\nnot [Gloo] Rank\nlast, without an end of line"
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cpu", 8), ("gpu", 7), ("gpu", 8)])
+def test_fewer_gpus_than_the_driver_reports_are_refused(platform: str, count: int, monkeypatch: pytest.MonkeyPatch):
+    """H200 has 8 GPUs. JAX takes the CPU if its plugin does not start, and leaves out a GPU that CUDA cannot use."""
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)] * count)
+    if (platform, count) == ("gpu", 8):
+        startup.start_jax(H200)
+        return
+    with pytest.raises(ConfigError) as refused:
+        startup.start_jax(H200)
+    (problem,) = refused.value.problems
+    assert problem.key == "devices" and "8 x NVIDIA H200" in problem.rule
+
+
+def test_builtins_of_nvrtc_are_loaded_from_nvidias_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "nvidia/cu99/lib"
+    folder.mkdir(parents=True)
+    library = folder / "libnvrtc-builtins.so.99.1"
+    shutil.copy(_ctypes.__file__, library)  # any shared library
+    (folder / "libnvrtc-builtins.so.99.0").write_text("damaged")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")] * 8)
+    startup.start_jax(H200)
+    assert str(library) in Path("/proc/self/maps").read_text()

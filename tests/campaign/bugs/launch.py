@@ -427,4 +427,11 @@ BUGS = (
         "if [[ $1 == docs ]]; then",
         "proofs/test_launcher.py -k site",
     ),
+    Bug(
+        "startup: a CPU in place of GPUs that do not start",
+        "jaxtrain/startup.py",
+        "for device in started)) < devices.count:",
+        "for device in started)) < 0:",
+        "unit/test_startup.py -k fewer_gpus",
+    ),
 )
