@@ -668,13 +668,14 @@ def parts_of(text: str) -> tuple[str, ...]:
 def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
     """Return `compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and its problems.
 
-    A comma within a value is written "+": xla_disable_hlo_passes=one+other.
+    A comma within a value is written "+": xla_disable_hlo_passes=one+other. A value may be empty:
+    xla_gpu_enable_command_buffer=.
     """
     options: dict[str, str | bool] = {}
     problems = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, given, value = (part.strip() for part in item.partition("="))
-        if not (given and name and value):
+        if not (given and name):
             problems.append(Problem("compiler.options", item, "must be NAME=VALUE", f"For example {name or 'NAME'}=true."))
         elif name in options:
             problems.append(Problem("compiler.options", item, f"{name!r} is named twice", "Keep one of them."))

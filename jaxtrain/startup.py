@@ -160,6 +160,19 @@ def load_nvrtc_builtins() -> None:
                 ctypes.CDLL(str(file))
 
 
+NO_PLANS = "No valid execution plans built"
+
+
+def explain_cudnn(text: str) -> str:
+    """Return an error's text, with the likely cause and a remedy if cuDNN could not compile a kernel."""
+    if NO_PLANS not in text:
+        return text
+    return (
+        f"{text.rstrip('. ')}. Likely cause: cuDNN compiles attention with NVRTC, which finds no libnvrtc-builtins.so of its "
+        "version. Fix: set LD_LIBRARY_PATH to the folder of that file, or attention.impl=pallas."
+    )
+
+
 @contextlib.contextmanager
 def ending_at_once(stderr: int = 2) -> Iterator[None]:
     """On Ctrl-C, print one line to descriptor `stderr` and end at once: imports of C libraries lose a KeyboardInterrupt."""

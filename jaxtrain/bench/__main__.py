@@ -49,7 +49,12 @@ COMMAND = Command(
             least=0,
             modes=STEPS,
         ),
-        Option("trace", f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE", modes=STEPS),
+        Option(
+            "trace",
+            f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE. All steps run without CUDA graphs, "
+            "whose kernels a trace does not name",
+            modes=STEPS,
+        ),
         Option(
             "sweep",
             "every combination of these values, as 'remat.policy=full,none;mesh.fsdp=4,8'. A case that is impossible or does "

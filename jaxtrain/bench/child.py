@@ -21,6 +21,7 @@ from typing import Any
 from jaxtrain.config import ConfigError
 from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
+from jaxtrain.startup import explain_cudnn
 
 OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
 KILLED_S = 10.0  # wait for a killed process to end
@@ -138,7 +139,7 @@ def last_lines(output: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return an exception as one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return explain_cudnn(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
 
 
 def main(argv: list[str]) -> int:

@@ -126,6 +126,8 @@ def step_details(name: str, r: Mapping[str, Any]) -> Table:
     rows.append(["loss", f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last"])
     if r.get("trace"):
         rows.append(["trace", r["trace"]])
+        if r.get("compiler_options", {}).get("xla_gpu_enable_command_buffer") == "":
+            rows.append(["", "the steps were timed without CUDA graphs, whose kernels a trace does not name"])
     return make_table("Details", ("", ""), rows)
 
 

@@ -174,7 +174,8 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     digest, auto = config_sha256(dataclasses.asdict(run)), run.remat.policy == "auto"
     rows = open_rows(run)
     compiling = time.perf_counter()
-    run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print)
+    traced = bool(request.get("trace"))
+    run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print, traced)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     # XLA's CPU compiler counts memory differently, so there is no figure for CPUs.
     allocated = taken_gib(train) if devices[0].platform == "gpu" else None
@@ -233,7 +234,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
             "loss": {"first": losses[0], "last": losses[-1]},
             "planned": None,
             "not_planned": "the plan was not done",
-            "trace": "it was not done" if request.get("trace") else "",
+            "trace": "it was not done" if traced else "",
         }
         kind = devices[0].device_kind if devices[0].platform == "gpu" else ""
         out |= rates(run, len(devices), out["step_s"]["median"], peak_tflops(run, kind))
@@ -242,8 +243,8 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         save_partial(request, out)
         out |= _plan(run, program, train, devices)
         save_partial(request, out)
-        if folder := request.get("trace"):
-            out["trace"] = folder
+        if traced:
+            out["trace"] = folder = request["trace"]
             try:
                 _trace(Path(folder), run, program, train, current, batches, out["step_s"]["median"])
             except Exception as error:  # the timings are returned even if the profiler fails

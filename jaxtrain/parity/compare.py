@@ -134,12 +134,13 @@ def open_rows(run: RunConfig) -> Any:
 
 
 def compile_step(
-    run: RunConfig, devices: Sequence[Any], say: Callable[[str], None] = lambda line: None
+    run: RunConfig, devices: Sequence[Any], say: Callable[[str], None] = lambda line: None, traced: bool = False
 ) -> tuple[RunConfig, Program, Any, dict[str, Any]]:
     """Compile the train step of a run on these devices as training compiles it.
 
     Args:
       say: prints a line about the choice of `remat.policy=auto`.
+      traced: the step will be traced, so it is compiled without CUDA graphs (compiler.GRAPHS).
 
     Returns:
       The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
@@ -150,8 +151,8 @@ def compile_step(
     """
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
-    options, usable = compiler.choose(program, card).options, card.usable_gib if card else math.inf
-    return *compile_to_fit(run, program, options, usable, say), options
+    chosen = compiler.for_run(compiler.choose(program, card), card is not None, 0.0, False, Path(), traced)
+    return *compile_to_fit(run, program, chosen.options, card.usable_gib if card else math.inf, say), chosen.options
 
 
 def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:

@@ -17,8 +17,14 @@ from jaxlib.mlir import ir
 
 from jaxtrain import hardware
 from jaxtrain.config import ConfigError, Problem, parse_options
+from jaxtrain.startup import NO_PLANS, explain_cudnn
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
+
+
+class KernelNotBuilt(RuntimeError):
+    """A library of CUDA could not compile a kernel of the step."""
+
 
 # XLA plans schedules for this fraction of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc). Both the memory
 # it adds for overlap and its recomputation to save memory depend on it.
@@ -254,11 +260,18 @@ def compile_train(
     """Return the train step, compiled for the program's devices.
 
     options: XLA's options from `choose`. extra: further options of XLA, for example for dumps.
+
+    Raises KernelNotBuilt if cuDNN cannot compile its attention.
     """
     lowered = program.train_step.lower(program.state, program.batch)
     if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
         _mark_host_memory(lowered, program)
-    return lowered.compile(compiler_options=options | (extra or {}) or None)
+    try:
+        return lowered.compile(compiler_options=options | (extra or {}) or None)
+    except jax.errors.JaxRuntimeError as error:
+        if NO_PLANS not in str(error):
+            raise
+        raise KernelNotBuilt(explain_cudnn(str(error).splitlines()[0])) from error
 
 
 def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:

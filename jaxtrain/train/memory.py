@@ -10,7 +10,7 @@ import jax
 
 from jaxtrain.activations import kept
 from jaxtrain.config import Remat, RunConfig
-from jaxtrain.hardware import HOST_LIMIT
+from jaxtrain.hardware import HOST_LIMIT, HOST_SHARE, host_gib
 from jaxtrain.optim import groups
 from jaxtrain.throughput import HasMemoryStats
 from jaxtrain.throughput import memory as measured
@@ -144,9 +144,11 @@ def check_host_memory(program: Program, limit_gib: float, offloaded_activations:
     if saved + resting > limit_gib:
         offloaded = f" Offloaded arrays take {size(resting)}." if resting else ""
         raise OutOfMemory(
-            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned.{offloaded}\n"
-            f"Set {HOST_LIMIT} higher if the host has more memory, dtypes.m and dtypes.v to bf16 or int8 for a smaller state, "
-            "or use more nodes."
+            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned ({HOST_LIMIT}; by "
+            f"default {HOST_SHARE:.0%} of this host's memory, now {size(host_gib())}).{offloaded}\n"
+            "If the host has more memory, or is a virtual machine that grows when memory is used, export "
+            f"{HOST_LIMIT}={math.ceil(saved + resting) + 1}. Else set dtypes.m and dtypes.v to bf16 or int8 for a smaller "
+            "state, or use more nodes."
         )
 
 

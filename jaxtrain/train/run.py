@@ -42,6 +42,7 @@ from jaxtrain.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.timelimit import TimeLimit, forbid_restart, limit_s
 from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.train import references, state
+from jaxtrain.train.compiler import KernelNotBuilt
 from jaxtrain.train.evaluate import SampleWriter
 from jaxtrain.train.initial_state import Restored, choose_start, continue_sources, restore
 from jaxtrain.train.loop import Loop
@@ -352,7 +353,7 @@ def open_services(
             except Diverged as error:
                 ending.failed(DIVERGED, error)
                 console.warn(str(error))
-            except (OutOfMemory, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
+            except (OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
                 ending.failed(FAILED, error)
                 console.warn(str(error))
             if (spent := ledger.close(ending.code, ending.reason)) is not None:
@@ -395,7 +396,8 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 def train(setup: Setup, services: Services, start_times: StartTimes, ending: Ending, own_process: bool) -> None:
     """Train within `train.max_minutes`, and wait for running saves. Set the exit code and the reason in `ending`.
 
-    Raises Diverged, OutOfMemory, CheckpointError, MetricsError, Corrupted, and the exceptions of data and devices.
+    Raises Diverged, OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, Corrupted, and the exceptions of data and
+    devices.
     """
     peers, stop = services.peers, services.stop
     saver = Saver(setup.asked, setup.program, setup.checkpoints, services)

@@ -4,6 +4,8 @@ All figures are read from the partitioned, scheduled program. The campaign compi
 """
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -16,7 +18,7 @@ from jaxtrain.plan.rates import PUBLISHED, datasheet
 from jaxtrain.plan.result import from_json, to_json
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.stacks import copy, copy_layer
-from jaxtrain.train import memory
+from jaxtrain.train import memory, setup
 from jaxtrain.train.program import build
 from jaxtrain.train.state import shardings
 
@@ -176,6 +178,21 @@ def test_a_run_that_is_not_as_planned_is_told_once():
     (big,) = say(1.0, 120.0)
     assert "peak memory: 120 GiB measured, 100 GiB planned" in big
     assert len(say(1.0, 80.0)) == 1
+
+
+def test_a_step_that_cannot_be_planned_is_trained(monkeypatch):
+    """A plan reads XLA's text. If the text has another form, any error can follow; the run has only no plan to compare with."""
+    run, step = compiled(*RECOMPUTED)
+    on_gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=0, id=0)
+    monkeypatch.setattr(setup.jax, "local_devices", lambda: [on_gpu])
+    monkeypatch.setattr(setup.jax, "devices", lambda: [on_gpu])
+    monkeypatch.setattr(setup, "node_of", lambda device: 0)
+    warnings: list[str] = []
+    services: Any = SimpleNamespace(console=SimpleNamespace(warn=warnings.append))
+    made: Any = SimpleNamespace(run=run, program=step.program)
+    no_text: Any = SimpleNamespace(train=SimpleNamespace(as_text=lambda: "HloModule of another form"))
+    assert setup.expected_times(made, no_text, services) is None
+    assert len(warnings) == 1
 
 
 # ---- Checkpoints on GPUs

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
+from typing import Any, cast
 
 import helpers
 import jax
@@ -10,7 +12,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain import hardware, launch
+from jaxtrain.bench.child import error_line
 from jaxtrain.config import ConfigError
+from jaxtrain.parity import compare
 from jaxtrain.plan import topology
 from jaxtrain.train import compiler
 from jaxtrain.train.program import build
@@ -70,6 +74,10 @@ def test_two_collectives_at_a_time_where_weights_are_gathered_across_nodes():
     assert at_a_time("h200:8", mesh__fsdp=8) is None
 
 
+def test_a_users_value_may_be_empty():
+    assert choose(compiler__options=f"{compiler.GRAPHS}=").options[compiler.GRAPHS] == ""
+
+
 def test_a_name_that_xla_does_not_know_is_left_out_and_named():
     chosen = choose(compiler__options="xla_gpu_make_it_fast=true,xla_gpu_autotune_level=3")
     assert chosen.dropped == ("xla_gpu_make_it_fast",)
@@ -87,7 +95,9 @@ def test_a_value_that_xla_does_not_take_is_refused():
         choose(compiler__options="xla_gpu_autotune_level=high")
 
 
-@pytest.mark.parametrize(("text", "rule"), [("xla_foo", "must be NAME=VALUE"), ("a=1,a=2", "named twice")])
+@pytest.mark.parametrize(
+    ("text", "rule"), [("xla_foo", "must be NAME=VALUE"), ("=1", "must be NAME=VALUE"), ("a=1,a=2", "named twice")]
+)
 def test_what_is_no_list_of_options_is_refused_before_anything_starts(text, rule):
     run = helpers.tiny({"compiler.options": text})
     problems = validate_step(run, hardware.Devices("cpu", "cpu", 1, 8.0, "here"))
@@ -115,6 +125,33 @@ def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
     assert options(plain, traced=False) == options(plain, gpu=False) == {}
     own = dataclasses.replace(plain, options={compiler.GRAPHS: "FUSION"})
     assert options(own) == own.options
+
+
+def test_a_bench_that_is_traced_goes_without_cuda_graphs(monkeypatch):
+    run = launch.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=2"]).run
+    monkeypatch.setattr(compiler, "card_of", lambda *_: compiler.card(140.0))
+    monkeypatch.setattr(compare, "compile_to_fit", lambda run, program, *_: (run, program, None))
+    on_node = topology.devices(topology.parse("h200:8"))
+    with_graphs, without = (compare.compile_step(run, on_node, traced=traced)[3] for traced in (False, True))
+    assert without == with_graphs | {compiler.GRAPHS: ""} != with_graphs
+
+
+def test_a_kernel_that_cudnn_cannot_build_is_named_with_its_cause(monkeypatch):
+    """cuDNN's message does not name NVRTC. Other errors of XLA pass unchanged."""
+    for text, raised in (
+        ("INTERNAL: [cudnn_frontend] Error: No valid execution plans built.", compiler.KernelNotBuilt),
+        ("INTERNAL: libdevice not found", jax.errors.JaxRuntimeError),
+    ):
+
+        def fail(*_, text=text, **__):
+            raise jax.errors.JaxRuntimeError(text)
+
+        lowered = SimpleNamespace(lower=lambda *_, fail=fail: SimpleNamespace(compile=fail))
+        step = SimpleNamespace(train_step=lowered, state=None, batch=None, offload=False)
+        with pytest.raises(raised) as caught:
+            compiler.compile_train(cast(Any, step), {})
+        assert ("LD_LIBRARY_PATH" in str(caught.value)) == (raised is compiler.KernelNotBuilt)
+        assert ("LD_LIBRARY_PATH" in error_line(jax.errors.JaxRuntimeError(text))) == (raised is compiler.KernelNotBuilt)
 
 
 def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
