@@ -54,6 +54,14 @@ def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
     return answer(nvidia_smi.GPUS, "\n".join([heading, *(", ".join(row.values()) for row in rows)]) + "\n")
 
 
+def sliders(*values: int | str) -> str:
+    """Return the table of `nvidia-smi boost-slider --list` with vboost at these values, as CSCS's manual prints it (GH200)."""
+    line = "+-------------------------------------------------+\n"
+    heading = "| GPU Boost Slider                                |\n| GPU     Slider       Max Value    Current Value |\n"
+    rows = [f"| {i:3}     vboost           4            {value:>3}       |\n{line}" for i, value in enumerate(values)]
+    return f"{line}{heading}|{'=' * 49}|\n{''.join(rows)}"
+
+
 def of_makers(mhz: str) -> dict[str, str]:
     """Return nvidia-smi's table for one unknown product.
 

@@ -9,6 +9,7 @@ from jaxtrain.preflight.node import TIMED_OUT
 from jaxtrain.preflight.nvidia_smi import Row, index, number
 from jaxtrain.preflight.table import (
     FAULT,
+    NOT_REPORTED,
     NOTE,
     OK,
     Context,
@@ -17,6 +18,7 @@ from jaxtrain.preflight.table import (
     by_value,
     each_gpu,
     fault,
+    grouped,
     listed,
     note,
     ok,
@@ -29,6 +31,7 @@ MEMORY_IN_USE_MIB = 2048.0  # used by other processes; the driver's own reservat
 XID_HOURS = 24.0  # an older Xid is a note, not a fault
 POWER_SHARE = 0.99  # of a power limit, since drivers round
 CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model that is not in BOARDS: vendors' clocks differ by some percent
+HOPPER = "9.0"  # compute capability
 NO_MODULE = "couldn't communicate with the NVIDIA driver"
 
 # Xids of hardware errors (NVIDIA's Xid catalogue). Programs cause all other Xids.
@@ -272,7 +275,30 @@ def power_limit(c: Context, row: Row) -> Verdict | None:
         return fault(seen) if c.board else note(seen, fix=built_so)  # laptops change this limit all the time
     if c.board and default < POWER_SHARE * c.board.power_w:
         return note(f"{default:.0f} W by default, where an {c.board.name} has {c.board.power_w:.0f}", fix=built_so)
-    return ok(f"{limit:.0f} W")
+    return ok(f"{limit:.0f} W, by default {default:.0f}")
+
+
+@CHECKS.add(
+    "vboost",
+    expected="on for Hopper, and equal on all GPUs",
+    why="vboost moves power from the memory system to the SMs, so that matmuls have a higher clock. Its default is 0, which is "
+    "off. NVIDIA's scripts of its published NeMo runs set 1.",
+    fix="sudo nvidia-smi boost-slider --vboost 1 moves power from the memory system to the SMs, as for NVIDIA's published NeMo "
+    "runs. Time your step with 0 and with 1, since kernels bound by memory may become slower.",
+)
+def vboost(c: Context) -> Verdict | None:
+    """Return a note if GPUs differ, or if Hopper GPUs are off; None if no GPU has a value and none is a Hopper GPU."""
+    answer = c.node.run(nvidia_smi.BOOST)
+    read = nvidia_smi.parse_vboost(answer.out)
+    found = {nvidia_smi.name(row): read.get(index(row)) for row in c.gpus.rows}
+    values = {each[0] for each in found.values() if each}
+    hopper = any(row["compute_cap"] == HOPPER for row in c.gpus.rows)
+    if not values:
+        return unknown(NOT_REPORTED if answer.succeeded else answer.error) if hopper else None
+    seen = grouped([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in found.items()])
+    if len(values) > 1:
+        return note(seen, fix="Set all alike: sudo nvidia-smi boost-slider --vboost N. A step waits for the slowest GPU.")
+    return note(seen) if hopper and values == {0} else ok(seen)
 
 
 @CHECKS.add(

@@ -41,7 +41,8 @@ OPTIONAL = (  # further fields of the GPUs, which some drivers do not have
 )
 PROCESSES = query("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory")
 TOPOLOGY, LINKS, LINK_ERRORS = "nvidia-smi topo -m", "nvidia-smi nvlink -s", "nvidia-smi nvlink -e"
-COMMANDS = (GPUS, *OPTIONAL, PROCESSES, TOPOLOGY, LINKS, LINK_ERRORS)
+BOOST = "nvidia-smi boost-slider --list"
+COMMANDS = (GPUS, *OPTIONAL, PROCESSES, TOPOLOGY, LINKS, LINK_ERRORS, BOOST)
 
 UNREACHABLE = re.compile(r"Unable to determine the device handle for GPU\s*([0-9A-Fa-f:.]+)", re.IGNORECASE)
 FAILED_CELL = re.compile(r"(?m)^(\d+), .*(requires reset|GPU is lost)", re.IGNORECASE)
@@ -213,3 +214,12 @@ def parse_links(text: str) -> dict[int, list[tuple[int, str]]]:
         elif found and (link := re.match(r"\s*Link (\d+): (.+)", line)):
             found[max(found)].append((int(link[1]), link[2].strip()))
     return found
+
+
+def parse_vboost(text: str) -> dict[int, tuple[int, int]]:
+    """Parse the output of `nvidia-smi boost-slider --list`. Return GPU -> (value, highest value) of its vboost slider.
+
+    A GPU without a row of numbers is left out: some drivers and GPUs have no slider.
+    """
+    lines = re.finditer(r"(?m)^[| ]*(\d+) +vboost +(\d+) +(\d+)\b", text)  # columns: GPU, slider, highest value, value
+    return {int(line[1]): (int(line[3]), int(line[2])) for line in lines}

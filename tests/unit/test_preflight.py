@@ -6,7 +6,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from nodes import H200, RECORDED, a_plain_environment, answer, check_of, copied, faults, gpu_table, judged, of_makers  # noqa: F401
+from nodes import (
+    H200,
+    RECORDED,
+    a_plain_environment,  # noqa: F401
+    answer,
+    check_of,
+    copied,
+    faults,
+    gpu_table,
+    judged,
+    of_makers,
+    sliders,
+)
 
 from jaxtrain import distributed, launch
 from jaxtrain.preflight import __main__ as command
@@ -220,6 +232,20 @@ def test_two_faults_are_two(tmp_path, capsys):
         (gpu_table(name="Mystery", pcie__link__width__current="8"), "PCIe", NOTE, "x8 of x16"),
         (gpu_table(pcie__link__width__current="8"), "PCIe", FAULT, "x8 of x16"),
         (gpu_table(3, name="Mystery", pcie__link__width__current="4"), "GPU model", FAULT, "7 x NVIDIA H200"),
+        ({}, "power limit", OK, "700 W, by default 700"),
+        (answer(nvidia_smi.BOOST, sliders(*[0] * 8)), "vboost", NOTE, "GPU0 to GPU7: 0 of 4"),
+        (answer(nvidia_smi.BOOST, sliders(*[2] * 8)), "vboost", OK, "GPU0 to GPU7: 2 of 4"),
+        (answer(nvidia_smi.BOOST, sliders(1, 0, 1, 1, 1, 1, 1, 1)), "vboost", NOTE, "GPU1: 0 of 4"),
+        (answer(nvidia_smi.BOOST, sliders(1, 1, 1, 1, "N/A", 1, 1, 1), "1"), "vboost", OK, "GPU4: unknown"),
+        (answer(nvidia_smi.BOOST, "Invalid Argument\n", "1"), "vboost", UNKNOWN, "Invalid Argument"),
+        (answer(nvidia_smi.BOOST, "All done.\n"), "vboost", UNKNOWN, "not reported"),
+        (answer(nvidia_smi.BOOST, "", "127"), "vboost", UNKNOWN, "there is no such command"),
+        (
+            answer(nvidia_smi.BOOST, sliders(*[0] * 8)) | gpu_table(name="NVIDIA B200", compute_cap="10.0"),
+            "vboost",
+            OK,
+            "GPU0 to GPU7: 0 of 4",
+        ),
         (of_makers("2850"), "clocks", OK, "up to 2850 MHz"),
         (of_makers("2500"), "clocks", FAULT, "GPU0: offers 2500 MHz of 2900"),
         (
@@ -246,6 +272,20 @@ def test_two_faults_are_two(tmp_path, capsys):
 def test_degrees(change, name, state, seen, tmp_path, capsys):
     check = check_of(copied(tmp_path, change), name, capsys)
     assert check["state"] == state and seen in check["seen"]
+
+
+@pytest.mark.parametrize("values", [(0,) * 8, (0, 1, 2, 3, 4, 0, 1, 2), ()])
+def test_vboost_stops_no_run(values, tmp_path, capsys):
+    """Only a note has a hint, and only a Hopper GPU without a value is worth a line."""
+    boost = answer(nvidia_smi.BOOST, sliders(*values))
+    code, found, line = judged(copied(tmp_path / "hopper", boost), capsys)
+    (check,) = [c for c in found["nodes"][0]["checks"] if c["name"] == "vboost"]
+    assert code == 0 and line.endswith("(1 worth a look)" if values else "(1 not measured)")
+    assert ("boost-slider --vboost" in check["fix"]) == bool(values)
+    ampere = copied(tmp_path / "ampere", boost, RECORDED / "sound" / "hgx_a100_of_four")
+    checks = {c["name"]: c["state"] for c in judged(ampere, capsys)[1]["nodes"][0]["checks"]}
+    differ = len(set(values[:4])) > 1  # of the board's four GPUs
+    assert checks.get("vboost") == ((NOTE if differ else OK) if values else None)
 
 
 def test_part_of_a_board_is_what_schedulers_hand_out(tmp_path, capsys):
@@ -487,6 +527,7 @@ def test_reading_nvidia_smi():
     lines = (
         "GPU 0: NVIDIA H100 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
     )
+    assert nvidia_smi.parse_vboost(sliders(0, "N/A", 3)) == {0: (0, 4), 2: (3, 4)}
     assert nvidia_smi.parse_links(lines) == {0: [(0, "26.562 GB/s"), (1, "<inactive>")], 1: []}
 
 

@@ -40,7 +40,8 @@ def driver(*gpus: Gpu, **options: Any) -> Nvml:
 
 
 def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [{"name": "driver", "state": "ok", "seen": "580"}, {"name": "disk", "state": "note", "seen": "nearly full"}]
+    kept = [{"name": "vboost", "state": "ok", "seen": "GPU0: 1 of 4"}, {"name": "disk", "state": "note", "seen": "nearly full"}]
+    checks = [{"name": "driver", "state": "ok", "seen": "580"}, *kept]
     fit = {"verdict": "fit", "seconds": 3.0, "nodes": [{"host": "a", "checks": checks, "measured": {"h2d_gb_s": [55.0]}}]}
     (tmp_path / "preflight.json").write_text(json.dumps(fit))
     given = {"JAXTRAIN_PREFLIGHT": str(tmp_path / "preflight.json"), "JAXTRAIN_HOST_CLASS": "8 x NVIDIA H200"}
@@ -52,7 +53,7 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
     written.start({"resolved": RESOLVED, "devices": devices}, runs.REPO / "configs" / "tiny.py")
     found = load(tmp_path / "receipt.json")
     assert (found["format"], found["exit_code"], found["resolved"]) == (FORMAT, None, json.loads(json.dumps(RESOLVED)))
-    assert written.preflight == fit and found["preflight"]["nodes"] == [{**fit["nodes"][0], "checks": checks[1:]}]
+    assert written.preflight == fit and found["preflight"]["nodes"] == [{**fit["nodes"][0], "checks": kept}]
     assert found["launch"] == {"commit": "abc", "dirty": False, "host_class": "8 x NVIDIA H200"}
     assert (found["versions"]["driver"], found["versions"]["driver_cuda"]) == ("580.65.06", "13.0")
     assert found["packages"]["jax"] == jax.__version__

@@ -221,6 +221,20 @@ BUGS = (
         'unit/test_preflight.py -k "degrees or fault_is_told"',
     ),
     Bug(
+        "preflight: vboost is its highest value",
+        "jaxtrain/preflight/nvidia_smi.py",
+        "(int(line[3]), int(line[2]))",
+        "(int(line[2]), int(line[3]))",
+        'unit/test_preflight.py -k "degrees or reading_nvidia"',
+    ),
+    Bug(
+        "preflight: GPUs that differ in vboost are as good as equal ones",
+        "jaxtrain/preflight/gpus.py",
+        "if len(values) > 1:\n        return note(seen, fix=",
+        "if len(values) > 8:\n        return note(seen, fix=",
+        "unit/test_preflight.py -k degrees",
+    ),
+    Bug(
         "preflight: a host ends with any part of a domain",
         "jaxtrain/preflight/software.py",
         'host.endswith("." + entry.lstrip("*."))',
