@@ -9,12 +9,14 @@ the step in PyTorch.
 """
 
 import dataclasses
+import itertools
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,25 @@ SMALL = (
 # Tolerated relative difference of losses in float32 after updates, since the order of sums differs.
 SAME = 1e-4
 CHECKED = 4  # steps of the comparison of losses
-TUNE_S = 100.0  # seconds after which PyTorch tries no further settings
+ATTENTION, COMPILE = ("cudnn", "flash", "sdpa"), ("layers", "model", "none")  # sdpa: PyTorch chooses the kernel
+# Settings of PyTorch's step, by their name in --settings.
+SETTINGS = {
+    f"{a},{c}{',checkpoint' if again else ''}": {"attention": a, "compile": c, "checkpoint": again}
+    for a, c, again in itertools.product(ATTENTION, COMPILE, (False, True))
+}
+
+
+def read_settings(text: str) -> list[dict[str, Any]]:
+    """Return the settings of a valid value of --settings, in the order in which they are tried."""
+    return [SETTINGS[name.strip()] for name in text.split(";")]
+
+
+def check_settings(text: str) -> str:
+    """Return the rule that a value of --settings breaks, or ""."""
+    if all(name.strip() in SETTINGS for name in text.split(";")):
+        return ""
+    return f"must be ATTENTION,COMPILE[,checkpoint] of {'|'.join(ATTENTION)} and {'|'.join(COMPILE)}; several, separated by ;"
+
 
 COMMAND = Command(
     "benchmarks.peer_torch",
@@ -56,7 +76,27 @@ COMMAND = Command(
         Option("rounds", "how often each of the two is measured; default 2", "N", "2", least=1),
         Option("steps", "timed steps; default 20", "N", "20", least=1),
         Option("warmup", "steps before them; default 5", "N", "5", least=1),
-        Option("limit", f"seconds of a round, {TUNE_S:.0f} more for PyTorch's settings. 0: no limit", "S", "0", least=0),
+        Option(
+            "settings",
+            "PyTorch's settings, without a search; several, separated by ;, are tried in order until one works",
+            "ATTENTION,COMPILE[,checkpoint]",
+            check=check_settings,
+            example="cudnn,layers",
+        ),
+        Option(
+            "tune",
+            "seconds after which PyTorch tries no further settings; default 100. 0: the first that works",
+            "S",
+            "100",
+            least=0,
+        ),
+        Option(
+            "limit",
+            "seconds of the comparison of losses, and of each measurement; --tune more for a search. 0: no limit",
+            "S",
+            "0",
+            least=0,
+        ),
         Option("json", "all results, for programs", "FILE", writes=True),
         Option("out", "results.md, results.json, receipt.json and the output of every round", "DIR"),
     ),
@@ -81,6 +121,9 @@ def start(parsed: Parsed) -> int:
     python = shutil.which(Path(options["python"] or sys.executable).expanduser())
     problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(launch.load(base).run)]
     problems += interpreter(options["python"], python)
+    settings = read_settings(options["settings"]) if options["settings"] else []
+    if hardware.probe().kind == "cpu" and any(s["attention"] != "sdpa" for s in settings):
+        problems.append(Problem("--settings", options["settings"], "a CPU has only sdpa", "Write --settings=sdpa,layers."))
     if options["out"]:
         problems += writable("--out", Path(options["out"]).expanduser())
     if problems:
@@ -89,8 +132,9 @@ def start(parsed: Parsed) -> int:
     request["limit_s"] = int(options["limit"]) or None
     folder = Folder(options["out"], options["json"], "peer")
     name, rounds = parsed.config.launch.name, int(options["rounds"])
+    search = {"settings": settings, "tune_s": float(options["tune"])}
     failure = "one of the two could not be measured, or they do different work"
-    return folder.run(lambda: run(base, name, str(python), rounds, request, folder, console), failure)
+    return folder.run(lambda: run(base, name, str(python), rounds, request, search, folder, console), failure)
 
 
 def refusal(run: RunConfig) -> list[Problem]:
@@ -184,22 +228,53 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     return {"verdict": OK, "spec": spec, "losses": losses}
 
 
-def run_peer(python: str, spec: Mapping[str, Any], log: Path, limit_s: float | None = None) -> dict[str, Any]:
-    """Run PyTorch's step (SCRIPT) in a child process (bench/child.py), and return its answer. spec: the script's input."""
-    return run_case("peer_torch", spec, log=log, limit_s=limit_s, python=python, script=SCRIPT)
+def export(
+    argv: Sequence[str], folder: Path, steps: int = 0, log: Path | None = None, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Return the answer of `export_example` in a child on the CPU. The files in `folder` are used until PyTorch has run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    request = {"argv": list(argv), "folder": str(folder), "train": steps}
+    return run_case(EXPORT, request, log=log, environ={**os.environ, "JAX_PLATFORMS": "cpu"}, limit_s=limit_s)
 
 
-def compare_losses(base: Sequence[str], python: str, folder: Path, log: Path) -> dict[str, Any]:
-    """Train a small model of the config's family in jaxtrain and PyTorch, from the same weights. Return verdict and losses."""
+def export_small(base: Sequence[str], folder: Path, log: Path | None = None, limit_s: float | None = None) -> dict[str, Any]:
+    """Train a small model of the config's family on the CPU. Return the answer of `export`, which `compare_losses` takes."""
     heads = launch.load(base).run.model
     grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
     small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
-    request = {"argv": [*base, *(f"--config.{o}" for o in small)], "folder": str(folder), "train": CHECKED}
-    example = run_case(EXPORT, request, log=log, environ={**os.environ, "JAX_PLATFORMS": "cpu"})
+    return export([*base, *(f"--config.{o}" for o in small)], folder, CHECKED, log, limit_s)
+
+
+def run_peer(python: str, spec: Mapping[str, Any], log: Path | None = None, limit_s: float | None = None) -> dict[str, Any]:
+    """Run PyTorch's step (SCRIPT) in a child process (bench/child.py), and return its answer.
+
+    Args:
+        spec: the script's input: `spec` of the answer of `export`, and
+            `platform`: "gpu", "cpu", or "any" for a GPU if there is one;
+            `settings`: those to try in order, of which the first that works is timed; []: a search;
+            `tune_s`: seconds of the search after which no further settings are tried;
+            `warmup`, `steps`: numbers of steps.
+    """
+    return run_case("peer_torch", spec, log=log, limit_s=limit_s, python=python, script=SCRIPT)
+
+
+def compare_losses(
+    example: Mapping[str, Any], python: str, log: Path | None = None, limit_s: float | None = None, platform: str = "any"
+) -> dict[str, Any]:
+    """Train the example of `export_small` in PyTorch, and compare the losses.
+
+    Args:
+        example: the answer of `export_small`. If its verdict is not OK, it is returned.
+        platform: see `run_peer`.
+
+    Returns:
+        `verdict`, with `why` if it is not OK. If PyTorch ran, also the losses `ours` and `theirs`, their greatest relative
+        difference `off`, and the `allowed` one.
+    """
     if example["verdict"] != OK:
-        return example
-    how = {"platform": "any", "compile": "none", "settings": None, "tune_s": 0.0, "warmup": 1, "steps": CHECKED - 1}
-    answer = run_peer(python, example["spec"] | how, log.with_name("same_work_torch.txt"))
+        return dict(example)
+    how = {"platform": platform, "settings": read_settings("sdpa,none"), "tune_s": 0.0, "warmup": 1, "steps": CHECKED - 1}
+    answer = run_peer(python, example["spec"] | how, log, limit_s)
     if answer["verdict"] != OK:
         return answer
     error = max(abs(a / b - 1) for a, b in zip(answer["losses"], example["losses"], strict=True))
@@ -218,10 +293,16 @@ def run(
     python: str,
     rounds: int,
     request: Mapping[str, Any],
+    search: Mapping[str, Any],
     folder: Folder,
     console: rich.console.Console,
 ) -> int:
-    """Time jaxtrain and PyTorch alternately and print the ratio. Return 0; 1 if a step fails or `compare_losses` does."""
+    """Time jaxtrain and PyTorch alternately and print the ratio. Return 0; 1 if a step fails or `compare_losses` does.
+
+    Args:
+        search: `settings` and `tune_s` of PyTorch's step (see `run_peer`).
+    """
+    limit_s, began, given = request["limit_s"], time.monotonic(), search["settings"]
     config, platform = launch.load(base).run, hardware.probe().kind
 
     def fail(why: str, **results: Any) -> int:
@@ -230,21 +311,24 @@ def run(
             folder.write("Peer", [why], **results)
         return 1
 
+    def left() -> float | None:
+        """Return the seconds that are left of the comparison of losses."""
+        return limit_s and max(1.0, limit_s - (time.monotonic() - began))
+
     with tempfile.TemporaryDirectory() as temporary:
         files = Path(temporary)
         logs = folder.path / "logs" if folder.path else files / "logs"
         with console.status("comparing losses of a small model ..."):
-            same = compare_losses(base, python, files, logs / "same_work.txt")
+            small = export_small(base, files / "small", logs / "same_work.txt", left())
+            same = compare_losses(small, python, logs / "same_work_torch.txt", left())
         if same["verdict"] != OK:
-            return fail(same["why"], same_work=same)
+            return fail(f"comparison of losses: {same['verdict']}: {same['why']}", same_work=same)
         agree = f"{CHECKED} losses of a small model in float32 agree to {same['off']:.1e} (allowed {SAME:.0e})"
         report.print_line(console, f"same work: {agree}")
-        example = {"argv": list(base), "folder": str(files), "train": 0}
-        example = run_case(EXPORT, example, environ={**os.environ, "JAX_PLATFORMS": "cpu"})
+        example = export(base, files, limit_s=left())
         if example["verdict"] != OK:
-            return fail(example["why"])
-        how = {"platform": platform, "compile": "best", "settings": None, "tune_s": TUNE_S}
-        spec = example["spec"] | how | {key: request[key] for key in ("warmup", "steps")}
+            return fail(f"batch: {example['verdict']}: {example['why']}")
+        spec = example["spec"] | {"platform": platform, **search} | {key: request[key] for key in ("warmup", "steps")}
         turns: list[dict[str, Any]] = []
         ratio = None
         for who, i in ((who, i) for i in range(rounds) for who in ("jaxtrain", "torch")):
@@ -254,20 +338,21 @@ def run(
                     answer = run_case(train_step.CASE, {**request, "argv": list(base), "trace": ""}, log=log)
                 else:
                     # PyTorch's search for its best settings has additional time.
-                    limit_s = request["limit_s"] and request["limit_s"] + TUNE_S
-                    answer = as_our_answer(run_peer(python, spec, log, limit_s), config)
-                    spec["settings"] = answer.get("settings")  # the settings are chosen only once
+                    most_s = limit_s and limit_s + (0 if spec["settings"] else spec["tune_s"])
+                    answer = as_our_answer(run_peer(python, spec, log, most_s), config)
+                    if answer["verdict"] == OK:
+                        spec["settings"] = [answer["settings"]]  # the settings are chosen only once
             turns.append({"who": who, "name": label, **answer})
             report.print_line(console, f"{label}: {report.step_result(answer)}")
             ratio = compare_speeds(turns)
             table = report.step_table(f"{name} against PyTorch", {t["name"]: t for t in turns})
             lines = [*report.markdown(table), f"{agree}.", ""]
-            lines += [*(f"- {line.strip()}" for line in describe(turns, ratio)), ""]
-            folder.write("Peer", lines, same_work=same, turns=turns, compared=ratio)
+            lines += [*(f"- {line.strip()}" for line in describe(turns, ratio, given)), ""]
+            folder.write("Peer", lines, same_work=same, given=given, turns=turns, compared=ratio)
             if answer["verdict"] != OK:
                 return fail(f"{label}: {answer['verdict']}: {answer['why']}")
     report.print_table(console, report.step_table("", {t["name"]: t for t in turns}))
-    for line in describe(turns, ratio):
+    for line in describe(turns, ratio, given):
         report.print_line(console, line, "bold" if line.startswith("ratio") else "")
     folder.print_cpu_note(console)
     return 0
@@ -301,15 +386,19 @@ def compare_speeds(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"ratio": ours / other, "least": min(pairs), "most": max(pairs), "rounds": len(pairs)}
 
 
-def describe(turns: Sequence[Mapping[str, Any]], ratio: Mapping[str, Any] | None) -> list[str]:
-    """Return lines with PyTorch's settings and the ratio."""
+def describe(
+    turns: Sequence[Mapping[str, Any]], ratio: Mapping[str, Any] | None, given: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return lines with PyTorch's settings and the ratio. given: settings of --settings; [] after a search."""
     peers = [t for t in turns if t["who"] == "torch" and t["verdict"] == OK]
     if not peers or ratio is None:
         return []
     p, s = peers[0], peers[0]["settings"]
+    compiled = "no torch.compile" if s["compile"] == "none" else f"torch.compile of {s['compile']}"
     out = [
-        f"torch {p['torch']}, transformers {p['transformers']}: torch.compile of {s['compile']}, SDPA {s['attention']}, "
-        f"activation checkpointing {'of every layer' if s['checkpoint'] else 'off'}, fused AdamW, autocast over float32"
+        f"torch {p['torch']}, transformers {p['transformers']}: {compiled}, SDPA {s['attention']}, activation checkpointing "
+        f"{'of every layer' if s['checkpoint'] else 'off'} ({'settings given' if given else 'settings found by a search'}), "
+        "fused AdamW, autocast over float32"
     ]
     if p.get("dynamo"):
         out.append(f"  torch.compile: {', '.join(f'{count} {what}' for what, count in p['dynamo'].items())}")

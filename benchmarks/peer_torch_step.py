@@ -4,13 +4,15 @@
 
 benchmarks/peer_torch.py writes SPEC.json and reads ANSWER.json.
 Parameters and moments are float32. If the precision is bf16, computation runs under bfloat16 autocast. Gradients of
-microbatches are summed and clipped by their global norm. Several settings are tried for a few steps each, and the fastest is
-timed: SDPA with cuDNN or with flash attention, and torch.compile of each layer or of the whole model.
+microbatches are summed and clipped by their global norm. If the spec has settings, the first of them that works is timed.
+Otherwise several settings are tried for a few steps each, and the fastest is timed: SDPA with cuDNN or with flash attention,
+and torch.compile of each layer or of the whole model.
 """
 
 import contextlib
 import gc
 import json
+import statistics
 import sys
 import time
 
@@ -28,6 +30,14 @@ from transformers import __version__ as transformers_version
 VERSIONS = 128
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+TRIED = (2, 3)  # steps of a setting in a search: to warm up, and timed
+
+
+def attention_kernel(attention: str, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which SDPA uses one kernel. On a CPU, or if `attention` is "sdpa", PyTorch chooses the kernel."""
+    if device.type != "cuda" or attention == "sdpa":
+        return contextlib.nullcontext()
+    return sdpa_kernel([BACKENDS[attention]])
 
 
 def make_model(spec: dict, device: torch.device) -> LlamaForCausalLM:
@@ -137,10 +147,8 @@ class Step:
         value = torch.zeros((), device=self.device)
         bfloat16 = self.spec["precision"] == "bf16"
         for tokens, targets in zip(tokens_ABT, targets_ABT, strict=True):
-            on_gpu = self.device.type == "cuda"
-            kernels = sdpa_kernel([BACKENDS[self.how["attention"]]]) if on_gpu else contextlib.nullcontext()
             # Also around the backward pass, because a recomputed layer must use the same kernel.
-            with kernels:
+            with attention_kernel(self.how["attention"], self.device):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
                     loss = self.loss_of(tokens, targets, total)
                 loss.backward()
@@ -178,49 +186,78 @@ def take(step: Step, batch: tuple, warmup: int, steps: int) -> tuple[list[float]
     return [b - a for a, b in pairs], values
 
 
+def measure(spec: dict, device: torch.device, batch: tuple, how: dict, warmup: int, steps: int) -> dict:
+    """Build and time a step with the settings `how`. Return the part of the answer that was measured."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    step = Step(spec, make_model(spec, device), device, how)
+    seconds, losses = take(step, batch, warmup, steps)
+    return {
+        "settings": how,
+        "step_times": seconds,
+        "losses": losses,
+        "dynamo": dynamo(),
+        "parameters": sum(p.numel() for p in step.model.parameters()),
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+    }
+
+
+def release(device: torch.device) -> None:
+    """Free the memory and the compiled functions of steps that are not used any more."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    gc.collect()  # a step has reference cycles, so only the collector frees it
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def candidates(spec: dict, device: torch.device) -> list[dict]:
-    """Return the settings to try, probably fastest first."""
+    """Return the settings to try: those of the spec, or all, probably fastest first."""
     if spec["settings"]:
-        return [spec["settings"]]
-    if spec["compile"] == "none":
-        return [{"attention": "sdpa", "compile": "none", "checkpoint": False}]
+        return list(spec["settings"])
     kernels = list(BACKENDS) if device.type == "cuda" else ["sdpa"]
     return [{"attention": k, "compile": c, "checkpoint": False} for c in ("layers", "model") for k in kernels]
 
 
-def choose(spec: dict, device: torch.device, batch: tuple) -> tuple[dict, list[dict]]:
-    """Return (fastest settings, all settings that were tried). If memory runs out, settings are retried with checkpointing."""
-    queue, tried = candidates(spec, device), []
-    if len(queue) == 1 and spec["settings"]:
-        return queue[0], []
-    began = time.perf_counter()
+def choose(spec: dict, device: torch.device, batch: tuple) -> dict:
+    """Return the results of `measure` for the chosen settings, with all settings that were `tried`.
+
+    If the spec has settings, or no time for a search, the first settings that work are chosen, and the steps of their trial are
+    the timed ones: nothing is compiled twice. In a search the fastest settings are chosen. Settings that run out of memory are
+    tried again with checkpointing, unless the spec has settings.
+    """
+    queue, tried, began = candidates(spec, device), [], time.perf_counter()
+    at_once = bool(spec["settings"]) or not spec["tune_s"]
+    counts = (spec["warmup"], spec["steps"]) if at_once else TRIED
+    best, best_s = None, float("inf")
     while queue:
         how = queue.pop(0)
-        why, seconds = "", None
-        if time.perf_counter() - began > spec["tune_s"] and any(t["step_s"] for t in tried):
-            tried.append({**how, "step_s": None, "why": "no time was left to try it"})
+        if best and (at_once or time.perf_counter() - began > spec["tune_s"]):
+            why = "an earlier setting works" if at_once else "no time was left to try it"
+            tried.append({**how, "step_s": None, "why": why})
             continue
+        why, seconds = "", None
         try:
-            seconds = sorted(take(Step(spec, make_model(spec, device), device, how), batch, 2, 3)[0])[1]
+            measured = measure(spec, device, batch, how, *counts)
+            seconds = statistics.median(measured["step_times"])
+            if seconds < best_s:
+                best, best_s = measured, seconds
         except torch.OutOfMemoryError:
             why = "out of memory"
-            if not how["checkpoint"]:
+            if not (how["checkpoint"] or spec["settings"]):
                 queue.append({**how, "checkpoint": True})
         except RuntimeError as error:  # this kernel does not support these inputs on this device
             why = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
         tried.append({**how, "step_s": seconds, "why": why})
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        gc.collect()  # a step has reference cycles, so only the collector frees it
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    found = [t for t in tried if t["step_s"]]
-    if not found:
-        raise SystemExit(
-            "no setting works: " + "; ".join(f"{t['attention']}, compile {t['compile']}: {t['why']}" for t in tried)
-        )
-    fastest = min(found, key=lambda t: t["step_s"])
-    return {key: fastest[key] for key in ("attention", "compile", "checkpoint")}, tried
+        release(device)
+    if best is None:
+        names = [f"{t['attention']}, compile {t['compile']}{', checkpoint' if t['checkpoint'] else ''}" for t in tried]
+        raise SystemExit("no setting works: " + "; ".join(f"{n}: {t['why']}" for n, t in zip(names, tried, strict=True)))
+    if not at_once:
+        best = measure(spec, device, batch, best["settings"], spec["warmup"], spec["steps"])
+    return {**best, "tried": tried}
 
 
 def main(asked: str, answered: str) -> None:
@@ -238,25 +275,12 @@ def main(asked: str, answered: str) -> None:
     shape = (spec["grad_accum"], -1, spec["seq_len"])
     batch = tuple(torch.from_numpy(arrays[k].astype(np.int64)).reshape(shape).to(device) for k in ("tokens", "targets"))
 
-    how, tried = choose(spec, device, batch)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    step = Step(spec, make_model(spec, device), device, how)
-    seconds, losses = take(step, batch, spec["warmup"], spec["steps"])
-    on_gpu = device.type == "cuda"
     answer = {
         "verdict": "ok",
         "torch": torch.__version__,
         "transformers": transformers_version,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "settings": how,
-        "tried": tried,
-        "step_times": seconds,
-        "losses": losses,
-        "dynamo": dynamo(),
-        "parameters": sum(p.numel() for p in step.model.parameters()),
-        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        **choose(spec, device, batch),
     }
     with open(answered, "w") as file:
         json.dump(answer, file)

@@ -46,6 +46,7 @@ def test_turns_and_their_ratio(tmp_path, monkeypatch, capsys):
     script.write_text(STAND_IN)
     monkeypatch.setattr(peer_torch, "SCRIPT", script)
     monkeypatch.setattr(peer_torch, "run_case", run_case)
+    monkeypatch.setattr(peer_torch, "export_small", lambda *_: {"verdict": "ok"})
     monkeypatch.setattr(peer_torch, "compare_losses", lambda *_: {"verdict": "ok", "off": 1e-7})
     monkeypatch.setattr(peer_torch, "interpreter", lambda *_: [])
     assert peer_torch.main([*PEER, f"--json={file}"]) == 0
@@ -79,6 +80,11 @@ def test_torch_does_the_same_work(tmp_path, capsys):
         assert "cannot import torch and transformers" in capsys.readouterr().err
         return
     base = [*PEER[:-3], *DATA["synthetic"], *peer_torch.SAME_WORK]
-    found = peer_torch.compare_losses(base, TORCH, tmp_path, tmp_path / "logs" / "log.txt")
+    example = peer_torch.export_small(base, tmp_path / "small", tmp_path / "logs" / "log.txt", 600)
+    found = peer_torch.compare_losses(example, TORCH, tmp_path / "logs" / "torch.txt", 600, platform="cpu")
     assert found["verdict"] == "ok", found
     assert found["off"] < 1e-5 and found["ours"][-1] < found["ours"][0] - 0.01, "steps were taken"
+    how = {"platform": "cpu", "settings": peer_torch.read_settings("sdpa,none,checkpoint;sdpa,none"), "tune_s": 0.0}
+    timed = peer_torch.run_peer(TORCH, example["spec"] | how | {"warmup": 1, "steps": 3}, tmp_path / "logs" / "timed.txt", 600)
+    assert timed["verdict"] == "ok" and timed["losses"] == pytest.approx(found["theirs"]), timed
+    assert timed["settings"] == how["settings"][0] and len(timed["step_times"]) == 3
