@@ -160,17 +160,19 @@ def load_nvrtc_builtins() -> None:
                 ctypes.CDLL(str(file))
 
 
-NO_PLANS = "No valid execution plans built"
+CUDA_FOLDER = "Fix: set CUDA_ROOT to a folder that has bin/ptxas and nvvm/libdevice/libdevice.10.bc"
+# Text in an error of XLA or cuDNN -> the part of CUDA that is missing, and a remedy.
+MISSING_PARTS = {
+    "No valid execution plans built": "Likely cause: NVRTC, which compiles cuDNN's attention, finds no libnvrtc-builtins.so of "
+    "its version. Fix: set LD_PRELOAD to the path of that file, or attention.impl=pallas.",
+    "No PTX compilation provider is available": f"Cause: there is no ptxas. {CUDA_FOLDER}.",
+    "libdevice not found": f"Cause: there is no libdevice.10.bc. {CUDA_FOLDER}.",
+}
 
 
-def explain_cudnn(text: str) -> str:
-    """Return an error's text, with the likely cause and a remedy if cuDNN could not compile a kernel."""
-    if NO_PLANS not in text:
-        return text
-    return (
-        f"{text.rstrip('. ')}. Likely cause: cuDNN compiles attention with NVRTC, which finds no libnvrtc-builtins.so of its "
-        "version. Fix: set LD_LIBRARY_PATH to the folder of that file, or attention.impl=pallas."
-    )
+def missing_part(error: str) -> str:
+    """Return which part of CUDA is missing, and a remedy, if an error of XLA or cuDNN shows it; else ""."""
+    return next((cause for text, cause in MISSING_PARTS.items() if text in error), "")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 from jaxtrain.config import ConfigError
 from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
-from jaxtrain.startup import explain_cudnn
+from jaxtrain.startup import missing_part
 
 OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
 KILLED_S = 10.0  # wait for a killed process to end
@@ -139,7 +139,8 @@ def last_lines(output: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return an exception as one line."""
-    return explain_cudnn(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+    line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{line} {missing_part(str(error))}".rstrip()
 
 
 def main(argv: list[str]) -> int:

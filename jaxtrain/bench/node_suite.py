@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -63,22 +63,22 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
     return Outcome(OUT, outcome.found, outcome.lines) if code is None else outcome
 
 
-def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
+def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Sequence[str] = ("",)) -> Outcome:
     """Compare attention, grouped matmuls and FP8 matmuls with their definitions (tests/gpu).
 
     No test starts in the last fifth of `limit_s`. A test that still runs after `limit_s` is a fault, since it may hang.
 
     Args:
-        only: one file of tests/gpu; "": all files.
+        only: files of tests/gpu, or FILE::TEST; "": all files.
     """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
-    name = f"Kernels {only}".strip()
     file = node.path / "logs" / f"{report.file_name(name)}.jsonl"
     file.unlink(missing_ok=True)
     where = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
     where["JAXTRAIN_TEST_SECONDS"] = str(0.8 * limit_s)
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", str(GPU_TESTS / only)]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    command += [str(GPU_TESTS / target) for target in only]
     code, outcome = node.run_program(name, command, limit_s, os.environ | where)
     results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     by_outcome = {kind: [r for r in results if r["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
@@ -87,6 +87,8 @@ def run_gpu_tests(node: Node, limit_s: float, only: str = "") -> Outcome:
     passed, failed = len(by_outcome["passed"]), by_outcome["failed"]
     unfinished = sum("no time was left" in r["why"] for r in by_outcome["skipped"])
     text = f"{passed} tests passed" + (f"; for {unfinished} there was no time" if unfinished else "")
+    if ratios := [r["ratio"] for r in results if "ratio" in r]:
+        text += f"; error at most {max(ratios):.2f} of its bound"
     if failed:
         text = f"{len(failed)} of {passed + len(failed)} tests failed, first {failed[0]['test']}: {failed[0]['why']}"
     elif code != 0:

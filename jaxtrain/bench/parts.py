@@ -1,10 +1,11 @@
 """Run the parts of a long measurement one after the other within a time budget.
 
-bench/node_suite.py and benchmarks/first_hour.py use this module. If a part fails or has no time left, its row in the
+bench/node_suite.py and benchmarks/first_minutes.py use this module. If a part fails or has no time left, its row in the
 result has the reason, and the next part runs.
 """
 
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,12 +90,16 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left."""
+    """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left.
+
+    gate: if this part fails, no further part runs.
+    """
 
     name: str
     act: Callable[[Node, float], Outcome]
     most_s: float
     need_s: float = 1.0
+    gate: bool = False
 
 
 def run_parts(
@@ -104,6 +109,7 @@ def run_parts(
     budget_s: float,
     title: str,
     done: dict[str, dict[str, Any]],
+    after: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the parts and return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
 
@@ -113,13 +119,15 @@ def run_parts(
       budget_s: seconds for all parts.
       title: title of the page.
       done: name of a part -> its result. This function adds the results of `parts`.
+      after: called after each part.
     """
     code, reason, began = 1, "ended by an exception", monotonic()
     try:
         for i, part in enumerate(parts, 1):
             started = monotonic()
             limit = min(part.most_s, budget_s - (started - began))
-            about = (getattr(part.act, "__doc__", "") or part.name).splitlines()[0]
+            function = part.act.func if isinstance(part.act, functools.partial) else part.act
+            about = (function.__doc__ or part.name).splitlines()[0]
             text = f"part {i} of {len(parts)}: {part.name}: {about} At most {minutes(limit)}; {minutes(started - began)} gone."
             report.print_line(console, text, "dim")
             if limit < part.need_s:
@@ -133,7 +141,10 @@ def run_parts(
             sections = [line for p in done.values() for line in p["lines"]]
             table = report.markdown(make_table(done))
             node.folder.write(title, [f"**{verdict(done)}**", "", *table, *sections], parts=done, verdict=verdict(done))
-        failed = [part.name for part in parts if done[part.name]["verdict"] == BAD]
+            after()
+            if part.gate and outcome.verdict == BAD:
+                break
+        failed = [part.name for part in parts if done.get(part.name, {}).get("verdict") == BAD]
         code, reason = (1, f"failed: {', '.join(failed)}") if failed else (0, "done")
     except KeyboardInterrupt:
         code, reason = INTERRUPTED, "Ctrl-C"

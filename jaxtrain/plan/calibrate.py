@@ -24,7 +24,7 @@ from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, Reading, Sizes
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.plan import rates, result
-from jaxtrain.startup import explain_cudnn
+from jaxtrain.startup import missing_part
 
 PLAUSIBLE = 1.1  # times the data sheet's rate: a higher measured rate is an error of the clock or of the timed loop
 # Rate -> (kinds of its readings, its unit, FLOPs or bytes a second in one unit)
@@ -60,7 +60,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
             made = make()
         except Exception as error:  # compiler, driver, memory
             traceback.print_exc()
-            why = explain_cudnn(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]} {missing_part(str(error))}".rstrip()
             made = [Reading(kind, what, 0.0, 0.0, 0.0, failed=why) for kind in kinds]
         found.extend([made] if isinstance(made, Reading) else made)
 

@@ -17,13 +17,13 @@ from jaxlib.mlir import ir
 
 from jaxtrain import hardware
 from jaxtrain.config import ConfigError, Problem, parse_options
-from jaxtrain.startup import NO_PLANS, explain_cudnn
+from jaxtrain.startup import missing_part
 from jaxtrain.train import state
 from jaxtrain.train.program import Program
 
 
 class KernelNotBuilt(RuntimeError):
-    """A library of CUDA could not compile a kernel of the step."""
+    """A kernel of the step could not be compiled, because a part of CUDA is missing."""
 
 
 # XLA plans schedules for this fraction of a card's memory (GetSchedulerMemoryLimit in its gpu_hlo_schedule.cc). Both the memory
@@ -261,7 +261,7 @@ def compile_train(
 
     options: XLA's options from `choose`. extra: further options of XLA, for example for dumps.
 
-    Raises KernelNotBuilt if cuDNN cannot compile its attention.
+    Raises KernelNotBuilt if a part of CUDA is missing.
     """
     lowered = program.train_step.lower(program.state, program.batch)
     if program.offload and not program.placement.mesh.devices.flat[0].addressable_memories():
@@ -269,9 +269,9 @@ def compile_train(
     try:
         return lowered.compile(compiler_options=options | (extra or {}) or None)
     except jax.errors.JaxRuntimeError as error:
-        if NO_PLANS not in str(error):
+        if not (cause := missing_part(str(error))):
             raise
-        raise KernelNotBuilt(explain_cudnn(str(error).splitlines()[0])) from error
+        raise KernelNotBuilt(f"{str(error).splitlines()[0].rstrip('. ')}. {cause}") from error
 
 
 def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:

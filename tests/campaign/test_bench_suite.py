@@ -180,7 +180,7 @@ time.sleep(60)
 """
 
 
-# Like benchmarks/first_hour.py: a command that starts child processes itself.
+# Like benchmarks/first_minutes.py: a command that starts child processes itself.
 NESTED = """
 import sys, pathlib
 from jaxtrain.bench.child import run_program

@@ -193,11 +193,18 @@ BUGS = (
         "unit/test_bench_rules.py -k differs_from_its_plan",
     ),
     Bug(
-        "first hour: losses are compared with their sign",
-        "benchmarks/first_hour.py",
-        "max(abs(a - b) / abs(b) for a, b in pairs)",
-        "max((a - b) / abs(b) for a, b in pairs)",
-        "unit/test_first_hour.py -k losses_that",
+        "first minutes: losses are compared with their sign",
+        "benchmarks/gpu_items.py",
+        'max(abs(here["loss"][when] / there["loss"][when] - 1) for when',
+        'max(here["loss"][when] / there["loss"][when] - 1 for when',
+        "unit/test_first_minutes.py -k losses_are_compared",
+    ),
+    Bug(
+        "first minutes: losses of different steps are compared",
+        "benchmarks/gpu_items.py",
+        'elif here["steps"] != there["steps"]:',
+        'elif here["steps"] < there["steps"]:',
+        "unit/test_first_minutes.py -k losses_are_compared",
     ),
     Bug(
         "preflight: a hang is one that began just now",
