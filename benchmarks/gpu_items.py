@@ -12,9 +12,7 @@ import json
 import math
 import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tarfile
 import time
@@ -25,7 +23,18 @@ from typing import Any
 from benchmarks import peer_torch
 from jaxtrain import hardware, launch
 from jaxtrain.bench import kernels, node_suite, report
-from jaxtrain.bench.child import FAILED, LATE, OK, error_line, last_lines, module_command, run_case, run_program, save_partial
+from jaxtrain.bench.child import (
+    FAILED,
+    LATE,
+    OK,
+    error_line,
+    last_lines,
+    module_command,
+    open_program,
+    run_case,
+    run_program,
+    save_partial,
+)
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome
 from jaxtrain.bench.train_step import DATA, one_device, start_devices
 from jaxtrain.checkpoint.steps import Steps
@@ -312,22 +321,14 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
         lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
         return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
-    log = node.path / "logs" / "resume_1.txt"
-    with open(log, "wb") as out:
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(launch.REPO), os.environ.get("PYTHONPATH"))))}
-        first = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
-        try:
-            saved: list[int] = []
-            while first.poll() is None and time.monotonic() < deadline - limit_s / 3:
-                saved = Steps(folder / "checkpoints").steps()
-                if saved and max(losses(), default=0) >= saved[-1] + REPEATED:
-                    break
-                time.sleep(0.02)
-        finally:
-            ended = first.poll()
-            if ended is None:
-                os.killpg(first.pid, signal.SIGKILL)
-                first.wait(10)
+    log, saved = node.path / "logs" / "resume_1.txt", []
+    with open_program(command, log) as first:
+        while first.poll() is None and time.monotonic() < deadline - limit_s / 3:
+            saved = Steps(folder / "checkpoints").steps()
+            if saved and max(losses(), default=0) >= saved[-1] + REPEATED:
+                break
+            time.sleep(0.02)
+        ended = first.poll()
     before = losses()
     if ended is not None or not saved:
         why = "no checkpoint in time" if ended is None else f"the first attempt ended by itself, exit code {ended}"

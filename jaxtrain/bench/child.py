@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,39 @@ def run_program(
     function too, its own children are in other process groups. On Linux, they are killed when the child ends. In a hanging
     driver, a killed process may exist for longer than `killed_s`.
     """
-    environ = dict(os.environ if environ is None else environ)
-    environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    begin = [sys.executable, "-I", "-c", END_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
-    pipes: dict[str, Any] = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-    with open(log, "wb") as out:
-        process = subprocess.Popen([*begin, *command], stdout=out, env=environ, start_new_session=True, **pipes)
+    with open_program(command, log, environ, killed_s) as process:
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             code = None
+    return code, log.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def open_program(
+    command: list[str], log: Path, environ: Mapping[str, str] | None = None, killed_s: float = KILLED_S
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a running program as `run_program` starts it. After the block, its process group has been killed (SIGKILL)."""
+    environ = dict(os.environ if environ is None else environ)
+    environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(REPO), environ.get("PYTHONPATH", "")) if p)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begin = [sys.executable, "-I", "-c", END_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [*begin, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+        )
+        try:
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError):  # all its processes have ended
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging driver can keep a killed process
                 process.wait(killed_s)
-    return code, log.read_text(errors="replace")
 
 
 def module_command(name: str, *args: str) -> list[str]:
