@@ -36,7 +36,7 @@ from jaxtrain.bench.child import (
     save_partial,
 )
 from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome
-from jaxtrain.bench.train_step import DATA, one_device, start_devices
+from jaxtrain.bench.train_step import DATA, NOT_DONE, one_device, start_devices
 from jaxtrain.checkpoint.steps import Steps
 from jaxtrain.page.numbers import percent
 from jaxtrain.plan import rates
@@ -118,7 +118,10 @@ SMOKE_RESUMED = (
 )
 REPEATED = 50  # steps after a checkpoint that the run takes before it is killed
 RESUME_ERROR = 0.05  # tolerated relative difference of repeated losses: cuDNN and cuBLAS add in any order
-TORCH = "cudnn,layers; flash,layers; flash,layers,checkpoint"  # settings of PyTorch, in the order in which they are tried
+# Settings of PyTorch, in the order in which they are tried: memory may run out without checkpointing.
+TORCH = "cudnn,layers; cudnn,layers,checkpoint; flash,layers; flash,layers,checkpoint"
+REPORT_S = 40.0  # for the report of a trace
+METRICS_RUN = "run_with_gpu_metrics"  # folder
 TURNS = ("off", "on", "on", "off")  # log.gpu_every_s is 0 for "off"; with 1, "on", the driver is queried each second
 # Four layers, so that the checkpoint of a run is small, and a batch whose step takes about a second.
 SHORT = (
@@ -148,10 +151,10 @@ def look(node: Node, limit_s: float) -> Outcome:
         "versions": f"{sys.executable} -m pip list --format=freeze 2>/dev/null | grep -i -E "
         "'^(jax|flax|optax|orbax|tensorstore|etils|protobuf|rich|numpy|torch|triton|transformers|nvidia|cuda)'",
     }
-    lines, data, gpu = [], {}, "no nvidia-smi"
+    lines, data, gpu, deadline = [], {}, "no nvidia-smi", time.monotonic() + limit_s
     for name, command in commands.items():
         log = node.path / "logs" / f"look_{name}.txt"
-        code, data[name] = run_program(["bash", "-c", command], log, limit_s=min(15.0, limit_s))
+        code, data[name] = run_program(["bash", "-c", command], log, limit_s=max(1.0, min(15.0, deadline - time.monotonic())))
         lines += [f"### {name}", "", "```text", *data[name].splitlines()[:80], "```", ""]
         if name == "gpu" and code == 0:
             gpu = data[name].splitlines()[-1]
@@ -162,7 +165,7 @@ def compute(node: Node, limit_s: float) -> Outcome:
     """Compute on the GPU: a product, functions, host memory, cuDNN's attention; two rates as ceilings."""
     request = {"cache": node.cache}
     seen = run_case("benchmarks.gpu_items:try_jax", request, log=node.folder.log("compute"), limit_s=limit_s)
-    if seen["verdict"] not in (OK, LATE) or "product" not in seen:
+    if "product" not in seen:  # a crash of a library later leaves the first results
         return Outcome(BAD, seen.get("why", "no answer"), data=seen)
     errors = {name: seen.get(name, "not done") for name in ("product", "functions", "pinned", "attention")}
     wrong = [name for name, error in errors.items() if not (isinstance(error, float) and error < 1e-2)]
@@ -251,7 +254,10 @@ def check_kernels(title: str, names: Sequence[str], node: Node, limit_s: float) 
 
 
 class Background:
-    """Work of the CPU beside the GPU's work: losses of a CPU, and PyTorch's examples. Each is begun once."""
+    """Work of the CPU beside the GPU's work: losses of a CPU, and PyTorch's examples. Each is begun once.
+
+    is_busy: whether some of it is not done.
+    """
 
     def __init__(self):
         self._pool = concurrent.futures.ThreadPoolExecutor(2)
@@ -260,6 +266,10 @@ class Background:
     def begin(self, name: str, act: Callable[[], dict[str, Any]]) -> None:
         if name not in self._begun:
             self._begun[name] = self._pool.submit(act)
+
+    @property
+    def is_busy(self) -> bool:
+        return not all(work.done() for work in self._begun.values())
 
     def result(self, name: str, limit_s: float) -> dict[str, Any]:
         """Return the answer of a case (bench/child.py); with the verdict LATE or FAILED if there is none."""
@@ -368,7 +378,7 @@ def step_argv(case: str, smoke: bool) -> list[str]:
 def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
     """Time the train steps of one of CASES, beside their estimate. If cuDNN's attention fails, time Pallas' attention."""
     argv, name = [*step_argv(case, node.smoke), f"--config.paths.cache={node.cache}"], f"{case}{' trace' if trace else ''}"
-    steps, began, note = (3, 1) if node.smoke else (8, 2), time.monotonic(), ""
+    steps, began, note = (3, 1) if node.smoke or trace else (8, 2), time.monotonic(), ""
     answer = node_suite.time_steps(node, name, argv, limit_s, steps, devices=1, trace=trace)
     if answer["verdict"] == FAILED and "cudnn" in answer["why"].lower() and not {*PALLAS} & {*argv}:
         note, left = f"cuDNN failed ({answer['why'][:300]}); with Pallas: ", limit_s - (time.monotonic() - began)
@@ -384,23 +394,26 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
     text += f"compiled in {answer['compile_s']:.0f} s"
     if answer["not_planned"] and not node.smoke:
         text += f"; not planned: {answer['not_planned']}"
+    if background.is_busy:
+        text += "; the CPU worked beside it"
     off = note or node_suite.differences_from_plan(case, answer)
     return Outcome(OFF if off else GOOD, note + text, report.markdown(report.step_details(name, answer)), answer)
 
 
 def trace_step(case: str, node: Node, limit_s: float) -> Outcome:
     """Trace two train steps of one of CASES, report the trace, and keep both."""
-    folder, began = node.path / "trace", time.monotonic()
+    folder, deadline = node.path / "trace", time.monotonic() + limit_s
     shutil.rmtree(folder, ignore_errors=True)
-    outcome = time_step(case, node, limit_s - 25, trace=str(folder))
+    outcome = time_step(case, node, limit_s - REPORT_S, trace=str(folder))
     if not [*folder.rglob("*.xplane.pb")]:
-        return dataclasses.replace(outcome, verdict=BAD, found=f"no trace; {outcome.found}")
+        late = outcome.verdict == LATE or outcome.data.get("trace") == NOT_DONE
+        return dataclasses.replace(outcome, verdict=LATE if late else BAD, found=f"no trace; {outcome.found}")
     command = module_command("profile", str(folder), f"--html={folder}/report.html", f"--json={folder}/report.json")
-    code, said = node.run_program("Report of the trace", command, limit_s - (time.monotonic() - began))
+    code, said = node.run_program("Report of the trace", command, deadline - time.monotonic())
     files = pack(folder, node.path / "keep" / "trace.tar.gz")
     shutil.rmtree(folder)
     found = f"{sum(file.stat().st_size for file in files) / 2**20:.2g} MiB in {len(files)} files; report: {said.found}"
-    verdict = BAD if code else outcome.verdict
+    verdict = LATE if code is None else BAD if code else outcome.verdict
     return dataclasses.replace(outcome, verdict=verdict, found=f"{found}; {outcome.found}", lines=outcome.lines + said.lines)
 
 
@@ -441,9 +454,11 @@ def time_torch(node: Node, limit_s: float) -> Outcome:
     if not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
         return Outcome(OUT, "this Python has no torch or no transformers")
     deadline = time.monotonic() + limit_s
-    small, example = (background.result(name, limit_s / 2) for name in ("small example", "example"))
+    small, example = (background.result(name, (deadline - time.monotonic()) / 2) for name in ("small example", "example"))
     platform = "cpu" if node.smoke else "gpu"
-    same = peer_torch.compare_losses(small, sys.executable, node.folder.log("torch small"), limit_s / 3, platform)
+    same = peer_torch.compare_losses(
+        small, sys.executable, node.folder.log("torch small"), (deadline - time.monotonic()) / 2, platform
+    )
     if wrong := [answer["why"] for answer in (same, example) if answer["verdict"] != OK]:
         return Outcome(BAD, "; ".join(dict.fromkeys(wrong)), data={"same": same})
     settings = peer_torch.read_settings("sdpa,none" if node.smoke else TORCH)
@@ -472,6 +487,8 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
     file = rates.path(gpu.name) if gpu else None
     earlier = file.read_bytes() if file and file.exists() else None
     outcome = node_suite.calibrate(node, limit_s)
+    if outcome.verdict == OUT and not node.smoke:
+        outcome = dataclasses.replace(outcome, verdict=LATE)
     if file and file.exists() and outcome.verdict == GOOD:
         shutil.copy(file, node.path / "keep")
         file.unlink()
@@ -483,7 +500,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
     """Time the kernels of one kind (bench/kernels.py), and compare each time with its lower bound."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
-    answer = run_case(kernels.CASE, request, log=node.folder.log(kind), limit_s=limit_s)
+    answer = run_case(kernels.CASE, request, log=node.folder.log(f"kernels {kind}"), limit_s=limit_s)
     rows = answer.get("rows", [])
     lines = report.markdown(kernels.make_table(f"Kernels: {kind}", rows))
     bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, kernels.NOT_TIMED)]
@@ -566,13 +583,14 @@ def train(node: Node, name: str, every_s: int, limit_s: float) -> tuple[Outcome,
 
 def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
     """Check the GPU metrics of a short run, its report and its receipt."""
-    outcome, receipt = train(node, "run", 2, limit_s)
+    deadline = time.monotonic() + limit_s
+    outcome, receipt = train(node, METRICS_RUN, 2, limit_s)
     if outcome.verdict == BAD:
         return outcome
-    folder = node.path / "run"
+    folder = node.path / METRICS_RUN
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seen = [line for line in lines if line["kind"] == "gpu"]
-    code, said = node.run_program("report", module_command("report", str(folder)), 60)
+    code, said = node.run_program("report", module_command("report", str(folder)), deadline - time.monotonic())
     if code != 0:
         return Outcome(BAD, f"the report: {said.found}", said.lines, receipt)
     if not seen and not node.smoke:

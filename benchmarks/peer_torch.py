@@ -126,7 +126,7 @@ def start(parsed: Parsed) -> int:
         problems.append(Problem("--settings", options["settings"], "a CPU has only sdpa", "Write --settings=sdpa,layers."))
     if options["out"]:
         problems += writable("--out", Path(options["out"]).expanduser())
-    if problems:
+    if problems := problems or train_step.gpu_problems():
         raise ConfigError(problems)
     request: dict[str, Any] = {"devices": 1, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
     request["limit_s"] = int(options["limit"]) or None

@@ -251,6 +251,7 @@ def choose(spec: dict, device: torch.device, batch: tuple) -> dict:
         except RuntimeError as error:  # this kernel does not support these inputs on this device
             why = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
         tried.append({**how, "step_s": seconds, "why": why})
+        print(json.dumps(tried[-1]), flush=True)  # the log has it if this process is killed
         release(device)
     if best is None:
         names = [f"{t['attention']}, compile {t['compile']}{', checkpoint' if t['checkpoint'] else ''}" for t in tried]

@@ -233,7 +233,7 @@ def _uuid(index: int, nvml: Any) -> str:
 
 
 def _invisible(visible: str, rule: str) -> InvisibleGpu:
-    remedy = "Set CUDA_VISIBLE_DEVICES=0 for the first GPU, or unset it for all; nvidia-smi -L lists them."
+    remedy = f"Set CUDA_VISIBLE_DEVICES=0 for the first GPU, or unset it for all; nvidia-smi -L lists them. Or {WITHOUT_GPUS}."
     return InvisibleGpu(Problem("CUDA_VISIBLE_DEVICES", visible, rule, remedy))
 
 

@@ -87,14 +87,15 @@ def threads_for_cpus(count: int) -> None:
 def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
-    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX starts fewer GPUs than the driver reports:
-    JAX itself would take the CPU.
+    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX starts fewer GPUs than the driver reports, or
+    no GPU: JAX itself would take the CPU.
+
+    Args:
+        devices: those of all processes of the run.
     """
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         threads_for_cpus(devices.count)
-    elif devices.problem:
-        raise ConfigError([devices.problem])
     else:
         load_nvrtc_builtins()
     with quiet() if devices.kind == "cpu" else ending_at_once():
@@ -119,15 +120,19 @@ def _start_gpus(devices: Devices, alone: bool) -> None:
 
     errors = LoggedErrors(logging.ERROR)
     logging.getLogger("jax").addHandler(errors)
+    started: list[Any] = []
     try:
-        started: list[Any] = jax.devices()
+        started = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS=cuda; jax 0.11.2 asserts that some platform has started
         if not alone:  # another process may have failed
             raise
-        started, _ = [], errors.lines.append(str(error))
+        errors.lines.append(str(error))
     finally:
         logging.getLogger("jax").removeHandler(errors)
-    if (count := sum(device.platform == "gpu" for device in started)) < devices.count:
+    count = sum(device.platform == "gpu" for device in started)
+    if devices.problem and not count:  # JAX can use some GPUs that a run does not take, such as a MIG slice
+        raise ConfigError([devices.problem])
+    if count < devices.count:
         how_many = f"started {count} of them" if count else "could not start CUDA"
         why = "; ".join(filter(None, dict.fromkeys(errors.lines)))
         rule = f"the driver reports {devices.count} x {devices.name}, and JAX {how_many}{': ' if why else ''}{why}".rstrip(".")

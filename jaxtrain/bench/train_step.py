@@ -35,6 +35,7 @@ NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
 DATA = {"synthetic": ("--config.data.source=synthetic", *NO_EVAL), "real": NO_EVAL}
 TRACED_STEPS = 2
 START_S = 120.0  # in which JAX starts on the GPUs of a node
+NOT_DONE = "it was not done"  # a trace, if the case ended before it
 MIN_STEPS = 3  # least timed steps before a time limit ends a case
 BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # bytes of a number; scales of int8 blocks are left out
 
@@ -234,7 +235,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
             "loss": {"first": losses[0], "last": losses[-1]},
             "planned": None,
             "not_planned": "the plan was not done",
-            "trace": "it was not done" if traced else "",
+            "trace": NOT_DONE if traced else "",
         }
         kind = devices[0].device_kind if devices[0].platform == "gpu" else ""
         out |= rates(run, len(devices), out["step_s"]["median"], peak_tflops(run, kind))

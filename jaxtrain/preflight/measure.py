@@ -21,7 +21,7 @@ import pynvml
 
 from jaxtrain import hardware, startup
 from jaxtrain.bench import child, disk_rates
-from jaxtrain.distributed import Cluster
+from jaxtrain.distributed import Cluster, all_devices
 from jaxtrain.monitor.card import Card, Lost, Sample, mean
 from jaxtrain.preflight.node import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.preflight.rates import BUS_RATES, GPU_LISTS, INTER_NODE_RATES, RATES
@@ -177,8 +177,7 @@ def measure_in_child(request: Mapping[str, Any]) -> dict[str, Any]:
     results = Results(request, request["limit_s"])
     cluster = Cluster(**request["cluster"]) if request["cluster"] else None
     results.begin("the start of JAX" + (f" with {cluster.num_processes} processes" if cluster else ""))
-    here = hardware.probe()
-    startup.start_jax(here, cluster)
+    startup.start_jax(all_devices(hardware.probe(), cluster), cluster)
     import jax
 
     measure_gpus(jax.devices(), jax.local_devices(), results)

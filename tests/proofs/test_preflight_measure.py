@@ -20,6 +20,7 @@ from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.disk_rates import Unmeasured
 from jaxtrain.bench.microbenchmarks import TINY
 from jaxtrain.config import ConfigError
+from jaxtrain.distributed import Cluster
 from jaxtrain.monitor import card
 from jaxtrain.preflight import measure, rates
 from jaxtrain.preflight.node import Unanswered
@@ -158,6 +159,17 @@ def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
     monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
     with pytest.raises(ConfigError, match="the driver reports 8 x NVIDIA H200"):
         measure.measure_in_child({"limit_s": 10.0, "cluster": None})
+
+
+@pytest.mark.parametrize(("ids", "count"), [((0,), 4), (None, 32)])
+def test_a_run_of_some_gpus_of_a_node_is_measured_on_these(ids, count, monkeypatch):
+    """JAX starts the GPUs of all processes: here of 4, with one GPU each or with a node of 8 each."""
+    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
+    asked = []
+    monkeypatch.setattr(measure.startup, "start_jax", lambda devices, cluster: asked.append(devices.count))
+    monkeypatch.setattr(measure, "measure_gpus", lambda *_: None)
+    measure.measure_in_child({"limit_s": 10.0, "cluster": dataclasses.asdict(Cluster("here:1", 4, 0, ids, "test"))})
+    assert asked == [count]
 
 
 class Played:

@@ -69,7 +69,7 @@ def test_cases_can_be_run(devices):
 
 def test_pytorch_can_take_the_step_that_it_is_compared_in():
     run = launch.load(gpu_items.step_argv(gpu_items.PEERS[1], False)).run
-    assert peer_torch.refusal(run) == [] and len(peer_torch.read_settings(gpu_items.TORCH)) == 3
+    assert peer_torch.refusal(run) == [] and len(peer_torch.read_settings(gpu_items.TORCH)) == 4
     assert peer_torch.check_settings(gpu_items.TORCH) == ""
 
 
@@ -117,7 +117,7 @@ def act(*verdicts: str):
 def test_a_second_call_continues_and_repeats_no_finished_item(tmp_path, one_gpu, monkeypatch):
     items = (
         first_minutes.Item("a", act("ok"), 60.0),
-        first_minutes.Item("b", act("FAILED"), 60.0),
+        first_minutes.Item("b", act("FAILED"), 60.0),  # at once, and not because its time ended
         first_minutes.Item("c", act("out of time", "ok"), 60.0),
         first_minutes.Item("d", act("ok"), 60.0, need_s=50.0),
         first_minutes.Item("e", act(), 60.0, least_gib=100.0),
@@ -127,6 +127,56 @@ def test_a_second_call_continues_and_repeats_no_finished_item(tmp_path, one_gpu,
     assert first == (1, {"a": "ok", "b": "FAILED", "c": "out of time", "d": "left out"})
     assert call(tmp_path, "--seconds=100") == (0, {"a": "ok", "b": "FAILED", "c": "ok", "d": "ok"})
     assert len(os.listdir(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize(
+    ("verdict", "seconds", "per_card", "again"),
+    [
+        ("ok", 50.0, True, False),
+        ("off", 20.0, True, False),  # a speed that differs from its plan
+        ("off", 50.0, False, True),  # a comparison of correctness that is incomplete
+        ("FAILED", 20.0, True, False),
+        ("FAILED", 49.0, True, True),  # its time ended
+        ("out of time", 50.0, True, True),
+    ],
+)
+def test_an_item_whose_time_ended_is_repeated_if_there_is_more(verdict, seconds, per_card, again):
+    item = first_minutes.Item("a", act(), 100.0, per_card=per_card)
+    before = {"verdict": verdict, "seconds": seconds, "budget_s": 50.0}
+    assert first_minutes.is_open(item, before, 100.0) == again
+    assert not first_minutes.is_open(item, before, 55.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "verdict"),
+    [
+        ({"verdict": "ok", "trace": "failed: no profiler"}, 0, "FAILED"),
+        ({"verdict": "ok", "trace": "it was not done"}, 0, "out of time"),
+        ({"verdict": "out of time", "why": "late"}, 0, "out of time"),
+        ({"verdict": "ok", "trace": "there"}, 0, "ok"),
+        ({"verdict": "ok", "trace": "there"}, 1, "FAILED"),
+        ({"verdict": "ok", "trace": "there"}, None, "out of time"),
+    ],
+)
+def test_a_trace_that_lacked_time_did_not_fail(answer, code, verdict, tmp_path, monkeypatch):
+    def run_case(function, request, **_):
+        if answer.get("trace") == "there":
+            Path(request["trace"]).mkdir()
+            Path(request["trace"], "a.xplane.pb").write_text("trace")
+        return ANSWER | answer
+
+    monkeypatch.setattr(node_suite, "run_case", run_case)
+    monkeypatch.setattr(parts, "run_program", lambda *_, **__: (code, "said"))
+    assert gpu_items.trace_step("packed, loop", node(tmp_path), 60.0).verdict == verdict
+
+
+def test_results_that_cannot_be_sent_end_nothing(tmp_path, one_gpu, monkeypatch, capsys):
+    items = tuple(first_minutes.Item(name, act("ok"), 60.0) for name in "ab")
+    monkeypatch.setattr(first_minutes, "ITEMS", items)
+    (tmp_path / "out").write_text("a file")
+    assert first_minutes.main([f"--out={tmp_path / 'out'}", f"--work={tmp_path / 'work'}"]) == 0
+    assert {*json.loads((tmp_path / "work/results/results.json").read_text())["parts"]} == {"a", "b"}
+    assert "--out: " in capsys.readouterr().err
 
 
 def test_nothing_runs_behind_a_failed_gate_and_the_gate_is_tried_again(tmp_path, one_gpu, monkeypatch):
@@ -165,7 +215,7 @@ def test_no_more_is_sent_than_may_be_and_the_rest_is_named(tmp_path, monkeypatch
 def test_items_of_an_earlier_machine_are_not_repeated(tmp_path, capsys):
     """Speeds hold for one kind of GPU, correctness for all. A failed item, and results of a CPU, count for nothing."""
     ok, failed = {"verdict": "ok"}, {"verdict": "FAILED"}
-    done = {"losses as on a CPU": ok, "packed, loop": ok, "killed and resumed": failed}
+    done = {"losses as on a CPU": ok, "packed, loop": ok, "killed and resumed": failed, "experts": {"verdict": "off"}}
     for name, about in (("h100", {"platform": "gpu", "device": H100.name}), ("cpu", {"platform": "cpu", "device": H200.name})):
         (tmp_path / name).mkdir()
         tree = {"kind": "first_minutes", "about": about, "parts": done}
@@ -249,9 +299,14 @@ def test_wrong_numbers_close_the_gate_and_missing_libraries_do_not(tmp_path, mon
         ({"functions": "JaxRuntimeError: no"}, "FAILED"),
         ({"attention": "JaxRuntimeError: No valid execution plans built"}, "off"),
         ({"pinned": "JaxRuntimeError: no"}, "off"),
-        ({"verdict": "refused", "why": "devices: JAX could not start CUDA"}, "FAILED"),
+        ({"verdict": "failed", "why": "cuDNN crashed", "attention": None}, "off"),
+        (
+            {"verdict": "refused", "why": "JAX could not start CUDA", **dict.fromkeys(("product", "functions", "pinned"))},
+            "FAILED",
+        ),
     ):
-        monkeypatch.setattr(gpu_items, "run_case", lambda *_, change=change, **__: fine | change)
+        answer = {key: value for key, value in (fine | change).items() if value is not None}
+        monkeypatch.setattr(gpu_items, "run_case", lambda *_, answer=answer, **__: answer)
         assert gpu_items.compute(node(tmp_path), 60.0).verdict == verdict, change
 
 

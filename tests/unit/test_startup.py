@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxtrain import environment, startup
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.hardware import HOST_LIMIT, Devices
 
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
@@ -73,6 +73,18 @@ def test_fewer_gpus_than_the_driver_reports_are_refused(platform: str, count: in
         startup.start_jax(H200)
     (problem,) = refused.value.problems
     assert problem.key == "devices" and "8 x NVIDIA H200" in problem.rule
+
+
+def test_a_gpu_that_a_run_does_not_take_may_be_used_by_other_commands(monkeypatch: pytest.MonkeyPatch):
+    """NVML does not list a MIG slice as a GPU, but JAX computes on it: enough for samples. The CPU would be no substitute."""
+    problem = Problem("CUDA_VISIBLE_DEVICES", "MIG-1", "is a MIG slice", "Set another.")
+    slice_of_one = Devices("gpu", "", 0, 0.0, "test", problem=problem)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    startup.start_jax(slice_of_one)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="cpu")])
+    with pytest.raises(ConfigError) as refused:
+        startup.start_jax(slice_of_one)
+    assert refused.value.problems == [problem]
 
 
 def test_builtins_of_nvrtc_are_loaded_from_nvidias_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

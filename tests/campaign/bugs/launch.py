@@ -430,8 +430,8 @@ BUGS = (
     Bug(
         "startup: a CPU in place of GPUs that do not start",
         "jaxtrain/startup.py",
-        "for device in started)) < devices.count:",
-        "for device in started)) < 0:",
+        "if count < devices.count:",
+        "if count < 0:",
         "unit/test_startup.py -k fewer_gpus",
     ),
 )
