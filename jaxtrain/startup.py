@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jaxtrain
 from jaxtrain.config import ConfigError, Problem, RunConfig
@@ -118,38 +117,36 @@ def _start_gpus(devices: Devices, alone: bool) -> None:
     """Start JAX on GPUs. Raise ConfigError if it starts fewer. alone: this is the run's only process."""
     import jax
 
-    errors = LoggedErrors(logging.ERROR)
-    logging.getLogger("jax").addHandler(errors)
-    started: list[Any] = []
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        held.append(record)
+        return False
+
+    log, started, reasons = logging.getLogger("jax._src.xla_bridge"), [], []
+    log.addFilter(hold)
     try:
         started = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS=cuda; jax 0.11.2 asserts that some platform has started
         if not alone:  # another process may have failed
             raise
-        errors.lines.append(str(error))
+        reasons.append(str(error))
     finally:
-        logging.getLogger("jax").removeHandler(errors)
+        log.removeFilter(hold)
     count = sum(device.platform == "gpu" for device in started)
     if devices.problem and not count:  # JAX can use some GPUs that a run does not take, such as a MIG slice
         raise ConfigError([devices.problem])
     if count < devices.count:
         how_many = f"started {count} of them" if count else "could not start CUDA"
-        why = "; ".join(filter(None, dict.fromkeys(errors.lines)))
+        logged = [str(record.exc_info[1]) if record.exc_info else record.getMessage() for record in held]
+        why = "; ".join(dict.fromkeys(" ".join(text.split()) for text in (*logged, *reasons) if text))
         rule = f"the driver reports {devices.count} x {devices.name}, and JAX {how_many}{': ' if why else ''}{why}".rstrip(".")
         remedy = f"Run ./run.sh preflight to check the node (docs/first_gpu_run.md has the usual causes), or {WITHOUT_GPUS}."
         raise ConfigError([Problem("devices", None, rule, remedy)])
-
-
-class LoggedErrors(logging.Handler):
-    """The errors that are logged, in one line each: `lines`. If an exception was logged, the line is its message."""
-
-    def __init__(self, level: int):
-        super().__init__(level)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = str(record.exc_info[1]) if record.exc_info else record.getMessage()
-        self.lines.append(" ".join(text.split()))
+    for record in held:  # of another platform
+        log.handle(record)
 
 
 def load_nvrtc_builtins() -> None:

@@ -1,6 +1,7 @@
 """Starting JAX: the environment is set first, CPU devices get enough threads, and stderr loses only known messages."""
 
 import _ctypes
+import logging
 import os
 import shutil
 import sys
@@ -73,6 +74,26 @@ def test_fewer_gpus_than_the_driver_reports_are_refused(platform: str, count: in
         startup.start_jax(H200)
     (problem,) = refused.value.problems
     assert problem.key == "devices" and "8 x NVIDIA H200" in problem.rule
+
+
+def test_what_jax_logs_is_lost_only_if_it_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    log = logging.getLogger("jax._src.xla_bridge")
+
+    def devices(platform: str) -> list[SimpleNamespace]:
+        log.warning("a warning about %s", platform)
+        try:
+            raise RuntimeError("a plugin\nfails")
+        except RuntimeError:
+            log.exception("Jax plugin configuration error")
+        return [SimpleNamespace(platform=platform)] * 8
+
+    monkeypatch.setattr(jax, "devices", lambda: devices("gpu"))
+    startup.start_jax(H200)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    monkeypatch.setattr(jax, "devices", lambda: devices("cpu"))
+    with pytest.raises(ConfigError, match="a plugin fails"):
+        startup.start_jax(H200)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "WARNING"]
 
 
 def test_a_gpu_that_a_run_does_not_take_may_be_used_by_other_commands(monkeypatch: pytest.MonkeyPatch):
