@@ -262,6 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:  # the results stay in --work, and the next item may be sent
             print(f"--out: {error}; the results are in {node.path}", file=sys.stderr)
 
+    if not items:  # --out may be a new folder
+        after()
     left_s = args.seconds - MARGIN_S - (time.monotonic() - began)
     try:
         code = run_parts(items, node, console, left_s, "The first minutes", done, after)

@@ -127,6 +127,11 @@ def test_a_second_call_continues_and_repeats_no_finished_item(tmp_path, one_gpu,
     assert first == (1, {"a": "ok", "b": "FAILED", "c": "out of time", "d": "left out"})
     assert call(tmp_path, "--seconds=100") == (0, {"a": "ok", "b": "FAILED", "c": "ok", "d": "ok"})
     assert len(os.listdir(tmp_path / "out")) == 3
+    for file in (tmp_path / "out").iterdir():
+        file.unlink()
+    assert call(tmp_path, "--seconds=100")[1] == {"a": "ok", "b": "FAILED", "c": "ok", "d": "ok"}, (
+        "sent again, as to a new folder"
+    )
 
 
 @pytest.mark.parametrize(
