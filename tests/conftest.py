@@ -4,27 +4,27 @@ import os
 import sys
 
 import ledger
-from compile_options import QUICKLY
+from compile_options import EIGHT_CPUS
 
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # another checkout's compile cache would be tested instead of this code
-os.environ.update(
-    {}
-    if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"  # only tests/gpu uses a GPU
-    else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {QUICKLY}"}
-)
+os.environ.update({} if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu" else EIGHT_CPUS)  # only tests/gpu uses a GPU
 
+import faulthandler
 import gc
 import importlib
 import math
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import changed
 import jax
 import kernel_results
 import programs
+import progress
 import pytest
 from hypothesis import settings
 
@@ -49,10 +49,10 @@ programs.keep_programs()
 
 HERE = Path(__file__).parent
 
-# By default a property test draws a few cases, the same in each run. A campaign draws many. If the campaign has a time limit,
-# as in CI, its cases are the same in each run too: then no change fails for a case that is unrelated to it.
-settings.register_profile("quick", max_examples=6, derandomize=True, deadline=None, database=None)
-settings.register_profile("many", max_examples=100, derandomize=True, deadline=None, database=None)
+# By default a property test draws one case beside the simplest, the same in each run. A campaign draws more. If it has a time
+# limit, as in CI, its cases are the same in each run too: then no change fails for a case that is unrelated to it.
+settings.register_profile("quick", max_examples=2, derandomize=True, deadline=None, database=None)
+settings.register_profile("many", max_examples=10, derandomize=True, deadline=None, database=None)
 settings.register_profile("thorough", max_examples=100, deadline=None, print_blob=True)
 settings.load_profile("quick")
 
@@ -139,8 +139,13 @@ def minutes(text: str) -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    limit = "everything there is, the test first whose last proof is the oldest; after so many minutes no test is begun"
+    limit = (
+        "everything there is, the test first whose last proof is the oldest. With minutes: what the default tests leave out, "
+        "nothing that needs more than a minute; after so many minutes no test is begun"
+    )
     parser.addoption("--campaign", nargs="?", const=math.inf, type=minutes, metavar="MINUTES", help=limit)
+    near = f"only the test files that a diff touches: those that import a changed file in {NEAR} steps; the nearest first"
+    parser.addoption("--changed", nargs="?", const="", metavar="COMMIT", help=f"{near}. COMMIT: since then")
     parser.addoption("--unit", action="store_true", help="only tests/unit: what needs no compile, no process and no wait")
     parser.addoption("--ledger", action="store_true", help="run nothing: list the tests that no campaign has proved lately")
     parser.addoption("--part", metavar=FORM, type=own_part, help="only the contract tests, on a part of your own")
@@ -148,6 +153,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part-config", metavar="KEY=VALUE", type=own_key, action="append", default=[], help=more)
 
 
+NEAR = 2  # imports between a test file and a changed file. Nearly every test imports every module in a few steps more.
 FORM = "KEY=package.module:name"
 KEYS = ("model.family", "loss.name", "optimizer.name", "data.source")
 
@@ -190,7 +196,7 @@ def own_key(text: str) -> tuple[str, Any]:
 
 # Parametrized tests whose cases share nothing: each case may go to another worker. All tests of any other file go to one
 # worker.
-SPREAD = ("test_matrix[", "test_a_planted_bug_is_noticed[")
+SPREAD = ("test_matrix[",)
 # Files that take long. They start first: a long file that started last would leave the other worker idle.
 LONG = (
     "test_tiny",
@@ -199,32 +205,44 @@ LONG = (
     "test_docs_site",
     "test_killed",
     "test_golden",
-    "test_plan_memory",
+    "test_parity",
+    "test_optimizer_steps",
+    "test_fp8",
     "test_every_key",
+    "test_moe",
+    "test_dpo",
+    "test_mtp",
+    "test_plan_memory",
     "test_plan_layouts",
     "test_resume",
-    "test_divergence",
-    "test_moments",
-    "test_lora_training",
-    "test_watching",
-    "test_optimizer_steps",
-    "test_plan",
-    "test_moe",
-    "test_plan_programs",
-    "test_fp8",
     "test_train",
-    "test_contract",
     "test_context",
-    "test_offload",
+    "test_plan",
+    "test_divergence",
     "test_stage_states",
     "test_model",
-    "test_muon",
+    "test_api",
+    "test_lora_training",
+    "test_hf_models",
+    "test_plan_programs",
+    "test_zero",
+    "test_pipeline",
+    "test_search",
+    "test_attention_fp8",
+    "test_contract",
 )
 DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()
+CPU, STDERR = pytest.StashKey[float](), pytest.StashKey[int]()
+LIMIT_S = 600  # of a test, but in a campaign without a time limit
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Where a time limit ends the suite (`timeout`, a CI's own) or a test, each process prints where it waited: not into the
+    # file that captures a test's output.
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.stash[STDERR] = os.dup(2)
+    faulthandler.register(signal.SIGTERM, file=config.stash[STDERR], all_threads=True, chain=True)
     # pytest allows one module named conftest, so these hooks are in a module of another name
     config.pluginmanager.register(kernel_results)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # the command line names no files
@@ -232,15 +250,38 @@ def pytest_configure(config: pytest.Config) -> None:
             config.args[:] = [str(HERE / "unit")]
         elif ledger.is_campaign(config):
             config.args[:] = [str(HERE / tier) for tier in ("unit", "proofs", "gpu", "campaign")]
+        elif config.getoption("--changed") is not None:
+            config.args[:] = files_of_the_change(config)
     if config.getoption("--part"):
         config.args[:] = [str(HERE / "proofs" / "test_contract.py")]
     if config.getoption("--part") or config.getoption("--ledger") or ON_GPU:
         config.option.dist = "no"  # a second process would find no free GPU memory
     if ledger.is_campaign(config):
-        limited = math.isfinite(config.getoption("--campaign") or math.inf)
-        settings.load_profile("many" if limited else "thorough")
+        settings.load_profile("many" if is_limited(config) else "thorough")
     config.stash[DEADLINE] = time.time() + 60 * (config.getoption("--campaign") or math.inf)
     config.stash[COMMIT] = ledger.commit()
+
+
+def is_limited(config: pytest.Config) -> bool:
+    """Return whether pytest runs a campaign with a time limit."""
+    return ledger.is_campaign(config) and math.isfinite(config.getoption("--campaign") or math.inf)
+
+
+def files_of_the_change(config: pytest.Config) -> list[str]:
+    """Return the test files of --changed, the nearest first. Raises pytest.UsageError if there is no such commit or change."""
+    base = config.getoption("--changed")
+    try:
+        files = changed.changed_files(base)
+    except subprocess.CalledProcessError as error:
+        raise pytest.UsageError(f"--changed={base}: {error.stderr.splitlines()[0]}") from None
+    touched = changed.touched(files)
+    near = [str(file) for file, distance in touched.items() if distance <= NEAR]
+    if not near:
+        names = ", ".join(map(str, files)) or "a file, since nothing differs"
+        raise pytest.UsageError(f"--changed={base}: no test file imports {names}. Fix: name the tests to run, or --unit.")
+    if not hasattr(config, "workerinput"):
+        print(f"changed: {len(files)} files. {len(near)} of {len(touched)} test files that import them do so in {NEAR} steps.")
+    return near
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -269,12 +310,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--part")
     if part:
         items[:] = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("part") == part]
-    if not (ledger.is_campaign(config) or part):
-        more = [item for item in items if item.get_closest_marker("more")]
-        config.hook.pytest_deselected(items=more)
-        items[:] = [item for item in items if item not in more]
-    order = {name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if is_limited(config):
+        select(config, items, lambda item: is_more(item) and not item.get_closest_marker("long"))
+    elif not (ledger.is_campaign(config) or part):
+        select(config, items, lambda item: not item.get_closest_marker("more"))
+    if config.getoption("--changed") is None:
+        order = {name: i for i, name in enumerate(LONG)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if ledger.is_campaign(config):
         groups: dict[str, list[pytest.Item]] = {}
         for item in items:
@@ -284,10 +326,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for name in ledger.order(ids, known, config.stash[COMMIT]) for item in groups[name]]
 
 
+def select(config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]) -> None:
+    """Deselect the tests that `keep` is not true of."""
+    config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
+    items[:] = [item for item in items if keep(item)]
+
+
+def is_more(item: pytest.Item) -> bool:
+    """Return whether only a campaign runs the test."""
+    return bool(item.get_closest_marker("more")) or item.path.is_relative_to(HERE / "campaign")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Skip a test that would start after the deadline, without a line in the ledger."""
+    item.stash[CPU] = progress.cpu_seconds()
     return True if time.time() > deadline(item.config) else None
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test after LIMIT_S, with the traceback of what it waits for; the other threads' go to stderr."""
+    if ledger.is_campaign(item.config) and not is_limited(item.config):
+        yield
+        return
+    faulthandler.dump_traceback_later(LIMIT_S, file=item.config.stash[STDERR])
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"the test did not end in {LIMIT_S} s"))
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def deadline(config: pytest.Config) -> float:
@@ -301,9 +372,11 @@ def pytest_configure_node(node: Any) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    outcome = yield
-    outcome.get_result().ledger_item = item_id(item)  # type: ignore[attr-defined]
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any]:
+    report = (yield).get_result()
+    report.ledger_item = item_id(item)
+    item.stash[CPU], before = progress.cpu_seconds(), item.stash[CPU]
+    report.cpu_s = item.stash[CPU] - before
 
 
 class Results:
@@ -340,6 +413,13 @@ class Results:
 def reason(report: pytest.TestReport) -> str:
     """Return the reason why a test was skipped, or why its failure was expected (xfail)."""
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", ""))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    option = session.config.option
+    lists_only = option.collectonly or option.ledger
+    if not hasattr(session.config, "workerinput") and not lists_only and option.capture != "no" and not option.usepdb:
+        session.config.pluginmanager.register(progress.Progress(session.config))
 
 
 @pytest.hookimpl(tryfirst=True)
