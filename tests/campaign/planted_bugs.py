@@ -2,27 +2,56 @@
 
     python tests/campaign/planted_bugs.py              try all; print a line each, and the share that tests found
     python tests/campaign/planted_bugs.py clip digest  try those whose names contain a given word
+    python tests/campaign/planted_bugs.py --sample=40  try 40, by turns: as many commits later, the next 40
 
 Each bug is planted in a copy of the repository, and the tests in `Bug.tests` run in this copy. If they pass, a test is missing:
-write one that fails. To add a bug, append it to the file of its part in bugs/. The campaign tries every bug
-(test_planted_bugs.py).
+write one that fails. To add a bug, append it to the file of its part in bugs/.
+
+A process that has imported the packages, but nothing of the repository, forks for each bug: its tests begin at once, and no
+bug leaves anything behind. --workers (default 2) processes do so, each with a copy of its own.
 """
 
+import argparse
+import ast
+import contextlib
+import importlib
+import multiprocessing
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bugs import Bug, all_bugs
 
 REPO = Path(__file__).resolve().parents[2]
-FOLDERS = ("jaxtrain", "tests", "configs", "recipes", "docs", "benchmarks", "requirements")
-FILES = ("pyproject.toml", "README.md", "run.sh", ".python-version")
+FOLDERS = ("jaxtrain", "tests", "configs", "recipes", "docs", "benchmarks", "requirements", "deploy", "notebooks")
+FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "run.sh", ".python-version")
 LIMIT_S = 600
+SHUFFLED = 20261128  # the order of samples: neighbours in bugs/ name the same tests
+
+
+def stale() -> list[str]:
+    """Return a line for each entry of bugs/ that no longer fits: its text does not occur once, or its tests do not exist."""
+    bugs = all_bugs()
+    names = [bug.name for bug in bugs]
+    problems = [f"{name}: a second bug of this name" for name in {*names} if names.count(name) > 1]
+    sources = {bug.file: (REPO / bug.file).read_text() if (REPO / bug.file).exists() else "" for bug in bugs}
+    for bug in bugs:
+        if (count := sources[bug.file].count(bug.text)) != 1:
+            problems.append(f"{bug.name}: {bug.text!r} occurs {count} times in {bug.file}, and must occur once")
+        if bug.text == bug.instead:
+            problems.append(f"{bug.name}: changes nothing")
+        files = [word for word in shlex.split(bug.tests) if word.startswith(("unit/", "proofs/", "gpu/"))]
+        missing = [file for file in files if not (REPO / "tests" / file.partition("::")[0]).exists()]
+        if missing or not files:
+            problems.append(f"{bug.name}: no file {' '.join(missing) or 'of tests/unit, proofs or gpu'} ({bug.tests})")
+    return problems
 
 
 def copy_repository(root: Path) -> None:
@@ -30,56 +59,148 @@ def copy_repository(root: Path) -> None:
     for name in (*FOLDERS, *FILES):
         source = REPO / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, root / name)
+    # tests start commands with the environment of the repository that they are in
+    (root / ".venv").symlink_to(Path(sys.prefix))
 
 
-def plant(bug: Bug, root: Path) -> str:
-    """Write a bug into the copy `root` of the repository, and return the file's previous text.
+def import_packages() -> None:
+    """Import the packages that modules of jaxtrain and of the tests import, but none of the repository's own modules."""
+    names = {"pytest", "xdist.plugin", "hypothesis.strategies"}
+    for file in [*(REPO / "jaxtrain").rglob("*.py"), *(REPO / "tests").rglob("test_*.py")]:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    own = {path.stem for folder in (REPO, REPO / "tests", *(REPO / "tests").iterdir()) for path in folder.glob("*")}
+    for name in sorted(names):
+        if name.partition(".")[0] not in own:
+            with contextlib.suppress(ImportError):  # a name that is a function of its module, or a package of another platform
+                importlib.import_module(name)
 
-    Raises ValueError if `bug.text` does not occur exactly once in the file.
+
+def run_tests(words: list[str], root: Path, output: Path) -> int:
+    """Run pytest in a fork of this process, in the copy `root`, and return its exit code.
+
+    Raises TimeoutError if it does not end within LIMIT_S.
     """
-    file = root / bug.file
-    before = file.read_text()
-    if (count := before.count(bug.text)) != 1:
-        raise ValueError(f"{bug.name}: {bug.text!r} occurs {count} times in {bug.file}, and must occur once")
-    file.write_text(before.replace(bug.text, bug.instead))
-    return before
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setsid()
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.chdir(root)
+            os.environ |= {"PYTHONPATH": str(root), "JAXTRAIN_TEST_LEDGER": str(root / "ledger")}
+            import pytest
+
+            here = {REPO, REPO / "tests", REPO / "tests" / "campaign"}
+            sys.path[:] = [str(root), *(path for path in sys.path if Path(path).resolve() not in here)]
+            for name, module in [*sys.modules.items()]:
+                if str(getattr(module, "__file__", "")).startswith(str(REPO / "tests")):
+                    del sys.modules[name]
+
+            code = int(pytest.main(["-n0", "-x", "-q", "-p", "no:cacheprovider", *words]))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    began = time.monotonic()
+    while time.monotonic() - began < LIMIT_S:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise TimeoutError(f"the tests did not end in {LIMIT_S} s")
 
 
 def is_noticed(bug: Bug, root: Path) -> bool:
     """Return whether the tests of a bug fail while it is planted in the copy `root`.
 
-    Raises RuntimeError if no test ran, or if the tests do not end within LIMIT_S.
+    Raises RuntimeError if no test ran, and TimeoutError if the tests do not end within LIMIT_S.
     """
-    before = plant(bug, root)
+    file = root / bug.file
+    before = file.read_text()
+    output = root / "output.txt"
     try:
+        file.write_text(before.replace(bug.text, bug.instead))
         words = [f"tests/{word}" if word.startswith(("unit/", "proofs/", "gpu/")) else word for word in shlex.split(bug.tests)]
-        command = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", *words]
-        environ = os.environ | {"PYTHONPATH": str(root), "JAXTRAIN_TEST_LEDGER": str(root / "ledger")}
-        done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{bug.name}: its tests did not end in {LIMIT_S} s") from None
+        code = run_tests(words, root, output)
     finally:
-        (root / bug.file).write_text(before)
-    # A Python without pytest exits with 1 too, although no test ran.
-    if done.returncode not in (0, 1) or (done.returncode == 1 and "FAILED" not in done.stdout):
-        raise RuntimeError(f"{bug.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 1
+        file.write_text(before)
+    text = output.read_text()
+    # an error of a fixture or of an import ends pytest with 1 or 2 too, although no test failed
+    if code not in (0, 1) or (code == 1 and "FAILED" not in text):
+        raise RuntimeError(f"pytest ended with {code}:\n{text[-2000:]}")
+    return code == 1
 
 
-def main(words: list[str]) -> int:
-    """Try the bugs whose names contain one of `words`, or all bugs without words. Return 0 if tests find each, else 1."""
-    chosen = [bug for bug in all_bugs() if not words or any(word in bug.name for word in words)]
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
+def work(bugs: Any, results: Any) -> None:
+    """Try the bugs that come from a queue, in a copy of the repository, until None comes."""
+    import_packages()
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy_repository(Path(folder))
-        for bug in chosen:
-            began = time.monotonic()
-            found.append(is_noticed(bug, Path(folder)))
-            verdict = "noticed" if found[-1] else "SURVIVED"
-            print(f"{verdict:8}  {time.monotonic() - began:5.0f} s  {bug.name} ({bug.tests})", flush=True)
-    print(f"{sum(found)} of {len(found)} noticed")
-    return 0 if found and all(found) else 1
+        while (bug := bugs.get()) is not None:
+            began, why = time.monotonic(), ""
+            try:
+                verdict = "noticed" if is_noticed(bug, Path(folder)) else "SURVIVED"
+            except (RuntimeError, TimeoutError) as error:
+                verdict, why = "FAILED", f": {error}"
+            results.put((bug, verdict, time.monotonic() - began, why))
+
+
+def sample(bugs: list[Bug], size: int, turn: int) -> list[Bug]:
+    """Return `size` of the bugs: the samples of the turns after one another go through all of them, in a fixed random order."""
+    import random
+
+    order = random.Random(SHUFFLED).sample(bugs, len(bugs))
+    return [order[(turn * size + i) % len(order)] for i in range(min(size, len(order)))]
+
+
+def main(arguments: list[str]) -> int:
+    """Return 0 if tests find each bug that was tried, 1 if not, 2 if an entry does not fit the code or no bug was chosen."""
+    parser = argparse.ArgumentParser(prog="planted_bugs.py", description="Plant bugs, and check that tests notice them.")
+    parser.add_argument("words", nargs="*", help="only the bugs whose names contain one of these")
+    parser.add_argument("--tests", metavar="FILE", default="", help="only the bugs whose tests name this file, as test_moe")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of them, by turns")
+    parser.add_argument("--workers", type=int, default=2, help="how many at a time (2)")
+    options = parser.parse_args(arguments)
+    if problems := stale():
+        print(*problems, sep="\n")
+        return 2
+    chosen = [bug for bug in all_bugs() if not options.words or any(word in bug.name for word in options.words)]
+    chosen = [bug for bug in chosen if options.tests in bug.tests]
+    if options.sample:
+        turn = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout
+        chosen = sample(chosen, options.sample, int(turn or 0))
+    if not chosen:
+        print("no bug has such a name")
+        return 2
+    context = multiprocessing.get_context("spawn")
+    queue, results = context.Queue(), context.Queue()
+    for bug in [*chosen, *[None] * options.workers]:
+        queue.put(bug)
+    workers = [context.Process(target=work, args=(queue, results)) for _ in range(options.workers)]
+    for worker in workers:
+        worker.start()
+    noticed, began = 0, time.monotonic()
+    for i in range(len(chosen)):
+        bug, verdict, seconds, why = results.get()
+        noticed += verdict == "noticed"
+        print(f"{i + 1:4}/{len(chosen)}  {verdict:8}  {seconds:5.1f} s  {bug.name} ({bug.tests}){why}", flush=True)
+    for worker in workers:
+        worker.join()
+    print(f"{noticed} of {len(chosen)} planted bugs were noticed, in {time.monotonic() - began:.0f} s")
+    return 0 if noticed == len(chosen) else 1
 
 
 if __name__ == "__main__":
+    sys.path.append(str(REPO / "tests"))
+    from compile_options import EIGHT_CPUS
+
+    os.environ.update(EIGHT_CPUS)  # before packages are imported, JAX among them
     sys.exit(main(sys.argv[1:]))

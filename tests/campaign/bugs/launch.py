@@ -229,7 +229,7 @@ BUGS = (
         "jaxtrain/main.py",
         "wrong = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)",
         "wrong = check_resume(loaded.run, workdir)",
-        "unit/test_config.py -k by_oversight",
+        "unit/test_refusals.py -k by_oversight",
     ),
     Bug(
         "processes: process 0 leaves first",

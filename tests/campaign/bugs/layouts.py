@@ -47,7 +47,7 @@ BUGS = (
         "jaxtrain/kernels/hopper.py",
         "free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages)",
         "free = plgpu.Barrier(num_arrivals=1, num_barriers=stages)",
-        'proofs/test_attention_properties.py -k "own_tiles and 64"',
+        'proofs/test_attention_properties.py -k "definition and pallas and all"',
     ),
     Bug(
         "chunked: gradients of keys are those of the last block",
@@ -140,7 +140,7 @@ BUGS = (
         "jaxtrain/sharding.py",
         "return None, g.astype(like.dtype)",
         "return None, jnp.zeros_like(g, like.dtype)",
-        'proofs/test_parity.py -k "test_matrix and fsdp2xtensor2xseq2"',
+        'proofs/test_parity.py -k "test_matrix and fsdp2xtensor2xseq2 and sinks"',
     ),
     Bug(
         "embedding: the first token of the next shard is looked up twice",
@@ -175,7 +175,7 @@ BUGS = (
         "jaxtrain/sharding.py",
         "return tuple(a for a in self.all_axes if a not in sharded)",
         "return self.all_axes",
-        'proofs/test_parity.py -k "test_matrix and fsdp2xtensor2xseq2 and zero"',
+        'proofs/test_parity.py -k "test_matrix and fsdp2xtensor2xseq2 and queries"',
     ),
     # ---- FP8
     Bug(
@@ -197,7 +197,7 @@ BUGS = (
         "jaxtrain/kernels/experts/eight.py",
         "dtype = fp8.E5M2 if gradient else fp8.E4M3",
         "dtype = fp8.E4M3",
-        "proofs/test_fp8_experts.py -k rounded_numbers",
+        'proofs/test_fp8.py -k "rounded_numbers and experts"',
     ),
     Bug(
         "experts, pallas: a tile stores rows of the next expert",
@@ -290,7 +290,7 @@ BUGS = (
         "jaxtrain/train/pipeline.py",
         "schedule.wait >= schedule.forward_ticks else 1",
         "schedule.wait > schedule.forward_ticks else 1",
-        'proofs/test_parity.py -k "test_matrix and phase"',
+        'proofs/test_parity.py -k "test_matrix and gpipe"',
     ),
     Bug(
         "pipeline: the last stage hands nothing on to the first",
