@@ -13,10 +13,7 @@ Kinds = fused.MaskType
 
 
 def _documents(q, k, operands, mask_type):
-    """Return (first query, number of queries, first key, number of keys) of each document of all sequences.
-
-    Tokens are counted from the start of the first sequence.
-    """
+    """Return (first query, number of queries, first key, number of keys) of each document, counted over all sequences."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     if mask_type in (Kinds.CAUSAL, Kinds.NO_MASK):

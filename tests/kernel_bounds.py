@@ -6,18 +6,29 @@ They bound every element and are no averages: a correct kernel stays below them 
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
+from jaxtrain.kernels import fp8
+
 EXACT = 2.0**-24  # unit roundoff of float32: sums and softmax are in float32 everywhere
 ROUNDOFF = {"f32": EXACT, "bf16": 2.0**-8}  # unit roundoff of a kernel's inputs and results, by type
 
+FORMATS = {fp8.E4M3: ml_dtypes.float8_e4m3fn, fp8.E5M2: ml_dtypes.float8_e5m2}
+
+
+def in_8_bits(a: Any, dtype: Any) -> np.ndarray:
+    """Return an array after quantization to FP8 and back, with scale and rounding written independently of the package."""
+    a = np.asarray(a, np.float64)
+    scale = 2.0 ** (np.floor(np.log2(np.float32(np.abs(a).max()) / np.float32(ml_dtypes.finfo(FORMATS[dtype]).max))) + 1)
+    return (a / scale).astype(np.float32).astype(FORMATS[dtype]).astype(np.float64) * scale
+
 
 def sums(y: Any, size: Any, summed: Any, *, dtype: str) -> Any:
-    """Return the error bounds of y, an array of sums of products.
+    """Return the error bounds of y, an array of sums of products, that a kernel adds in float32 and rounds to `dtype`.
 
-    size: the sums of the products' absolute values. summed: the number of products in each sum.
-
-    A kernel adds in float32, in any order. Each addition has a roundoff of e = 2^-24, and so has each product of float32
-    numbers; products of bfloat16 numbers are exact. The kernel then rounds to `dtype`, by at most u of the number. To first
-    order in e and u: summed e size + u |y|.
+    size: the sums of the products' absolute values. summed: the number of products in each sum. Each addition, and each product
+    of float32 numbers, has a roundoff of 2^-24.
     """
     return summed * EXACT * size + ROUNDOFF[dtype] * abs(y)
 

@@ -1,6 +1,5 @@
 """Hooks of tests/gpu, which compares kernels with their definitions: large models' shapes on a GPU, small shapes on a CPU.
 
-    ./run.sh test tests/gpu                              the small shapes, on a CPU
     JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu     all shapes, on the first GPU
 
 `bench --suite=node` sets two variables. JAXTRAIN_TEST_RESULTS is a file; each test appends its result at once, as a JSON line.

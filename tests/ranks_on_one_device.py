@@ -1,8 +1,7 @@
 """Compute the function of a `shard_map` on one device, for every rank of a mesh axis.
 
-The function is traced once, exactly as a rank traces it. Each equation is then computed for every rank, and a collective is
-computed from the arrays of all ranks. `jax.vmap(axis_name=...)` cannot do this for cuDNN's attention: its batching rule takes
-lengths of shape (B,) alone, and no batch dimension but the first (jax/_src/cudnn/fused_attention_stablehlo.py).
+The function is traced once, exactly as a rank traces it. Each equation is then computed for every rank, and a collective from
+the arrays of all ranks. `jax.vmap(axis_name=...)` cannot do this: cuDNN's attention has no batching rule for packed rows.
 """
 
 from collections.abc import Callable, Sequence

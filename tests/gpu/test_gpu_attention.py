@@ -17,7 +17,7 @@ import ranks_on_one_device
 
 from jaxtrain.context import make_context
 from jaxtrain.kernels import attention, context
-from jaxtrain.kernels.attention import Rows, chunked, reference
+from jaxtrain.kernels.attention import Rows, reference
 from jaxtrain.kernels.context.split import Split
 from jaxtrain.models.attention import Kernel
 
@@ -37,18 +37,9 @@ SHARDED = [
 ]
 SMALL = [
     ("", 64, 4, 2, 16, 0, True),
-    ("", 64, 4, 2, 16, 20, True),
-    ("", 48, 4, 4, 16, 0, False),
     ("ring", 64, 4, 2, 16, 0, True),
     ("gather", 64, 4, 2, 16, 20, True),
-    ("ulysses", 64, 4, 2, 16, 0, False),
 ]
-
-
-def small(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a sharded shape with a 64th of the tokens, a quarter of the heads and heads of 16, for a CPU."""
-    how, T, N, K, _, window, packed = shape
-    return how, T // 64, N // 8 * 2, max(1, K // 4), 16, -(-window // 64), packed
 
 
 def documents(T: int, packed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -66,12 +57,21 @@ def documents(T: int, packed: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return segments, positions
 
 
+def drawn(shape: tuple[Any, ...], dtype: str = "bf16") -> tuple[Rows, list[jax.Array]]:
+    """Return rows of documents, and random q, k, v and do (3, T, heads, H)."""
+    _, T, N, K, H, _, packed = shape
+    segments, positions = (jnp.asarray(x) for x in documents(T, packed, seed=T + N + H))
+    keys = jax.random.split(jax.random.key(0), 4)
+    types = jnp.float32 if dtype == "f32" else jnp.bfloat16
+    arrays = [jax.random.normal(key, (3, T, n, H), types) for key, n in zip(keys, (N, K, K, N), strict=True)]
+    return Rows(segments, positions, segments, positions), arrays
+
+
 def exact_and_bounds(q: Any, k: Any, v: Any, do: Any, rows: Rows, spec: Any, blocks: bool) -> tuple[Any, Any]:
-    """Return (o, dq, dk, dv) by the definition in float32, and the error bound of each (kernel_bounds.attention)."""
+    """Return (o, dq, dk, dv) by the definition in float32, and the error bound of each."""
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
-    def head(item: Any) -> Any:
-        """Return results and bounds for one row and one key/value head."""
+    def head(item: Any) -> Any:  # one row and one key/value head
         q, k, v, do, segments, positions = item
         visible = reference.visible(Rows(*(x[None] for x in (segments, positions, segments, positions))), spec)[0]
         how = {"dtype": spec.dtype, "softcap": spec.softcap, "blocks": blocks, "xp": jnp, "einsum": einsum}
@@ -126,18 +126,12 @@ def attention_errors(
 ) -> dict[str, tuple[float, float]]:
     """Return {"o", "dq", "dk", "dv": (largest error, largest ratio of error to bound)} for a shape like those of SHAPES.
 
-    Raises attention.Unsupported if the kernel cannot compute the shape on this device.
+    Skips the test if the kernel cannot compute the shape on this device.
     """
     how, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, dtype, packed, 32 if packed else 1, window, softcap)
-    attention.choose(kernel_name, [(spec, T)], attention.Hardware.of(jax.devices()[0]))
-    segments, positions = documents(T, packed, seed=T + N + H)
-    rows = Rows(*(jnp.asarray(x) for x in (segments, positions, segments, positions)))
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, do = (
-        jax.random.normal(key, (3, T, heads, H), jnp.float32 if dtype == "f32" else jnp.bfloat16)
-        for key, heads in zip(keys, (N, K, K, N), strict=True)
-    )
+    skip_unless_able(kernel_name, spec, T)
+    rows, (q, k, v, do) = drawn(shape, dtype)
     kernel = Kernel(kernel_name, (spec,))
 
     def on_one(q: Any, k: Any, v: Any, do: Any) -> Any:
@@ -170,7 +164,6 @@ CASES = [
     *(pytest.param("cudnn", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, *SHARDED)),
     *(pytest.param("pallas", shape, marks=pytest.mark.gpu) for shape in (*SHAPES, *SHARDED, *OF_PALLAS)),
     *(("chunked", shape) for shape in SMALL),
-    *(pytest.param("chunked", small(s), marks=pytest.mark.more) for s in SHARDED),
 ]
 
 
@@ -187,7 +180,6 @@ def test_attention(kernel, shape, record_property):
     check(kernel, shape, record_property)
 
 
-# cuDNN has no soft cap.
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SHAPES[-3], OF_PALLAS[0]], ids=name_of)
 def test_soft_cap_by_pallas_alone(shape, record_property):
@@ -206,13 +198,8 @@ def test_forward_in_e4m3(shape):
     """
     _, T, N, K, H, window, packed = shape
     spec = attention.Spec(H, "bf16", packed, 32 if packed else 1, window, fp8=attention.KERNEL)
-    try:
-        attention.choose("pallas", [(spec, T)], attention.Hardware.of(jax.devices()[0]))
-    except attention.Unsupported as error:
-        pytest.skip(str(error))
-    rows = Rows(*(jnp.asarray(x) for x in documents(T, packed, seed=0) * 2))
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (3, T, n, H), jnp.bfloat16) for key, n in zip(keys, (N, K, K), strict=True))
+    skip_unless_able("pallas", spec, T)
+    rows, (q, k, v, _) = drawn(shape)
 
     @functools.partial(jax.jit, static_argnums=3)
     def forward(q: Any, k: Any, v: Any, spec: Any) -> Any:
@@ -236,15 +223,11 @@ def test_forward_in_e4m3(shape):
 @pytest.mark.gpu
 def test_pallas_gives_the_same_bits_each_time():
     """With deterministic=True, forward and backward pass of a packed batch with grouped queries repeat bit for bit."""
-    _, T, N, K, H, _, _ = SHAPES[0]
+    T, H = SHAPES[0][1], SHAPES[0][4]
     spec = attention.Spec(H, "bf16", True, 32, deterministic=True)
-    try:
-        attention.choose("pallas", [(spec, T)], attention.Hardware.of(jax.devices()[0]))
-    except attention.Unsupported as error:
-        pytest.skip(str(error))
-    rows = Rows(*(jnp.asarray(x) for x in documents(T, True, seed=0) * 2))
-    keys, kernel = jax.random.split(jax.random.key(0), 4), Kernel("pallas", (spec,))
-    q, k, v, do = (jax.random.normal(key, (3, T, n, H), jnp.bfloat16) for key, n in zip(keys, (N, K, K, N), strict=True))
+    skip_unless_able("pallas", spec, T)
+    rows, (q, k, v, do) = drawn(SHAPES[0])
+    kernel = Kernel("pallas", (spec,))
 
     @jax.jit
     def both(q: Any, k: Any, v: Any, do: Any) -> Any:
@@ -256,28 +239,23 @@ def test_pallas_gives_the_same_bits_each_time():
         assert all(jnp.array_equal(a, b) for a, b in zip(first, both(q, k, v, do), strict=True))
 
 
-def check(kernel: str, shape: tuple[Any, ...], record_property: Any, *more: Any) -> None:
+def skip_unless_able(kernel: str, spec: attention.Spec, T: int) -> None:
     try:
-        found = attention_errors(kernel, shape, *more)
+        attention.choose(kernel, [(spec, T)], attention.Hardware.of(jax.devices()[0]))
     except attention.Unsupported as error:
         pytest.skip(str(error))
+
+
+def check(kernel: str, shape: tuple[Any, ...], record_property: Any, *more: Any) -> None:
+    found = attention_errors(kernel, shape, *more)
     record_property("errors", {name: error for name, (error, _) in found.items()})
     record_property("ratio", max(ratio for _, ratio in found.values()))
     assert not {name: pair for name, pair in found.items() if not pair[1] <= 1}, "(error, ratio to the bound)"
 
 
-def test_the_bounds_reject_a_wrong_mask(monkeypatch):
-    """A window that is too wide by one exceeds the bound of every result."""
-    right = chunked.visible
-    wider = lambda rows, spec: right(rows, spec.__class__(**{**vars(spec), "window": spec.window + 1}))  # noqa: E731
-    monkeypatch.setattr(chunked, "visible", wider)
-    found = attention_errors("chunked", SMALL[1])
-    assert min(ratio for _, ratio in found.values()) > 1
-
-
-@pytest.mark.parametrize("shape", SHARDED, ids=name_of)
+@pytest.mark.parametrize("shape", [SHARDED[0], SHARDED[2], SHARDED[7]], ids=name_of)
 def test_sharded_sequences_call_cudnn(shape):
-    """Lowered for a GPU, each of four ranks calls cuDNN's forward pass once for each block, and the backward pass at least
+    """Lowered for a GPU, each of four ranks calls cuDNN's forward pass once for each block, and its backward pass at least
     once.
     """
     how, T, N, K, H, window, packed = shape
@@ -318,16 +296,3 @@ def test_ranks_on_one_device_communicate_as_in_shard_map():
         assert jnp.array_equal(jnp.concatenate(mine), theirs) and jnp.any(theirs != 0)
     with pytest.raises(NameError, match="unbound axis name: seq"):
         ranks_on_one_device.run(lambda x: jax.lax.pmax(x, "seq"), "seq", [(x,), (x,)])
-
-
-def test_bounds_by_hand():
-    """With one visible key, the output is the key's value after two roundings. The value's gradient is the output's gradient
-    after three roundings.
-    """
-    q, do = np.random.default_rng(0).normal(size=(2, 4, 1, 8))
-    k, v = np.random.default_rng(1).normal(size=(2, 64, 8))
-    visible = np.eye(4, 64, dtype=bool)
-    exact, bound = kernel_bounds.attention(q, k, v, do, visible, dtype="bf16", xp=np, einsum=np.einsum)
-    np.testing.assert_allclose(exact[0][:, 0], v[:4])
-    np.testing.assert_allclose(bound[0][:, 0], 2 * 2**-8 * abs(v[:4]), rtol=0.01)
-    np.testing.assert_allclose(bound[3][:4], 3 * 2**-8 * abs(do[:, 0]), rtol=0.01)

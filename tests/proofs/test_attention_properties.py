@@ -1,7 +1,7 @@
 """Every attention kernel against its definition in float64, over random documents, windows and values.
 
 Errors must be below bounds that follow from the kernel's types (kernel_bounds.py); there are no chosen tolerances. Each shape
-is a bucket that is compiled once. `--hypothesis-profile=thorough` also draws random shapes.
+is a bucket that is compiled once.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from jaxtrain.kernels.attention import Rows, Spec, chunked, cudnn, pallas, pallas_kernels, sinks, tiles
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KEYS, QUERIES, Tile
-from jaxtrain.kernels.context import ring
 
 B = 2
 SMALL_TILES = {FORWARD: Tile(32, 16, 2), QUERIES: Tile(32, 32, 2), KEYS: Tile(16, 32, 2)}
@@ -47,32 +46,20 @@ BUCKETS = {
     "grouped": bucket(96, 6, 2, 16, "f32"),
     "all": bucket(75, 4, 1, 24, "f32", window=19, softcap=1.5),
     "one document": bucket(70, 2, 2, 16, "bf16", packed=False),
-    "bf16, window": bucket(80, 2, 1, 16, "bf16", window=33),
     "bf16, all": bucket(75, 2, 1, 24, "bf16", window=19, softcap=1.5),
-    "sinks": bucket(96, 6, 2, 16, "f32", sinks=True),
     "bf16, window, sinks": bucket(80, 4, 2, 16, "bf16", window=33, sinks=True),
 }
 KERNELS = ("reference", "chunked", "cudnn", "pallas")
-OWN_TILES: dict[int, dict[str, float]] = {64: {}, 128: {"softcap": 2.0}, 256: {"window": 90}}  # by head_dim
-
-
-def thorough() -> bool:
-    return settings.default is not None and settings.default.max_examples > 20
 
 
 def does(kernel: str, b: Bucket) -> bool:
-    """Return whether the kernel supports a bucket. cuDNN has no soft cap. Pallas needs bf16; the cuDNN emulator accepts float32
-    too.
-    """
+    """Return whether the kernel supports a bucket. (The cuDNN emulator accepts float32 too.)"""
     return b.spec.dtype == "bf16" if kernel == "pallas" else kernel != "cudnn" or not b.spec.softcap
 
 
 def examples(kernel: str):
-    """Return settings of hypothesis. Pallas's interpreter takes 20 s and more for an example of a new shape.
-
-    So Pallas gets two examples by default, three in a campaign with a time limit, and no shrinking in either.
-    """
-    few = {"quick": 2, "many": 3}.get(settings.get_current_profile_name())
+    """Return settings of hypothesis: few examples for Pallas, whose interpreter takes seconds for each, and no shrinking."""
+    few = {"quick": 1, "many": 3}.get(settings.get_current_profile_name())
     return settings(max_examples=few, phases=[Phase.generate]) if few and kernel == "pallas" else settings()
 
 
@@ -81,23 +68,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate cuDNN's primitives, interpret Pallas, and use chunks (`chunked.BLOCK`) that do not divide short rows."""
     reset_gpu_interpret_mode_state()  # a failed test would make all later ones fail
     monkeypatch.setattr(cudnn, "fused", cudnn_emulator.MODULE)
-    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
+    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
     monkeypatch.setattr(chunked, "BLOCK", 32)
-
-
-@st.composite
-def shapes(draw, b: Bucket) -> Bucket:
-    """Return the bucket. With the thorough profile, return a random shape with the bucket's options instead."""
-    if not thorough():
-        return b
-    K = draw(st.sampled_from([1, 2, 3]))
-    spec = dataclasses.replace(
-        b.spec,
-        head_dim=draw(st.sampled_from([8, 16, 24, 64])),
-        window=draw(st.integers(1, 90)) if b.spec.window else 0,
-        softcap=draw(st.sampled_from([0.5, 2.0, 30.0])) if b.spec.softcap else 0.0,
-    )
-    return dataclasses.replace(b, T=draw(st.integers(1, 130)), N=K * draw(st.sampled_from([1, 2, 4])), K=K, spec=spec)
 
 
 @st.composite
@@ -143,24 +115,13 @@ def exact(b: Bucket, arrays, segments, positions, blocks: bool = False):
     q, k, v, do = (x.astype(np.float64) for x in arrays)
     group = b.N // b.K
     found = [[np.zeros(x.shape) for x in (q, q, k, v, *[sinks_of(b)] * b.spec.sinks)] for _ in range(2)]
+    how = {"dtype": b.spec.dtype, "softcap": b.spec.softcap, "blocks": blocks, "xp": np, "einsum": np.einsum}
     for row, head in np.ndindex(len(q), b.K):
         heads = slice(head * group, (head + 1) * group)
         mask = visible(segments[row], positions[row], b.spec)
         one = (q[row, :, heads], k[row, :, head], v[row, :, head], do[row, :, heads])
-        for out, made in zip(
-            found,
-            kernel_bounds.attention(
-                *one,
-                mask,
-                dtype=b.spec.dtype,
-                softcap=b.spec.softcap,
-                sinks_G=sinks_of(b)[heads] if b.spec.sinks else None,
-                blocks=blocks,
-                xp=np,
-                einsum=np.einsum,
-            ),
-            strict=True,
-        ):
+        learnt = sinks_of(b)[heads] if b.spec.sinks else None
+        for out, made in zip(found, kernel_bounds.attention(*one, mask, sinks_G=learnt, **how), strict=True):
             for array, part, where in zip(out, made, (heads, heads, head, head, heads), strict=False):
                 if array.ndim == 1:
                     array[where] += part
@@ -185,19 +146,14 @@ def small_tiles():
 
 
 @functools.lru_cache(maxsize=32)
-def preparation(kernel: str, b: Bucket):
-    """Return a function (segments, positions) -> the kernel's prepared arguments."""
-    return jax.jit(lambda segments, positions: sinks.prepare(Rows(segments, positions, segments, positions), b.spec, kernel))
-
-
-@functools.lru_cache(maxsize=32)
 def compiled(kernel: str, b: Bucket):
-    """Return a compiled function (q, k, v, do, prepared) -> [o, dq, dk, dv]. If the bucket has sinks, the function applies them
-    and appends their gradient.
+    """Return a compiled function (q, k, v, do, segments, positions) -> [o, dq, dk, dv]. If the bucket has sinks, the function
+    applies them and appends their gradient.
     """
 
     @jax.jit
-    def run(q, k, v, do, prepared):
+    def run(q, k, v, do, segments, positions):
+        prepared = sinks.prepare(Rows(segments, positions, segments, positions), b.spec, kernel)
         learnt = jnp.asarray(sinks_of(b), jnp.float32) if b.spec.sinks else None
         o, back = jax.vjp(lambda q, k, v, learnt: sinks.attention(q, k, v, learnt, prepared, b.spec, kernel), q, k, v, learnt)
         return [x for x in (o, *back(do)) if x is not None]
@@ -206,9 +162,8 @@ def compiled(kernel: str, b: Bucket):
 
 
 def run(kernel: str, b: Bucket, arrays, segments, positions) -> list[np.ndarray]:
-    """Return o, dq, dk and dv of a kernel, and the sinks' gradient if the bucket has sinks."""
     with small_tiles():
-        return [np.asarray(x, np.float64) for x in compiled(kernel, b)(*arrays, preparation(kernel, b)(segments, positions))]
+        return [np.asarray(x, np.float64) for x in compiled(kernel, b)(*arrays, segments, positions)]
 
 
 def worst(got, wanted, limits, real) -> float:
@@ -226,7 +181,6 @@ def worst(got, wanted, limits, real) -> float:
 
 def check(kernel: str, b: Bucket, data) -> float:
     """Return the largest ratio of a kernel's error to its bound in one random case."""
-    b = data.draw(shapes(b))
     segments, positions = data.draw(documents(b, ordered=kernel == "cudnn"))
     arrays = values(b, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.3, 1.0, 4.0])))
     real = (segments > 0)[:, :, None, None]
@@ -238,126 +192,34 @@ def check(kernel: str, b: Bucket, data) -> float:
 
 
 CASES = [(kernel, name) for kernel in KERNELS for name, b in BUCKETS.items() if does(kernel, b)]
-SLOW = {("pallas", "bf16, window"), ("pallas", "one document"), ("pallas", "bf16, window, sinks")}  # by interpretation
+SLOW = {("pallas", "one document"), ("pallas", "bf16, window, sinks")}  # by interpretation
 
 
 @pytest.mark.parametrize(("kernel", "name"), [pytest.param(*c, marks=pytest.mark.more if c in SLOW else ()) for c in CASES])
 def test_attention_is_its_definition(kernel, name):
+    """Pallas fills each slot of shared memory several times, and the interpreter finds no race between copies and loads."""
+
     @given(st.data())
     @examples(kernel)
     def hold(data):
         assert check(kernel, BUCKETS[name], data) <= 1
 
     hold()
+    assert kernel != "pallas" or not get_races().races_found
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "pallas"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
 def test_a_score_far_above_the_cap(kernel):
     """The row's only token attends only to itself, so the gradients of q and k are zero up to rounding. The cap's slope is
     smaller than the rounding error of the slope.
     """
-    dtype = "bf16" if kernel == "pallas" else "f32"
-    b = bucket(1, 2, 2, 8, dtype, window=1, softcap=0.5)
+    b = bucket(1, 2, 2, 8, "f32", window=1, softcap=0.5)
     arrays, segments = values(b, 0, 4.0), np.ones((B, 1), np.int32)
     got = run(kernel, b, arrays, segments, segments - 1)
     assert worst(got, *exact(b, arrays, segments, segments - 1, blocks=kernel == "chunked"), True) <= 1
 
 
-@pytest.mark.parametrize(
-    "b", [bucket(200, 2, 1, H, "bf16", **how) for H, how in OWN_TILES.items()], ids=lambda b: str(b.spec.head_dim)
-)
-def test_pallas_with_its_own_tiles(b, monkeypatch):
-    """With the default tiles each slot of shared memory is filled several times. Results are within bounds, and the interpreter
-    finds no race between copies and loads.
-    """
-    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams(detect_races=True))
-    lengths = np.array([[7, 193], [150, 40]])
-    segments, positions = np.zeros((B, b.T), np.int32), np.zeros((B, b.T), np.int32)
-    for row, (first, second) in enumerate(lengths):
-        segments[row, : first + second] = np.repeat([1, 2], [first, second])
-        positions[row, : first + second] = [*range(first), *range(second)]
-    arrays, real = values(b, 0, 1.0), (segments > 0)[:, :, None, None]
-    arrays[3] = np.where(real, arrays[3], 0).astype(arrays[3].dtype)
-    got = [np.asarray(x, np.float64) for x in compiled("pallas", b)(*arrays, preparation("pallas", b)(segments, positions))]
-    assert worst(got, *exact(b, arrays, segments, positions), real) <= 1
-    assert not get_races().races_found
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_what_a_query_does_not_see_does_not_exist(kernel):
-    """Changes of keys and values that a query does not see leave its output equal to the last bit.
-
-    The gradient of this output alone is exactly zero for those keys and values, and for all other queries.
-    """
-    b = BUCKETS["bf16, window"]
-
-    @given(st.data())
-    @settings(max_examples=1 if kernel == "pallas" and not thorough() else 3)
-    def hold(data):
-        segments, positions = data.draw(documents(b, ordered=kernel == "cudnn"))
-        q, k, v, do = values(b, data.draw(st.integers(0, 99)), 1.0)
-        row, t = data.draw(st.integers(0, B - 1)), data.draw(st.integers(0, b.T - 1))
-        if not segments[row, t]:
-            return
-        hidden = np.ones((B, b.T), bool)
-        hidden[row] = ~visible(segments[row], positions[row], b.spec)[t]
-        others = np.ones((B, b.T), bool)
-        others[row, t] = False
-        do[others] = 0
-        o, dq, dk, dv = run(kernel, b, (q, k, v, do), segments, positions)
-        assert not dq[others].any() and not dk[hidden].any() and not dv[hidden].any()
-        assert dv[row, t].any()
-        changed = [np.where(hidden[:, :, None, None], 3 * x[::-1], x) for x in (k, v)]
-        assert (run(kernel, b, (q, *changed, do), segments, positions)[0][row, t] == o[row, t]).all()
-
-    hold()
-
-
-@pytest.mark.more
-def test_blocks_merge_into_the_whole():
-    """Each half of a row attends to itself, and the second half also to the first. Pallas' outputs merge by their log-sum-exps.
-
-    The backward pass of each block gets the merged outputs and log-sum-exps, and the blocks' gradients add up. (test_context.py
-    has the other kernels.)
-    """
-    b = bucket(80, 2, 1, 16, "bf16")
-
-    def split(x):
-        return x[:, : b.T // 2], x[:, b.T // 2 :]
-
-    @jax.jit
-    def both(q, k, v, do, segments, positions):
-        def block(queries, keys, diagonal):
-            ids = [queries(x) for x in (segments, positions)] + [keys(x) for x in (segments, positions)]
-            described = pallas.describe_block(Rows(*ids), b.spec, diagonal)
-            operands = queries(q), keys(k), keys(v)
-            out = pallas.block_forward(*operands, described, b.spec, diagonal)
-            back = functools.partial(pallas.block_backward, *operands, described=described, spec=b.spec, diagonal=diagonal)
-            return out, lambda o, lse, do: back(out_BTNH=o, lse_BNT=lse, do_BTNH=do)
-
-        (o, lse), own = block(*[lambda x: jnp.concatenate(split(x))] * 2, True)
-        behind, back = block(lambda x: split(x)[1], lambda x: split(x)[0], False)
-        late, late_lse = ring.merge((o[B:], lse[B:]), behind)
-        o, lse = jnp.concatenate([o[:B], late]), jnp.concatenate([lse[:B], late_lse])
-        dq, dk, dv = own(o, lse, jnp.concatenate(split(do)))
-        dq_behind, dk_behind, dv_behind = back(late, late_lse, split(do)[1])
-        pairs = (o[:B], late), (dq[:B], dq[B:] + dq_behind), (dk[:B] + dk_behind, dk[B:]), (dv[:B] + dv_behind, dv[B:])
-        return [jnp.concatenate(pair, axis=1) for pair in pairs]
-
-    @given(documents(b, ordered=True), st.integers(0, 99))
-    @settings(max_examples=2)
-    def compare(rows, seed):
-        arrays = values(b, seed, 1.0)
-        real = (rows[0] > 0)[:, :, None, None]
-        arrays[3] = np.where(real, arrays[3], 0).astype(arrays[3].dtype)
-        with small_tiles():
-            got = [np.asarray(x, np.float64) for x in both(*arrays, *rows)]
-        assert worst(got, *exact(b, arrays, *rows, blocks=True), real) <= 1
-
-    compare()
-
-
-@pytest.mark.parametrize("window", [0, 1, 8, 9, 10, 16, 17, 18, 19, 40])  # every relevant remainder, for both tile sizes
+@pytest.mark.parametrize("window", [0, 1, 9, 10, 18, 40])  # ends on both sides of a tile's border
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tiles_to_visit(window, ordered):
     """`visits` lists all tiles with a visible pair of query and key. For rows in training order it lists no other tile, and
@@ -372,7 +234,7 @@ def test_tiles_to_visit(window, ordered):
         return [tiles.visits(rows, b.spec, q_tile, kv_tile, by_keys=by_keys) for by_keys in (False, True)]
 
     @given(documents(b, ordered))
-    @settings(max_examples=20)
+    @settings(max_examples=10)
     def hold(rows):
         found = [np.asarray(x) for x in ranges(*rows)]
         for row in range(B):

@@ -1,42 +1,45 @@
-"""FP8: matmuls against the formats' definitions, values that are not finite, layouts, remat, exclusions, and the program."""
+"""FP8: matmuls of layers and experts against the formats' definitions, layouts, remat, exclusions, and the program."""
 
 import dataclasses
+import functools
 import json
 import re
+from typing import Any
 
 import helpers
 import jax
 import jax.numpy as jnp
-import matrix
-import ml_dtypes
 import numpy as np
 import pytest
-from fp8_helpers import F8, emulated, first_gradients, names
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+from jax.extend.core import jaxprs_in_params
+from kernel_bounds import FORMATS, in_8_bits
 
 from jaxtrain import flops, launch, precision
 from jaxtrain.config import ConfigError
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
+from jaxtrain.kernels.experts import eight, feed_forward, pallas
 from jaxtrain.models import layers
+from jaxtrain.parity import compare
+from jaxtrain.parity.layouts import in_float32
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.op_cost import Work
-from jaxtrain.plan.report import sections
 from jaxtrain.plan.search import bound
 from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
-from jaxtrain.train.definition import numerics_of
+from jaxtrain.train.definition import fp8_weights, numerics_of
 from jaxtrain.train.state import abstract_tensors
 from jaxtrain.validate import validate_step
 from jaxtrain.zero import ComputeCopy, make_zero
 
-NODE = parse("h200:8")
 
-
-@pytest.mark.parametrize("dtype", F8)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_scales(dtype):
     """The scale is a power of two. The largest element fits; with half of the scale it would reach or exceed the format's
     maximum.
@@ -50,26 +53,48 @@ def test_scales(dtype):
     assert odd[0] == 1.0 and np.isnan(odd[1:3]).all() and odd[3] == fp8.SMALLEST
 
 
+def close(got: Any, want: np.ndarray, terms: np.ndarray) -> bool:
+    """Return whether a result agrees with the exact one, up to one rounding to bfloat16 and sums in float32.
+
+    terms: the sums of the products' absolute values.
+    """
+    off = abs(np.asarray(got, np.float64).reshape(want.shape) - want)
+    return bool(np.count_nonzero(want) and (off <= 2.0**-8 * abs(want) + 128 * 2.0**-24 * terms).all())
+
+
+def held(w: jax.Array) -> fp8.Float8:
+    return fp8.encode(w, stacked=False, over=())
+
+
+# ---- Matmuls of a layer
+
 PRODUCTS = {"BTD,DF->BTF": ((4, 24, 32), (32, 48)), "BTNH,DNH->BTD": ((4, 24, 6, 8), (64, 6, 8))}
 AXES = {"BTD,DF->BTF": ("embed", "mlp"), "BTNH,DNH->BTD": ("embed", "heads", "head_dim")}
 
 
-def product(eqn, x, w, dy):
-    """Return y, dx and dw of the einsum `eqn` with a weight in FP8, on one device."""
+@functools.cache
+def compiled(eqn):
     run = helpers.tiny({"precision": "fp8"})
     zero = make_zero(run, helpers.program(run).placement, numerics_of(run))
 
     @jax.jit
     def all_three(x, w, dy):
-        held = fp8.encode(w, stacked=False, over=())
-        y, vjp = jax.vjp(lambda x, w: dot(eqn, x, zero.gather_weight(ComputeCopy(held, w), AXES[eqn]), zero.numerics), x, w)
+        def multiply(x, w):
+            return dot(eqn, x, zero.gather_weight(ComputeCopy(held(w), w), AXES[eqn]), zero.numerics)
+
+        y, vjp = jax.vjp(multiply, x, w)
         return y, *vjp(dy)
 
-    return [np.asarray(a, np.float64) for a in all_three(x, w, dy)]
+    return all_three
 
 
-def arrays(eqn, seed=0):
-    (x_shape, w_shape), keys = PRODUCTS[eqn], jax.random.split(jax.random.key(seed), 3)
+def product(eqn, x, w, dy):
+    """Return y, dx and dw of the einsum `eqn` with a weight in FP8, on one device."""
+    return [np.asarray(a, np.float64) for a in compiled(eqn)(x, w, dy)]
+
+
+def arrays(eqn):
+    (x_shape, w_shape), keys = PRODUCTS[eqn], jax.random.split(jax.random.key(0), 3)
     y_shape = jax.eval_shape(lambda x, w: jnp.einsum(eqn, x, w), *(jnp.zeros(s) for s in (x_shape, w_shape))).shape
     x, dy = (jax.random.normal(k, s, jnp.bfloat16) for k, s in ((keys[0], x_shape), (keys[1], y_shape)))
     # Gradients of very different sizes, some of which only e5m2 can represent.
@@ -79,55 +104,23 @@ def arrays(eqn, seed=0):
 
 @pytest.mark.parametrize("eqn", PRODUCTS)
 def test_matmuls_are_those_of_rounded_numbers(eqn):
-    """y, dx and dw equal einsums of rounded numbers, up to rounding to bfloat16 (2^-8 of the result) and float32 sums (2^-17 of
-    the sum of |terms|).
-    """
     x, w, dy = arrays(eqn)
-    x8, w8, dy8 = emulated(x, fp8.E4M3), emulated(w, fp8.E4M3), emulated(dy, fp8.E5M2)
+    x8, w8, dy8 = in_8_bits(x, fp8.E4M3), in_8_bits(w, fp8.E4M3), in_8_bits(dy, fp8.E5M2)
     inputs, y = eqn.split("->")
     xs, ws = inputs.split(",")
     back = ((eqn, x8, w8), (f"{y},{ws}->{xs}", dy8, w8), (f"{xs},{y}->{ws}", x8, dy8))
     for got, (formula, a, b) in zip(product(eqn, x, w, dy), back, strict=True):
-        want, terms = np.einsum(formula, a, b), np.einsum(formula, abs(a), abs(b))
-        assert (abs(got - want) <= 2.0**-8 * abs(want) + 128 * 2.0**-24 * terms).all(), formula
-        assert np.count_nonzero(want)
+        assert close(got, np.einsum(formula, a, b), np.einsum(formula, abs(a), abs(b))), formula
 
 
-@pytest.mark.parametrize("eqn", PRODUCTS)
-def test_matmuls_against_exact_ones(eqn):
-    """The error follows from the formats: half a unit in the last mantissa bit of each factor (3 bits in e4m3, 2 in e5m2).
-
-    A small factor is off by half of the format's smallest number times the scale.
-    """
-    x, w, dy = arrays(eqn, 1)
-
-    def error(a, dtype):
-        a = np.abs(np.asarray(a, np.float64))
-        info, scale = ml_dtypes.finfo(F8[dtype]), float(fp8.scale_of(jnp.float32(a.max()), dtype))
-        return np.maximum(a * 2.0 ** -(info.nmant + 1), scale * float(info.smallest_subnormal) / 2)
-
-    parts = {"x": (x, fp8.E4M3), "w": (w, fp8.E4M3), "dy": (dy, fp8.E5M2)}
-    exact = {k: np.asarray(a, np.float64) for k, (a, _) in parts.items()}
-    off = {k: error(*v) for k, v in parts.items()}
-    inputs, y = eqn.split("->")
-    xs, ws = inputs.split(",")
-    back = ((eqn, "x", "w"), (f"{y},{ws}->{xs}", "dy", "w"), (f"{xs},{y}->{ws}", "x", "dy"))
-    for got, (formula, a, b) in zip(product(eqn, x, w, dy), back, strict=True):
-        want = np.einsum(formula, exact[a], exact[b])
-        both = np.einsum(formula, abs(exact[a]) + off[a], abs(exact[b]) + off[b])
-        allowed = both - np.einsum(formula, abs(exact[a]), abs(exact[b]))
-        assert (abs(got - want) <= allowed + 2.0**-8 * both).all(), formula
-        assert abs(got - want).max() > 2.0**-8 * abs(want).max()  # the result was rounded at all
-
-
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("where", ["x", "w", "dy"])
+@pytest.mark.parametrize(("where", "bad"), [("x", np.inf), ("w", np.nan), ("dy", -np.inf)])
 def test_what_is_not_finite_stays_so(where, bad):
     """Each result that reads the infinity or NaN is all NaN. A saturating conversion to e4m3 would turn infinity into 448, and
-    hide that the run diverged.
+    hide that the run diverged. Zeros give zeros.
     """
     eqn = "BTD,DF->BTF"
     given = dict(zip(("x", "w", "dy"), arrays(eqn), strict=True))
+    assert all((a == 0).all() for a in product(eqn, *(jnp.zeros_like(a) for a in given.values())))
     given[where] = given[where].at[(0,) * given[where].ndim].set(bad)
     made = dict(zip(("y", "dx", "dw"), product(eqn, **given), strict=True))
     touched = {"x": ("y", "dw"), "w": ("y", "dx"), "dy": ("dx", "dw")}[where]
@@ -135,217 +128,289 @@ def test_what_is_not_finite_stays_so(where, bad):
     assert all(np.isfinite(a).all() for name, a in made.items() if name not in touched)
 
 
-def test_zeros():
-    eqn = "BTD,DF->BTF"
-    assert all((a == 0).all() for a in product(eqn, *(jnp.zeros_like(a) for a in arrays(eqn))))
-
-
-def feed_forward(x, weights, dy, activation, bounded):
-    """Return y, dx, the gradients of gate, up and down, and the two projections. bounded: use `gated_linear` instead of
-    three `dot`s.
+def feed_forward_of(activation, bounded):
+    """Return a compiled function (x, weights, dy) -> y, dx, the gradients of gate, up and down, and the two projections.
+    bounded: use `gated_linear` instead of three `dot`s.
     """
 
     @jax.jit
     def run(x, weights, dy):
         def block(x, weights):
-            held = [dataclasses.replace(fp8.encode(w, stacked=False, over=()), gradient=w) for w in weights]
-            gate, up = (fp8.dot("BTD,DF->BTF", x, w) for w in held[:2])
+            gate_up_down = [dataclasses.replace(held(w), gradient=w) for w in weights]
+            gate, up = (fp8.dot("BTD,DF->BTF", x, w) for w in gate_up_down[:2])
             if bounded:
-                return fp8.gated_linear(x, *held, activation), (gate, up)
-            return fp8.dot("BTF,DF->BTD", activation(gate) * up, held[2]), (gate, up)
+                return fp8.gated_linear(x, *gate_up_down, activation), (gate, up)
+            return fp8.dot("BTF,DF->BTD", activation(gate) * up, gate_up_down[2]), (gate, up)
 
         y, back, projections = jax.vjp(block, x, weights, has_aux=True)
         dx, grads = back(dy)
         return y, dx, *grads, *projections
 
-    return [np.asarray(a, np.float64) for a in run(x, weights, dy)]
+    return run
 
 
-@pytest.mark.parametrize("size", [0.1, 30.0])
 @pytest.mark.parametrize("activation", layers.NONLINEARITIES)
-def test_gradients_scaled_by_a_bound(activation, size):
+def test_gradients_scaled_by_a_bound(activation):
     """Compare `gated_linear` with three plain matmuls. The output and down's gradient have equal bits.
 
     The gradients of gate and up have other scales than with plain matmuls. The largest gradient of their product h is at most
     dh = sum of |dy| |w|. So their scales are at most s = 2 SLOPE dh max(|gate|, |up|) / 57344. An element differs by at most s
     2^-16: half of the smallest number with each of the two scales. The results are rounded to bfloat16, and dx is a sum of two
-    rounded results.
-    """
-    B, T, D, F, u = 2, 24, 32, 48, 2.0**-8
-    keys = jax.random.split(jax.random.key(0), 5)
-    x, dy = (size * jax.random.normal(k, (B, T, D), jnp.bfloat16) for k in keys[:2])
-    dy *= jnp.exp2(jax.random.randint(keys[1], dy.shape, -18, 1).astype(jnp.bfloat16))
-    weights = [0.1 * jax.random.normal(k, (D, F), jnp.bfloat16) for k in keys[2:]]
-    plain, bounded = (feed_forward(x, weights, dy, layers.NONLINEARITIES[activation], b) for b in (False, True))
-    for same in (0, 4):
-        assert np.array_equal(plain[same], bounded[same])
-    x, dy, gate, up, down = (abs(np.asarray(a, np.float64)) * (1 + 2.0**-3) for a in (x, dy, *weights))  # rounded to 8 bits
-    most = max(a.max() for a in map(abs, plain[5:]))
-    apart = 2 * fp8.SLOPE * np.einsum("btd,df->btf", dy, down).max() * (1 + u) * most / 57344 * 2.0**-16
-    dx, d_gate, d_up = (abs(a - b) for a, b in zip(plain[1:4], bounded[1:4], strict=True))
-    assert (dx <= apart * (gate + up).sum(1) + 4 * u * (abs(plain[1]) + abs(bounded[1])).max()).all()
-    limit = apart * x.sum((0, 1))[:, None]
-    for a, b, d in zip(plain[2:4], bounded[2:4], (d_gate, d_up), strict=True):
-        assert (d <= limit + 2 * u * np.maximum(abs(a), abs(b))).all()
-        assert np.count_nonzero(a)
-
-
-@pytest.mark.parametrize("activation", layers.NONLINEARITIES)
-def test_slopes_of_activations(activation):
-    """SLOPE is at least |f'| of each activation f, and also covers four roundings to bfloat16 in the backward pass of
-    `gated_linear`.
+    rounded results. SLOPE is at least the slope of each activation, and also covers four roundings to bfloat16.
     """
     f = layers.NONLINEARITIES[activation]
     slopes = jax.vmap(jax.grad(f))(jnp.linspace(-30, 30, 60_001))
     assert float(f(0.0)) == 0 and 1 < float(abs(slopes).max()) * (1 + 2.0**-8) ** 4 < fp8.SLOPE
 
+    B, T, D, F, u = 2, 24, 32, 48, 2.0**-8
+    keys = jax.random.split(jax.random.key(0), 5)
+    both = [feed_forward_of(f, bounded) for bounded in (False, True)]
+    for size in (0.1, 30.0):
+        x, dy = (size * jax.random.normal(k, (B, T, D), jnp.bfloat16) for k in keys[:2])
+        dy *= jnp.exp2(jax.random.randint(keys[1], dy.shape, -18, 1).astype(jnp.bfloat16))
+        weights = [0.1 * jax.random.normal(k, (D, F), jnp.bfloat16) for k in keys[2:]]
+        plain, bounded = ([np.asarray(a, np.float64) for a in made(x, weights, dy)] for made in both)
+        for same in (0, 4):
+            assert np.array_equal(plain[same], bounded[same])
+        x, dy, gate, up, down = (abs(np.asarray(a, np.float64)) * (1 + 2.0**-3) for a in (x, dy, *weights))  # in 8 bits
+        most = max(a.max() for a in map(abs, plain[5:]))
+        apart = 2 * fp8.SLOPE * np.einsum("btd,df->btf", dy, down).max() * (1 + u) * most / 57344 * 2.0**-16
+        dx, d_gate, d_up = (abs(a - b) for a, b in zip(plain[1:4], bounded[1:4], strict=True))
+        assert (dx <= apart * (gate + up).sum(1) + 4 * u * (abs(plain[1]) + abs(bounded[1])).max()).all()
+        limit = apart * x.sum((0, 1))[:, None]
+        for a, b, d in zip(plain[2:4], bounded[2:4], (d_gate, d_up), strict=True):
+            assert (d <= limit + 2 * u * np.maximum(abs(a), abs(b))).all()
+            assert np.count_nonzero(a)
+
+
+# ---- Matmuls of experts
+
+R, D, F, E = 24, 32, 48, 3  # rows of each expert
+
+
+@functools.cache
+def of_experts() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return x (E R, D), h (E R, F), gradients of very different sizes (E R, F), and weights (E, D, F)."""
+    keys = jax.random.split(jax.random.key(E), 4)
+    x_RD, h_RF = (jax.random.normal(k, (E * R, n), jnp.bfloat16) for k, n in zip(keys, (D, F), strict=False))
+    spread = jnp.exp2(jax.random.randint(keys[2], (E * R, F), -18, 1).astype(jnp.bfloat16))
+    return x_RD, h_RF, h_RF * spread, 0.02 * jax.random.normal(keys[3], (E, D, F))
+
+
+def test_matmuls_of_experts_are_those_of_rounded_numbers():
+    """Each expert multiplies its own rows. Rows that are gradients have type e5m2, others e4m3."""
+    x_RD, h_RF, d_RF, w_EDF = of_experts()
+    x, h, w, d, dy = (
+        in_8_bits(a, t).reshape(E, -1, a.shape[-1])
+        for a, t in ((x_RD, fp8.E4M3), (h_RF, fp8.E4M3), (w_EDF, fp8.E4M3), (d_RF, fp8.E5M2), (x_RD, fp8.E5M2))
+    )
+    for got, eqn, a, b in (
+        (eight.times(x_RD, held(w_EDF), "D", gradient=False), "ERD,EDF->ERF", x, w),
+        (eight.times(h_RF, held(w_EDF), "F", gradient=False), "ERF,EDF->ERD", h, w),
+        (eight.times(d_RF, held(w_EDF), "F", gradient=True), "ERF,EDF->ERD", d, w),
+        (eight.outer(x_RD, d_RF, E, jnp.bfloat16, "F"), "ERD,ERF->EDF", x, d),
+        (eight.outer(x_RD, h_RF, E, jnp.bfloat16, "D"), "ERD,ERF->EDF", dy, h),
+    ):
+        assert close(got, np.einsum(eqn, a, b), np.einsum(eqn, abs(a), abs(b))), eqn
+    for made in (
+        eight.times(x_RD.at[0, 0].set(np.inf), held(w_EDF), "D", gradient=False),
+        eight.outer(x_RD.at[0, 0].set(np.nan), d_RF, E, jnp.bfloat16, "F"),
+    ):  # all rows of a device share a scale, those of other experts too
+        assert np.isnan(np.asarray(made, np.float32)).all()
+
+
+ROWS = (40, 0, 29)  # of 72; the last 3 belong to no expert
+
+
+@pytest.mark.parametrize("impl", ["ragged", "pallas"])
+def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
+    """Matmuls over D in e4m3 and over F in e5m2 equal those of rounded rows. Rows without an expert hold NaN, which neither a
+    result nor the scale may contain.
+    """
+    reset_gpu_interpret_mode_state()
+    monkeypatch.setattr(pallas, "INTERPRET", InterpretGPUParams())
+    x_RD, _, d_RF, w_EDF = of_experts()
+    used = sum(ROWS)
+    nobody, w = jnp.arange(E * R)[:, None] >= used, in_8_bits(w_EDF, fp8.E4M3)
+    for rows, dtype, contract, eqn in ((x_RD, fp8.E4M3, "D", "rd,rdf->rf"), (d_RF, fp8.E5M2, "F", "rf,rdf->rd")):
+        given = jnp.where(nobody, jnp.nan, rows)
+        got = np.asarray(eight.times_uneven(impl, given, held(w_EDF), jnp.array(ROWS), contract, dtype == fp8.E5M2), np.float64)
+        a, by_row = in_8_bits(rows[:used], dtype), np.repeat(w, ROWS, axis=0)  # the weight of each row's expert
+        assert close(got[:used], np.einsum(eqn, a, by_row), np.einsum(eqn, abs(a), abs(by_row)))
+        assert not got[used:].any()
+
 
 # ---- A whole step
 
+SMALL = {"precision": "fp8", "model.num_layers": 2, "data.packing": "none", "data.seq_len": 32}
+MOE = SMALL | {"model.num_experts": 4, "model.d_ff": 64}
+FSDP = {"mesh.fsdp": 2, "remat.policy": "full"}
+ALONE = {"mesh.expert": 4, "mesh.data": 2}
+
+
+DENSE_LAYOUT = {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.seq": 2, "sharding.zero": 1}
+EXPERTS_LAYOUT = {"mesh.expert": 2, "mesh.fsdp": 4, "sharding.rules.experts": "expert"}
+EIGHT_EXPERTS = {"model.num_experts": 8, "model.d_ff": 32, "model.shared_d_ff": 32}
+
 
 @pytest.mark.parametrize(
-    "name",
-    helpers.few(
-        (
-            "2 queries a key: tensor8",  # two devices share each key/value head
-            "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
-            "2 queries a key: data2xfsdp4/train.grad_accum=2/sharding.gather=step",
-        ),
-        "2 queries a key: fsdp2xtensor2xseq2/sharding.zero=1",
-    ),
+    ("model", "layout"),
+    [({}, DENSE_LAYOUT), pytest.param(EIGHT_EXPERTS, EXPERTS_LAYOUT, marks=pytest.mark.more)],
+    ids=["dense", "experts"],
 )
-def test_layouts_take_the_steps_of_one_device(name):
-    """Losses, gradients and weights differ from one device's within the bounds of rounding (parity/compare.py). Each device has
-    its own FP8 scales.
+def test_a_layout_takes_the_step_of_one_device(model, layout):
+    """Loss, gradients and weights differ from one device's within the bounds of rounding (parity/compare.py), with matmuls and
+    attention's forward pass in FP8. Each device has its own scales.
     """
-    comparison = matrix.against_one_device(name, "fp8")
+    usual = {
+        "precision": "fp8",
+        "attention.forward": "fp8",
+        "model.num_layers": 1,
+        "model.init_std": 0.2,
+        "data.max_segments": 6,
+    }
+    one, run = helpers.tiny(usual | model), helpers.tiny(usual | model | layout)
+    reference, exact = (helpers.first_steps(r, 1) for r in (one, in_float32(one)))
+    bounds = compare.bounds(reference, exact, len(helpers.devices_of(run)), run.train.global_batch * run.data.seq_len)
+    comparison = compare.compare(helpers.first_steps(run, 1), reference, bounds)
     assert not comparison.wrong, comparison.wrong
 
 
-SMALL = {"precision": "fp8", "model.num_layers": 2, "data.packing": "none"}
-FSDP = {"mesh.fsdp": 2, "remat.policy": "full"}
+def first_gradients(run) -> dict[str, np.ndarray]:
+    """Return the gradients of the first step, by tensor. XLA may not skip roundings to bfloat16 that the program contains."""
+    made = helpers.program(run)
+    step = made.train_step.lower(made.state, made.batch).compile(compiler_options={"xla_allow_excess_precision": False})
+    return compare.take_steps(made, step, helpers.fresh_state(run), lambda i: helpers.host_batch(run, i), 1)[0].gradients
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        pytest.param({}, {"remat.policy": "full"}, marks=pytest.mark.more),
-        ({}, {"remat.policy": "dots"}),
-        pytest.param(FSDP | {"sharding.gather": "forward"}, FSDP, marks=pytest.mark.more),  # the last layer is outside the loop
-    ],
-    ids=["full", "dots", "last apart"],
-)
-def test_remat_gives_the_same_gradients(one, other):
+@pytest.mark.more
+@pytest.mark.parametrize("model", [SMALL, MOE | ALONE], ids=["dense", "experts"])
+def test_remat_gives_the_same_gradients(model):
     """Gradients are equal, bit for bit: saved FP8 arrays equal the recomputed ones."""
-    kept, again = first_gradients(helpers.tiny(SMALL | one)), first_gradients(helpers.tiny(SMALL | other))
+    kept, again = (first_gradients(helpers.tiny(model | {"remat.policy": policy})) for policy in ("none", "full"))
     for name, a in kept.items():
         assert np.array_equal(a, again[name]), name
 
 
-@pytest.mark.more
-def test_losses_follow_those_in_bfloat16():
-    """The loss falls over 20 steps, within 1% of bfloat16's. docs/evidence/fp8_training.md has 300 steps of
-    benchmarks.numerics.
-    """
-    eight, sixteen = (helpers.train(helpers.tiny(SMALL | {"precision": p}), 20).loss for p in ("fp8", "bf16"))
-    assert eight[-1] < 0.95 * eight[0]
-    assert (abs(eight / sixteen - 1) < 0.01).all() and (eight != sixteen).any()
-
-
 def test_checkpoints_do_not_change():
     """A run may change from bfloat16 to FP8 on resume, and back: the state has the same tensors, types and layouts."""
-    eight, sixteen = (helpers.program(helpers.tiny(SMALL | {"precision": p})).state for p in ("fp8", "bf16"))
-    assert abstract_tensors(eight) == abstract_tensors(sixteen)
-    assert {str(a.dtype) for a in jax.tree.leaves(eight)} == {"float32", "int32"}
+    eight_bits, sixteen = (helpers.program(helpers.tiny(SMALL | {"precision": p})).state for p in ("fp8", "bf16"))
+    assert abstract_tensors(eight_bits) == abstract_tensors(sixteen)
+    assert {str(a.dtype) for a in jax.tree.leaves(eight_bits)} == {"float32", "int32"}
 
 
 # ---- Which matmuls are in FP8
 
-
-@pytest.mark.parametrize(
-    ("exclude", "left_out"),
-    [("", ()), ("wo, mlp.down", ("attention.wo", "mlp.down")), ("attention", tuple(f"attention.w{c}" for c in "qkvo"))],
-)
-def test_weights_are_excluded_by_name(exclude, left_out):
-    run = helpers.tiny(SMALL | {"fp8.exclude": exclude})
-    assert names(run) == {*precision.matmuls(run.model)} - {f"layers.{name}" for name in left_out}
+ALL = {f"layers.attention.w{c}" for c in "qkvo"} | {f"layers.mlp.{name}" for name in ("gate", "up", "down")}
 
 
-def test_the_table_of_shardings_shows_them():
+def names(changes: dict[str, Any]) -> set[str]:
+    """Return the names of the weights whose matmuls a run computes in FP8."""
+    run = helpers.tiny(changes)
+    found = jax.tree_util.tree_leaves_with_path(fp8_weights(run, helpers.program(run).definition))
+    return {".".join(key.key for key in path) for path, yes in found if yes}
+
+
+def test_weights_are_excluded_by_name():
+    assert names({"precision": "bf16"}) == set()
+    assert names(SMALL) == ALL == {*precision.matmuls(helpers.tiny(SMALL).model)}
+    assert names(SMALL | {"fp8.exclude": "wo, mlp.down"}) == ALL - {"layers.attention.wo", "layers.mlp.down"}
+    assert names(SMALL | {"fp8.exclude": "attention"}) == {name for name in ALL if "mlp" in name}
+    shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
+    assert names(MOE | ALONE) == ALL and names(MOE | ALONE | {"model.shared_d_ff": 32}) == ALL | shared
     run = helpers.tiny(SMALL | FSDP | {"fp8.exclude": "wo"})
     rows = [r for r in describe(run, helpers.devices_of(run)).entries if r.kind == "gathered"]
-    assert {r.name for r in rows if str(r.dtype) == "u8"} == {*precision.matmuls(run.model)} - {"layers.attention.wo"}
-    assert {str(r.dtype) for r in rows} == {"u8", "bf16"}
+    assert {r.name for r in rows if str(r.dtype) == "u8"} == ALL - {"layers.attention.wo"}
+    with pytest.raises(ConfigError, match="fp8.exclude"):  # a family of one's own is checked when it is made
+        helpers.program(helpers.tiny(SMALL | {"model.family": "helpers:WiderFamily", "fp8.exclude": "router"}))
 
 
-def test_without_fp8_nothing_is_in_8_bits():
-    assert names(helpers.tiny({"precision": "bf16"})) == set()
+def rounded(changes: dict[str, Any]) -> dict[Any, int]:
+    """Return how many arrays one block of experts rounds to each format of FP8, forward and backward."""
+    run = helpers.tiny(MOE | changes)
+    placement, numerics = helpers.program(run).placement, numerics_of(run)
+    zero, how = make_zero(run, placement, numerics), (run.moe.capacity_factor, run.moe.buffer, placement, numerics)
+    spec = feed_forward.Spec(run.model.num_experts, layers.GATED["silu"], "auto", *how)
+
+    def block(x, w):
+        used = zero.gather_weight(ComputeCopy(held(w), w), feed_forward.AXES)
+        share = jnp.ones((*x.shape[:2], 2))
+        y, _ = feed_forward.feed_forward(x, share, share.astype(jnp.int32) - 1, used, used, used, None, spec)
+        return y.astype(jnp.float32).sum()
+
+    found = dict.fromkeys(FORMATS, 0)
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            made = eqn.params.get("new_dtype")
+            found.update({dtype: n + (made == dtype) for dtype, n in found.items()})
+            for body in jaxprs_in_params(eqn.params):
+                walk(body)
+
+    x, w = jnp.ones((8, 16, D), jnp.bfloat16), jnp.ones((run.model.num_experts, D, F))
+    specs = placement.spec(("batch", "sequence", None)), placement.spec(feed_forward.AXES)
+    walk(jax.make_jaxpr(placement.shard_map(jax.grad(block, (0, 1)), specs, specs))(x, w).jaxpr)
+    return found
 
 
-def test_a_family_of_ones_own_is_checked_when_it_is_made():
-    run = helpers.tiny(SMALL | {"model.family": "helpers:WiderFamily", "fp8.exclude": "router"})
-    with pytest.raises(ConfigError, match="fp8.exclude = 'router': no weight or block is named 'router'"):
-        helpers.program(run)
+def test_gradients_of_experts_are_rounded_as_such():
+    """Gradients are in e5m2, in three matmuls for gradients of rows and three for those of weights, which are not in 8 bits if
+    rows are uneven. The second round of dispatch rounds as the first.
+    """
+    even, uneven = rounded({"moe.capacity_factor": 2.0}), rounded({})
+    assert (even[fp8.E5M2], uneven[fp8.E5M2], rounded(ALONE | {"moe.buffer": 0.5})[fp8.E5M2]) == (6, 3, 2 * 6)
+    assert even[fp8.E4M3] - uneven[fp8.E4M3] == 3
 
 
-@pytest.mark.parametrize(("sm", "wrong"), [(80, True), (86, True), (89, False), (90, False), (100, False), (0, False)])
-def test_gpus_without_fp8_are_refused(sm, wrong):
-    run = helpers.tiny(SMALL)
-    found = [p for p in validate_step(run, Devices("gpu", "NVIDIA L4", 1, 24.0, "test", sm)) if p.key == "precision"]
-    assert bool(found) == wrong
-    assert not wrong or "FP8 needs a GPU of compute capability 8.9" in str(found[0])
+def test_gpus_without_fp8_are_refused():
+    for sm in (86, 89, 0):
+        found = validate_step(helpers.tiny(SMALL), Devices("gpu", "NVIDIA L4", 1, 24.0, "test", sm))
+        assert ("precision" in [p.key for p in found]) == (sm == 86)
 
 
 # ---- The compiled program
 
+LLAMA, MIXTRAL, NODE = "configs/llama3_8b.py", "configs/mixtral_8x7b.py", parse("h200:8")
+SIZES = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_heads=4", "vocab_size=2048")
 
-def planned(machine):
+
+@functools.cache
+def planned(config: str, *others: str):
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
-    overrides = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_heads=4", "vocab_size=2048")
-    argv = ["--config=configs/llama3_8b.py", "--config.precision=fp8", "--config.train.grad_accum=2"]
-    batch = f"--config.train.global_batch={2 * machine.total}"
-    run = launch.load([*argv, batch, *(f"--config.model.{o}" for o in overrides)]).run
-    compiled = compile_step(run, machine)
-    return run, compiled, read_plan(compiled, run, machine)
-
-
-@pytest.fixture(scope="module")
-def plan():
-    return planned(NODE)
+    values = ("precision=fp8", "train.grad_accum=2", "train.global_batch=16", *(f"model.{o}" for o in SIZES), *others)
+    run = launch.load([f"--config={config}", *(f"--config.{o}" for o in values)]).run
+    made = compile_step(run, NODE)
+    return run, made, read_plan(made, run, NODE)
 
 
 @pytest.mark.more
-def test_every_matmul_is_an_fp8_call_on_one_gpu_too():
-    """All 21 matmuls of a layer are FP8 calls. On one GPU nothing is gathered, so the compiler could merge the rounding of a
-    stack of weights with the slice of a layer.
-    """
-    _, _, made = planned(parse("h200:1"))
-    assert made.matmuls == result.Matmuls(21.0, 21.0, ())
+@pytest.mark.parametrize(("mesh", "in_8_bits"), [((), 21), (("mesh.expert=2", "mesh.fsdp=4"), 18)], ids=["one each", "uneven"])
+def test_matmuls_of_experts_are_fp8_calls(mesh, in_8_bits):
+    """All 21 matmuls of a layer are FP8 calls, but not three of the router, nor gradients of weights with uneven rows."""
+    _, _, made = planned(MIXTRAL, "remat.policy=none", "data.seq_len=1024", *mesh)
+    assert (made.matmuls.eight, made.matmuls.products) == (in_8_bits, 24)
+    assert not [w for w in made.warnings if "fp8" in w]
 
 
-def test_every_matmul_of_a_layer_is_an_fp8_call(plan):
-    run, compiled, made = plan
+def test_every_matmul_of_a_layer_is_an_fp8_call():
+    run, compiled, made = planned(LLAMA)
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
     assert not [w for w in made.warnings if "fp8" in w]
-    short = result.Matmuls(21.0, 20.0, ("forward mlp (layers.py:65), 2 a step",))
-    (said,) = warnings.fp8_warnings(run, compiled.program, short)
-    assert "of the 21 matmuls of a layer that should be in FP8 only 20 are" in said and "layers.py:65" in said
+    assert [*warnings.fp8_warnings(run, compiled.program, result.Matmuls(21.0, 20.0, ("forward mlp",)))]
+    assert result.from_json(json.loads(json.dumps(result.to_json(made)))) == made
 
 
 def test_weights_that_do_not_learn_have_fewer_products():
-    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16; `fp8_warnings` lists
-    the first six matmuls that are not in FP8.
-    """
+    """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16."""
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))
     assert not [*warnings.fp8_warnings(run, program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
-    (said,) = warnings.fp8_warnings(run, program, result.Matmuls(20.0, 10.0, wide))
-    assert "of the 14 matmuls" in said and "backward lora 5; and 3 more." in said
+    assert [*warnings.fp8_warnings(run, program, result.Matmuls(20.0, 10.0, wide))]
 
 
-def test_gradients_are_added_up_in_full(plan):
+def test_gradients_are_added_up_in_full():
     """With XLA's default precision, cuBLASLt sums faster and less exactly. Only forward matmuls use the default precision."""
-    _, compiled, _ = plan
+    _, compiled, _ = planned(LLAMA)
     calls = [line for line in compiled.text.splitlines() if 'custom_call_target="__cublas$lt$matmul$f8"' in line]
     asked = {
         (set(re.findall(r"DEFAULT|HIGHEST", line.split("operand_precision")[1][:60])).pop(), "transpose(" in line)
@@ -354,8 +419,8 @@ def test_gradients_are_added_up_in_full(plan):
     assert asked == {("DEFAULT", False), ("HIGHEST", True)}
 
 
-def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
-    run, compiled, made = plan
+def test_weights_travel_in_fp8_and_scales_once_a_step():
+    run, compiled, made = planned(LLAMA)
     gathers = [c for c in made.collectives if c.kind == "all-gather"]
     assert any("f8e4m3fn" in c.dtype for c in gathers)
     # One byte for each weight of a layer, twice a microbatch but once for the last layer, and two bytes for each weight of the
@@ -364,21 +429,16 @@ def test_weights_travel_in_fp8_and_scales_once_a_step(plan):
     layer = (counts["attention"] + counts["mlp"]) / run.model.num_layers
     sent = run.train.grad_accum * (layer * (2 * run.model.num_layers - 1) + 2 * counts["head"]) * 7 / 8
     assert sum(c.wire_gib for c in gathers) * 2**30 == pytest.approx(sent, rel=0.02)
-    layers = [
-        f
-        for f in collectives.read(hlo.parse(compiled.text), made.mesh, NODE.gpus).values()
-        if "/fp8.py" in f.source and f.kind == "all-reduce"
-    ]
-    assert layers and all(f.count == 1 for f in layers)
+    found = collectives.read(hlo.parse(compiled.text), made.mesh, NODE.gpus).values()
+    scales = [f for f in found if "/fp8.py" in f.source and f.kind == "all-reduce"]
+    assert scales and all(f.count == 1 for f in scales)
 
 
-def test_rates_differ_by_type(plan):
+def test_rates_differ_by_type():
     """The plan uses the measured 1,280 TFLOP/s for FP8 matmuls, and 720 for bfloat16."""
-    run, _, made = plan
+    run, _, made = planned(LLAMA)
     least = bound.bound(run, NODE, made.rates)
     assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib
     product = Work("gemm", flops=1e15)
-    eight = dataclasses.replace(product, fp8=True).seconds(made.rates)
-    assert eight == pytest.approx(product.seconds(made.rates) * 720 / 1280, rel=1e-3)
-    assert result.from_json(json.loads(json.dumps(result.to_json(made)))) == made
-    assert "matmuls in FP8: 21 of 21 a layer" in sections.matmuls(made)
+    eight_bits = dataclasses.replace(product, fp8=True).seconds(made.rates)
+    assert eight_bits == pytest.approx(product.seconds(made.rates) * 720 / 1280, rel=1e-3)

@@ -16,10 +16,9 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
-@pytest.mark.parametrize("mesh", [{}, {"mesh.data": 2, "mesh.fsdp": 2}, EIGHT])
-def test_a_frequent_token_gets_all_of_its_gradient(mesh):
+def test_a_frequent_token_gets_all_of_its_gradient():
     """One token occurs 3,000 times with equal gradients. A sum in bfloat16 would stop growing at 256 of them."""
-    run = helpers.tiny(mesh)
+    run = helpers.tiny(EIGHT)
     p = make_placement(run, helpers.devices_of(run))
     V, D, B, T = 16, 8, 8, 512
     tokens = jnp.where(jnp.arange(B * T) < 3000, 5, jnp.arange(B * T) % V).reshape(B, T).astype(jnp.int32)
@@ -49,23 +48,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def gradients(text: str, **overrides) -> dict[str, np.ndarray]:
-    """Return Adam's first moments after one step on real text, by parameter: 1 - beta1 times the gradient, because they start
-    at zero.
-    """
-    run = helpers.tiny(
-        {
-            "data.source": text,
-            "data.tokenizer": "byte",
-            "data.seq_len": 256,
-            "data.packing": "none",
-            "train.global_batch": 32,
-            "model.num_layers": 2,
-            "model.qkv_bias": True,
-            "model.qk_norm": True,
-            "optimizer.clip_norm": 0.0,
-            **overrides,
-        }
-    )
+    """Return Adam's first moments after one step on real text: 1 - beta1 times the gradient, because they start at zero."""
+    data = {"data.source": text, "data.tokenizer": "byte", "data.seq_len": 256, "data.packing": "none"}
+    model = {"model.num_layers": 2, "model.qkv_bias": True, "model.qk_norm": True}
+    others = {"train.global_batch": 16, "optimizer.clip_norm": 0.0}
+    run = helpers.tiny(data | model | others | overrides)
     program = helpers.program(run)
     batch = place_batch(helpers.host_batch(run, 0), program.batch, program.context)
     state, _ = helpers.train_step(run)(helpers.fresh_state(run), batch)
@@ -77,68 +64,51 @@ def off(got: np.ndarray, true: np.ndarray) -> float:
     return float(np.linalg.norm(got - true) / np.linalg.norm(true))
 
 
-def errors_of(got: dict[str, np.ndarray], true: dict[str, np.ndarray]) -> dict[str, float]:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(EIGHT, marks=pytest.mark.more),
+        {"mesh.data": 2, "mesh.fsdp": 2, "train.grad_accum": 2, "sharding.zero": 2, "dtypes.reduce": "f32"},
+    ],
+    ids=["bf16", "f32"],
+)
+def test_bfloat16_gradients_are_those_of_float32(text, layout):
+    """With dtypes.reduce=f32, sums over microbatches and devices are in float32: gradients of weights in bfloat16 are not
+    rounded to bfloat16.
+    """
+    true, got = gradients(text), gradients(text, precision="bf16", **layout)
     # The keys' bias shifts all scores of a query alike, so softmax cancels it: its true gradient is zero.
-    return {name: off(got[name], g) for name, g in true.items() if "bk" not in name}
-
-
-@pytest.mark.parametrize("mesh", helpers.few(({"mesh.fsdp": 1}, EIGHT), EIGHT))
-def test_bfloat16_gradients_are_those_of_float32(text, mesh):
-    true = gradients(text)
-    got = gradients(text, precision="bf16", **mesh)
-    errors = errors_of(got, true)
+    errors = {name: off(got[name], g) for name, g in true.items() if "bk" not in name}
     assert max(errors.values()) < BOUND, errors
     (table,) = (name for name in true if "embedding" in name)
-    space = ord(" ")
-    assert off(got[table][space], true[table][space]) < BOUND, "the most frequent byte"
-
-
-@pytest.mark.parametrize("zero", helpers.few((0, 1, 2), 2))
-def test_gradients_of_bfloat16_weights_are_float32(text, zero):
-    """Gradients of weights in bfloat16 are not rounded to bfloat16: sums over microbatches and devices are in float32."""
-    layout = EIGHT | {"train.grad_accum": 2, "sharding.zero": zero, "dtypes.reduce": "f32"}
-    got = gradients(text, precision="bf16", **layout)
-    errors = errors_of(got, gradients(text))
-    assert max(errors.values()) < BOUND, errors
-    for name, g in got.items():
+    most_frequent = ord(" ")
+    assert off(got[table][most_frequent], true[table][most_frequent]) < BOUND
+    for name, g in got.items() if "dtypes.reduce" in layout else ():
         some = g[g != 0]
         assert (some.astype(jnp.bfloat16).astype(np.float32) != some).mean() > 0.5, name
 
 
-def test_a_loss_is_a_mean_whatever_its_weights_sum_to():
-    """If the targets' weights are 4,096 times smaller, and their sum below 1, mean loss and gradients stay the same. If the
-    weights are zero, loss and gradients are zero.
+def test_a_loss_is_the_mean_over_all_targets():
+    """If the targets' weights are 4,096 times smaller, and their sum below 1, loss and gradients stay the same. If they are
+    zero, loss and gradients are zero. With microbatches the loss is the mean over all targets, not the mean of their means.
     """
-    run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": 2})
-    program, host = helpers.program(run), helpers.host_batch(run, 0)
-    params = helpers.fresh_state(run).params
+    runs = {n: helpers.tiny({"model.num_layers": 1, "data.seq_len": 32, "train.grad_accum": n}) for n in (1, 2)}
+    gradients = {n: jax.jit(helpers.program(run).gradients) for n, run in runs.items()}
+    params = helpers.fresh_state(runs[1]).params
 
-    def of(scale: float) -> tuple[float, list[jax.Array]]:
-        weighted = {**host, "weights": host["weights"] * np.float32(scale)}
-        (loss, _), grads = program.gradients(params, place_batch(weighted, program.batch, program.context))
+    def of(microbatches: int, scale: float) -> tuple[float, list[jax.Array]]:
+        run = runs[microbatches]
+        program, host = helpers.program(run), dict(helpers.host_batch(run, 0))
+        host["weights"] = host["weights"] * np.float32(scale)
+        host["weights"][:6] = 0  # in the 8 rows of the first microbatch
+        (loss, _), grads = gradients[microbatches](params, place_batch(host, program.batch, program.context))
         return float(loss), jax.tree.leaves(grads)
 
-    (loss, grads), (small_loss, small_grads), (no_loss, no_grads) = of(1.0), of(2**-12), of(0.0)
-    assert host["weights"].sum() * 2**-12 < 1
-    assert small_loss == pytest.approx(loss, rel=1e-6)
-    for small, usual, none in zip(small_grads, grads, no_grads, strict=True):
+    (loss, grads), (small_loss, small_grads), (no_loss, no_grads) = of(2, 1.0), of(2, 2**-12), of(2, 0.0)
+    whole_loss, whole_grads = of(1, 1.0)
+    assert small_loss == pytest.approx(loss, rel=1e-6) and no_loss == 0.0
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    for usual, small, none, whole in zip(grads, small_grads, no_grads, whole_grads, strict=True):
         np.testing.assert_allclose(small, usual, rtol=1e-5, atol=1e-9)
         assert not none.any()
-    assert no_loss == 0.0
-
-
-def test_microbatches_weigh_as_many_targets_as_they_have():
-    """The loss is the mean over all targets; it is not the mean of the microbatches' means."""
-    found = []
-    for accum in (1, 2):
-        run = helpers.tiny({"model.num_layers": 1, "train.grad_accum": accum})
-        program, host = helpers.program(run), dict(helpers.host_batch(run, 0))
-        host["weights"] = host["weights"].copy()
-        host["weights"][:6] = 0  # in the 8 rows of the first microbatch
-        batch = place_batch(host, program.batch, program.context)
-        (loss, _), grads = program.gradients(helpers.fresh_state(run).params, batch)
-        found.append((float(loss), jax.tree.leaves(grads)))
-    (loss, grads), (split_loss, split_grads) = found
-    assert split_loss == pytest.approx(loss, rel=1e-6)
-    for split, whole in zip(split_grads, grads, strict=True):
-        np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(usual, whole, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Every other kernel against its definition in float64, over random values, on one device and on eight.
+"""Every other kernel against its definition in float64, over random values, on eight devices.
 
 As in test_attention_properties.py, error bounds follow from the types, element by element. `e` is the roundoff of float32, in
 which each device sums. `u` is that of the compute dtype, to which results are rounded. `r` is that of the reduce dtype, in
@@ -24,11 +24,9 @@ from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
-from jaxtrain.sharding import make_placement, to_block, to_residual
-from jaxtrain.train.loss import LossSpec
+from jaxtrain.sharding import make_placement, to_block
 from jaxtrain.zero import Zero
 
-MESHES = {"one device": {"mesh.fsdp": 1}, "eight": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}}
 TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # (compute, reduce)
 B, T, D, F, H, V = 4, 6, 16, 24, 8, 40
 
@@ -37,13 +35,12 @@ sizes = st.sampled_from([1e-3, 1.0, 30.0])
 
 
 @functools.cache
-def placement(mesh: str):
-    run = helpers.tiny(MESHES[mesh])
+def placement():
+    run = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
     return make_placement(run, helpers.devices_of(run))
 
 
-def parts(mesh: str) -> int:
-    return placement(mesh).mesh.size
+P = 8  # devices, and so partial sums
 
 
 def normal(seed: int, *shapes: tuple[int, ...], dtype: str = "f32", size: float = 1.0) -> list[np.ndarray]:
@@ -69,33 +66,30 @@ def numerics(types: str) -> tuple[Numerics, float, float]:
     return Numerics(DTYPES[compute], DTYPES[reduce], DTYPES["f32"]), ROUNDOFF[compute], ROUNDOFF[reduce]
 
 
-def zero_of(mesh: str, types: str) -> Zero:
-    return Zero(
-        placement(mesh), numerics(types)[0], reduce_once=False, gather_once=False, sums_once=False, grad_dtype=DTYPES["f32"]
-    )
+def zero_of(types: str) -> Zero:
+    how = dict.fromkeys(("reduce_once", "gather_once", "sums_once"), False)
+    return Zero(placement(), numerics(types)[0], grad_dtype=DTYPES["f32"], **how)
 
 
-def on_shards(mesh: str, ins: tuple, outs: tuple):
+def on_shards(ins: tuple, outs: tuple):
     """Return a decorator that runs a function on the shards of arrays with these logical axes."""
-    p = placement(mesh)
+    p = placement()
     return lambda f: jax.jit(p.shard_map(f, tuple(map(p.spec, ins)), tuple(map(p.spec, outs))))
 
 
-on = pytest.mark.parametrize(
-    ("mesh", "types"), [("one device", "f32"), ("eight", "f32"), ("eight", "bf16"), ("eight", "bf16, reduced in f32")]
-)
+on = pytest.mark.parametrize("types", TYPES)
 
 
 @on
-def test_dot(mesh, types):
+def test_dot(types):
     """y = x w: D terms. dx = dy w^T: F terms, in partial sums in the compute dtype. dw = x^T dy: B T terms, in partial sums in
     the reduce dtype.
     """
     n, u, r = numerics(types)
-    p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
+    p, zero = placement(), zero_of(types)
     residual, weight, hidden = ("batch", "residual", None), ("embed", "mlp"), ("batch", "sequence", "mlp")
 
-    @on_shards(mesh, (residual, weight, hidden), (hidden, residual, weight))
+    @on_shards((residual, weight, hidden), (hidden, residual, weight))
     def run(x, w, dy):
         y, back = jax.vjp(lambda x, w: dot("BTD,DF->BTF", to_block(x, p), zero.gather_weight(w, weight), n), x, w)
         return y, *back(dy)
@@ -114,51 +108,19 @@ def test_dot(mesh, types):
 
 
 @on
-def test_dot_of_heads(mesh, types):
-    """y = x w^T: 4 H terms for 4 heads, in partial sums in the compute dtype. dx = dy w: D terms. dw = dy^T x: B T terms, in
-    partial sums in the reduce dtype.
-    """
-    n, u, r = numerics(types)
-    p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
-    residual, weight, heads = ("batch", "residual", None), ("embed", "heads", "head_dim"), ("batch", "sequence", "heads", None)
-
-    @on_shards(mesh, (heads, weight, residual), (residual, heads, weight))
-    def run(x, w, dy):
-        def block(x, w):
-            return to_residual(dot("BTNH,DNH->BTD", x, zero.gather_weight(w, weight), n), p.mesh_axes("heads"), p)
-
-        y, back = jax.vjp(block, x, w)
-        return y, *back(dy)
-
-    @given(seeds, sizes)
-    def compare(seed, size):
-        x, w, dy = normal(seed, (B, T, 4, H), (D, 4, H), (B, T, D), dtype=TYPES[types][0], size=size)
-        y, dx, dw = run(x, w.astype(np.float32), dy)
-        x, w, dx, dw = (a.reshape(*a.shape[:-2], 4 * H) for a in wide(x, w, dx, dw))
-        (dy,) = wide(dy)
-        size_of_y, size_of_dx = abs(x) @ abs(w).T, abs(dy) @ abs(w)
-        within(y, x @ w.T, (4 * H * e + (P + 1) * u) * size_of_y, "y")
-        within(dx, dy @ w, D * e * size_of_dx + u * abs(dy @ w), "dx")
-        size_of_dw = np.einsum("btd,btf->df", abs(dy), abs(x))
-        within(dw, np.einsum("btd,btf->df", dy, x), (B * T * e + u + (P + 1) * r) * size_of_dw, "dw")
-
-    compare()
-
-
-@on
 @pytest.mark.parametrize(("axes", "offset"), [(("batch", "residual", None), 0.0), (("batch", "sequence", "heads", None), 1.0)])
-def test_norm(mesh, types, axes, offset):
+def test_norm(types, axes, offset):
     """1 / rms is off by c = (D / 2 + 8) e of itself: a mean of D squares, halved by the root.
 
     With n = x / rms, d = dy w and m = mean(d n): y = n w and dx = (d - n m) / rms. dw = sum(n dy) over tokens, in partial sums,
     each rounded to the compute dtype.
     """
     _, u, r = numerics(types)
-    P, eps, zero = parts(mesh), 1e-5, zero_of(mesh, types)
+    eps, zero = 1e-5, zero_of(types)
     shape = (B, T, D) if len(axes) == 3 else (B, T, 4, H)
     axis, width = ("embed", D) if len(axes) == 3 else ("head_dim", H)
 
-    @on_shards(mesh, (axes, (axis,), axes), (axes, axes, (axis,)))
+    @on_shards((axes, (axis,), axes), (axes, axes, (axis,)))
     def run(x, w, dy):
         y, back = jax.vjp(lambda x, w: rms_norm(x, zero.gather_weight(w, (axis,)), eps, offset), x, w)
         return y, *back(dy)
@@ -228,32 +190,14 @@ def test_stretched_frequencies():
     np.testing.assert_allclose(rope.linear_scaling(jnp.asarray(freq), 4.0), freq / 4, rtol=1e-6)
 
 
-def test_whole_head():
-    """`whole_head` gives a user's own loss the whole head on every device. The head's gradient is the sum over all devices."""
-    p, zero = placement("eight"), zero_of("eight", "f32")
-    spec = LossSpec(zero.numerics, p, zero, chunk=1, logit_softcap=0.0)
-    (w,), (shares,) = normal(0, (V, D)), normal(1, (8, V, D))
-    of_device = jax.sharding.PartitionSpec(p.all_axes)
-
-    @jax.jit
-    @functools.partial(p.shard_map, in_specs=(p.spec(TABLE), of_device), out_specs=(of_device, p.spec(TABLE)))
-    def run(w, share):
-        made, back = jax.vjp(spec.whole_head, w)
-        return made[None], *back(share[0])
-
-    made, grad = run(w, shares)
-    np.testing.assert_array_equal(made, np.broadcast_to(w, (8, V, D)))
-    within(grad, shares.astype(np.float64).sum(0), 9 * e * abs(shares).sum(0), "gradient")
-
-
 @on
-def test_embedding(mesh, types):
+def test_embedding(types):
     """Output rows equal the table's rows. A table row's gradient is the sum over its token's occurrences, in partial sums."""
     n, _, r = numerics(types)
-    p, P, zero = placement(mesh), parts(mesh), zero_of(mesh, types)
+    p, zero = placement(), zero_of(types)
     residual = ("batch", "residual", None)
 
-    @on_shards(mesh, (TABLE, ("batch", "sequence"), residual), (residual, TABLE))
+    @on_shards((TABLE, ("batch", "sequence"), residual), (residual, TABLE))
     def run(table, tokens, dy):
         columns = p.mesh_axes("embed")
         x, back = jax.vjp(lambda table: embed(zero.ungathered(table, TABLE), tokens, p, columns, n.compute), table)
@@ -275,9 +219,9 @@ def test_embedding(mesh, types):
     compare()
 
 
-@pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize(
-    ("dtype", "chunk", "softcap", "z_loss"), [("f32", 7, 0.0, 0.0), ("f32", 30, 2.0, 0.1), ("bf16", 7, 0.0, 0.1)]
+    ("dtype", "chunk", "softcap", "z_loss", "split"),
+    [("f32", 7, 0.0, 0.0, 4), ("f32", 30, 2.0, 0.1, 1), ("bf16", 7, 0.0, 0.1, 4)],
 )
 def test_cross_entropy(dtype, chunk, softcap, z_loss, split):
     """A logit l is off by d = (D + 2) e |x| |w|, and with a soft cap c by 8 e c more.

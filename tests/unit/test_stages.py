@@ -5,8 +5,8 @@ import pytest
 from jaxtrain.train.stages import SCHEDULES, Arrangement, Schedule
 
 CASES = [
-    *[(name, stages, 1, m) for name in ("1f1b", "gpipe") for stages in (2, 3, 4) for m in (1, 2, 3, 4, 8, 17)],
-    *[("interleaved", stages, groups, stages * runs) for stages in (2, 4) for groups in (2, 3) for runs in (1, 2, 5)],
+    *[(name, stages, 1, m) for name in ("1f1b", "gpipe") for stages in (2, 3) for m in (1, 2, 4, 17)],
+    *[("interleaved", stages, groups, stages * runs) for stages in (2, 4) for groups in (2, 3) for runs in (1, 3)],
 ]
 every_schedule = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -67,6 +67,7 @@ def test_every_unit_is_done_once_and_after_what_it_needs(case: tuple[str, int, i
 
 @every_schedule
 def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
+    """There are as many slots as passes wait at once on the first stage, or one more for discarded results."""
     s = Schedule(*case)
     forward, backward = done_by(s)
     by_forward, by_backward, count = s.slots
@@ -80,18 +81,9 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
             held += [(u + stage, u + stage) for u in range(s.units, s.forward_ticks) if by_forward[u] == i]
             held.sort()
             assert all(end < begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
-
-
-@every_schedule
-def test_there_are_no_more_slots_than_passes_wait_on_the_first_stage(case: tuple[str, int, int, int]):
-    """The number of slots is the largest number of passes that wait at once. It is one more if discarded results find no free
-    slot.
-    """
-    s = Schedule(*case)
-    forward, backward = done_by(s)
     first = [(forward[0, g, m], backward[0, g, m]) for g in range(s.groups) for m in range(s.microbatches)]
     most = max(sum(begin <= t <= end for begin, end in first) for t in range(s.ticks))
-    assert most <= s.slots[2] <= most + 1
+    assert most <= count <= most + 1
 
 
 @every_schedule
@@ -120,9 +112,3 @@ def test_in_flight_microbatches_are_bounded_by_the_stages():
             assert few.slots[2] == many.slots[2] == (groups + 1) * stages
     # With more groups fewer microbatches are in flight, down to the number of stages.
     assert [Schedule("interleaved", 8, groups, 128).in_flight for groups in (2, 4, 8)] == [12, 10, 9]
-
-
-def test_groups_make_the_bubble_smaller():
-    for stages in (2, 4, 8):
-        idle = [Schedule("1f1b" if g == 1 else "interleaved", stages, g, 4 * stages).bubble for g in (1, 2, 4)]
-        assert idle == sorted(idle, reverse=True) and idle[-1] < idle[0] / 3
