@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import all_reduce
 from jaxtrain.train import loss
 from jaxtrain.train.program import Program, build
-from jaxtrain.train.state import abstract_tensors, create_state, from_tensors, to_tensors
+from jaxtrain.train.state import NamedLeaf, TrainState, create_state, named_leaves, to_host
 
 # Every head count divides by 4, so that the model runs on every mesh. Two query heads share a key/value head.
 TINY = {
@@ -120,22 +121,20 @@ def fresh_state(run: RunConfig) -> Any:
     plain = dataclasses.replace(
         run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze)
     )
-    return jax.tree.map(jnp.copy, _initial_state(plain))
+    return jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), _initial_state(plain))
 
 
 @functools.cache
 def initial_tensors(run: RunConfig) -> dict[str, np.ndarray]:
     """Return every tensor of the initial state, by its name in checkpoints."""
-    return {k: np.asarray(v) for k, v in to_tensors(fresh_state(run)).items()}
+    return to_host(fresh_state(run), "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The loss, gradient norm and learning rate of each step, and the tensors after the last step."""
+    """The loss of each step, and the tensors after the last step."""
 
     loss: np.ndarray
-    grad_norm: np.ndarray
-    lr: np.ndarray
     tensors: dict[str, np.ndarray]
     taken: compare.Trained  # the state after the last step, for comparisons
 
@@ -143,16 +142,9 @@ class Trained:
 @functools.cache
 def train(run: RunConfig, steps: int) -> Trained:
     """Train for `steps` steps from the run's initial state."""
-    made, rates = program(run), []
-
-    def step(state: Any, batch: loss.Batch) -> tuple[Any, Any]:
-        state, values = train_step(run)(state, batch)
-        rates.append(values["lr"])
-        return state, values
-
-    taken, state = compare.take_steps(made, step, fresh_state(run), lambda i: host_batch(run, i), steps)
-    tensors = {k: np.asarray(v) for k, v in to_tensors(state).items()}
-    return Trained(taken.loss, taken.grad_norm, np.array([float(lr) for lr in rates]), tensors, taken)
+    made, state = program(run), fresh_state(run)
+    taken, state = compare.take_steps(made, train_step(run), state, lambda i: host_batch(run, i), steps)
+    return Trained(taken.loss, to_host(state, ""), taken)
 
 
 def compiled(made: Program) -> jax.stages.Compiled:
@@ -160,31 +152,34 @@ def compiled(made: Program) -> jax.stages.Compiled:
     return made.train_step.lower(made.state, made.batch).compile()
 
 
-def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
-    """Compile a run's step without the cache of `train_step`, take its first steps, and return their results.
+def start(made: Program) -> TrainState:
+    """Return a state whose weights NumPy draws from their names, so that they are the same on every mesh. All else is zero.
 
-    On every mesh the steps start from the weights that one device initializes. Another test compares the initial weights of
-    meshes.
+    Nothing is compiled. test_stage_states.py compares the initial weights that meshes draw.
+    """
+
+    def value(leaf: NamedLeaf) -> jax.Array:
+        whole = np.zeros(leaf.array.shape, leaf.array.dtype)
+        for place, name in leaf.places or [(..., leaf.name)] if leaf.name.startswith("params.") else []:
+            drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(whole[place].shape)
+            size = made.run.model.init_std if drawn.ndim > 1 else 0.1
+            whole[place] = name.endswith(".scale") + size * drawn
+        return jax.device_put(whole, leaf.array.sharding)
+
+    return jax.tree.unflatten(jax.tree.structure(made.state), map(value, named_leaves(made.state)))
+
+
+def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
+    """Compile a run's step without the cache of `train_step`, take its first steps from `start`, and return their results.
+
+    The step must return parameters and moments with the program's shardings.
     """
     made = build(run, devices_of(run))
-    whole = dataclasses.replace(
-        run,
-        **{name: getattr(tiny(), name) for name in ("mesh", "sharding", "attention", "remat", "data")},
-        train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze),
-    )
-    homes = {name: a.sharding for name, a in abstract_tensors(made.state).items()}
-    state = from_tensors(made.state, jax.device_put(initial_tensors(whole), homes))
     step = compiled(made)
-    assert_state_stays_sharded(made, step)
-    return compare.take_steps(made, step, state, lambda i: host_batch(run, i), steps)[0]
-
-
-def assert_state_stays_sharded(made: Program, step: jax.stages.Compiled) -> None:
-    """Check that a compiled step returns parameters and moments with the program's shardings."""
     after, _ = step.output_shardings
-    pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(made.state), strict=True)
-    for (path, sharding), a in pairs:
+    for (path, sharding), a in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(made.state), strict=True):
         assert sharding.is_equivalent_to(a.sharding, len(a.shape)), jax.tree_util.keystr(path)
+    return compare.take_steps(made, step, start(made), lambda i: host_batch(run, i), steps)[0]
 
 
 def loss_and_gradients(function: loss.LossFunction, spec: loss.LossSpec) -> Callable[..., Any]:
@@ -253,17 +248,9 @@ def _family(run: Callable[..., Any]) -> Any:
 OwnLoopFamily = _family(
     lambda plan, body, x, layers, shared, kinds: jax.lax.scan(lambda x, one: (body(x, one, shared, 0), None), x, layers)[0]
 )
-TwiceFamily = _family(
-    lambda plan, body, x, layers, shared, kinds: plan.run(body, plan.run(body, x, layers, shared, kinds), layers, shared, kinds)
-)
 LoopedFamily = _family(
     lambda plan, body, x, layers, shared, kinds: jax.lax.fori_loop(
         0, 2, lambda _, x: plan.run(body, x, layers, shared, kinds), x
-    )
-)
-TiedFamily = _family(
-    lambda plan, body, x, layers, shared, kinds: plan.run(
-        body, x, jax.tree.map(lambda w: w[np.arange(len(kinds)) // 2], layers), shared, kinds
     )
 )
 SquashedFamily = _family(

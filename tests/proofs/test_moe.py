@@ -3,6 +3,7 @@
 tests/matrix.py lists the layouts that train whole models with experts.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -19,20 +20,18 @@ from jaxtrain.config import Moe
 from jaxtrain.generation import Sampler
 from jaxtrain.kernels.attention import Hardware, Unsupported
 from jaxtrain.kernels.experts import grouped, pallas
-from jaxtrain.kernels.experts.exchange import Exchange
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.layers import Context
 from jaxtrain.models.module import Definition
 from jaxtrain.models.moe import ExpertsMLP
-from jaxtrain.plan import topology
 from jaxtrain.scoring import Scored, Scorer
 from jaxtrain.shapes import EXPERT_METRICS
 from jaxtrain.sharding import Placement, make_placement, to_residual
 from jaxtrain.train import guard
 from jaxtrain.train.balance import Balance
 from jaxtrain.train.batch import place_batch
-from jaxtrain.train.state import abstract_tensors, to_tensors
+from jaxtrain.train.state import abstract_tensors, to_host
 from jaxtrain.zero import make_zero
 
 E, K, D, F, B, T = 8, 2, 16, 24, 8, 16
@@ -117,16 +116,6 @@ def inputs(model=(), seed=0):
     return params, x, real, by
 
 
-def plain(params, x, real, model, keep=None, moe=NO_LOSSES):
-    """Return y, statistics and chosen experts, written independently: all experts run on every token, then the chosen ones
-    count.
-
-    keep: bool (B, T, K), False for a choice that is dropped.
-    """
-    with jax.numpy_rank_promotion("allow"):
-        return _plain(params, x, real, model, keep, moe)
-
-
 def of_kept_groups(ranked, model):
     """Return scores, -inf outside of each token's best groups, found by sorting the groups."""
     groups = ranked.reshape(*ranked.shape[:-1], model.router_groups, -1)
@@ -135,7 +124,12 @@ def of_kept_groups(ranked, model):
     return jnp.where((place < model.groups_per_token)[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
 
-def _plain(params, x, real, model, keep, moe):
+def plain(params, x, real, model, keep=None, moe=NO_LOSSES):
+    """Return y, statistics and chosen experts, written independently: all experts run on every token, then the chosen ones
+    count.
+
+    keep: bool (B, T, K), False for a choice that is dropped.
+    """
     logits = x @ params["router"] + params.get("router_logit_bias", 0.0)
     scores = jax.nn.softmax(logits) if model.router == "softmax" else jax.nn.sigmoid(logits)
     best = jnp.argsort(-of_kept_groups(scores + params.get("router_bias", 0.0), model), axis=-1)[..., :K]
@@ -167,12 +161,7 @@ def _plain(params, x, real, model, keep, moe):
 def plain_gradients(params, x, real, by, model, keep=None, moe=NO_LOSSES):
     def value(params, x):
         y, statistics, _ = plain(params, x, real, model, keep, moe)
-        load = jax.lax.stop_gradient(statistics[len(COLUMNS) :])
-        logits = x @ params["router"] + params.get("router_logit_bias", 0.0)
-        scores = jax.nn.softmax(logits) if model.router == "softmax" else jax.nn.sigmoid(logits)
-        mean = (scores / scores.sum(-1, keepdims=True) * real[..., None]).sum((0, 1)) / real.sum()
-        more = sum(FACTORS[name] * statistics[COLUMNS.index(name)] for name in ("z_loss", "sequence_balance_loss"))
-        return jnp.sum(y * by) + 3.0 * E * (load * mean).sum() + more, (y, statistics)
+        return jnp.sum(y * by) + sum(f * statistics[COLUMNS.index(name)] for name, f in FACTORS.items()), (y, statistics)
 
     with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
         (_, made), grads = jax.value_and_grad(value, (0, 1), has_aux=True)(params, x)
@@ -195,15 +184,9 @@ GROUPS = (
     *(("model.router", "sigmoid"), ("model.router_bias", True), ("model.routed_scaling", 2.5)),
     *(("model.router_groups", 4), ("model.groups_per_token", 2)),
 )
-OF_ROWS = Moe(sequence_balance_loss=2.0)
 CASES = {
-    "one device": Case(model=SHARED),
-    "groups": Case(model=GROUPS, moe=OF_ROWS),
-    "groups over devices": Case((("expert", 2), ("seq", 2), ("fsdp", 2)), OF_ROWS, GROUPS + SHARED),
-    "biases": Case(model=BIASES),
-    "biases, over devices": Case((("expert", 2), ("fsdp", 2)), Moe(buffer=0.5), model=BIASES),
+    "groups": Case((("expert", 2), ("seq", 2), ("fsdp", 2)), Moe(sequence_balance_loss=2.0), GROUPS + SHARED),
     "biases, a capacity with room": Case((("expert", 4), ("fsdp", 2)), Moe(capacity_factor=E / K), model=BIASES),
-    "a capacity with room": Case((("expert", 4), ("fsdp", 2)), Moe(capacity_factor=E / K)),
 }
 
 
@@ -218,35 +201,33 @@ def test_every_token_goes_through_its_experts(name):
     assert_same(compiled(case)(*given), plain_gradients(*given, case.run.model, None, case.moe), given[2])
 
 
-@pytest.mark.parametrize("over", helpers.few(["expert", "fsdp"], "expert"))
-def test_sampling_splits_weights_and_not_tokens(over):
-    """Each device has all tokens. `expert` shards the experts, `fsdp` the stored weights' D, and `tensor` the width of each
-    expert.
-    """
-    case = Case(((over, 4), ("tensor", 2)), Moe(buffer=1.0), SHARED, tokens_replicated=True)
+def test_sampling_splits_weights_and_not_tokens():
+    """Each device has all tokens. `expert` shards the experts, and `tensor` the width of each expert."""
+    case = Case((("expert", 4), ("tensor", 2)), Moe(buffer=1.0), SHARED, tokens_replicated=True)
     p, given = case.placement, inputs(SHARED)
     y = case.jitted(lambda params, x, real, by: to_residual(case(params, x, real)[0], p.mesh_axes("mlp"), p), jax.P())(*given)
     params, x, real, _ = given
-    wanted = plain(params, x, real, case.run.model)[0]
+    with jax.numpy_rank_promotion("allow"):
+        wanted = plain(params, x, real, case.run.model)[0]
     np.testing.assert_allclose(np.where(real[..., None], y, 0), np.where(real[..., None], wanted, 0), rtol=1e-4, atol=1e-4)
 
 
-# Biases of a router: all tokens choose the same two experts; loads are uneven; the router's own choices (0).
-BIASES = {"two experts": (0, 0, 0, 10, 0, 0, 10, 0), "uneven": (0, 0.1, 0.05, -0.1, 0, 0.2, 0, -0.1), "own": (0,) * 8}
-ROUNDS = {f"expert={n}": Case((("expert", n),), Moe(buffer=1.0), SIGMOID) for n in (8, 4)}
+# Biases of a router: all tokens choose the same two experts; loads are uneven.
+BIASED = {"two experts": (0, 0, 0, 10, 0, 0, 10, 0), "uneven": (0, 0.1, 0.05, -0.1, 0, 0.2, 0, -0.1)}
+ROUNDS, MORE_ROUNDS = (Case((("expert", n),), Moe(buffer=1.0), SIGMOID) for n in (4, 8))
+biased = pytest.mark.parametrize("bias", BIASED)
 
 
-def biased(name):
+def inputs_of(bias):
     params, *rest = inputs(SIGMOID)
-    return params | {"router_bias": jnp.array(BIASES[name], jnp.float32)}, *rest
+    return params | {"router_bias": jnp.array(BIASED[bias], jnp.float32)}, *rest
 
 
-@pytest.mark.parametrize("over", ROUNDS)
-@pytest.mark.parametrize("bias", BIASES)
-def test_uneven_loads_lose_no_token(bias, over):
+@biased
+def test_uneven_loads_lose_no_token(bias):
     """Devices receive all tokens of their experts, round by round, so that results equal the plain model's."""
-    case, given = ROUNDS[over], biased(bias)
-    got, wanted = compiled(case)(*given), plain_gradients(*given, case.run.model)
+    given = inputs_of(bias)
+    got, wanted = compiled(ROUNDS)(*given), plain_gradients(*given, ROUNDS.run.model)
     loads = np.asarray(got[1][len(COLUMNS) :])
     if bias == "two experts":
         np.testing.assert_array_equal(loads, np.where(np.isin(np.arange(E), (3, 6)), 0.5, 0.0))
@@ -255,18 +236,18 @@ def test_uneven_loads_lose_no_token(bias, over):
     assert_same(got, wanted, given[2])
 
 
-@pytest.mark.parametrize("bias", BIASES)
+@biased
 def test_rounds_lose_no_precision_in_bfloat16(bias):
     """Compared with the plain model in float32, many small rounds are hardly less exact than one large round.
 
     In gradients of weights, the first round's sum is also rounded, by at most 2^-9 of each element. That sum may be twice as
     large as the sum of all rounds. Independent errors add up in squares.
     """
-    given, off = biased(bias), []
-    y, _, grads = plain_gradients(*given, ROUNDS["expert=8"].run.model)
+    given, off = inputs_of(bias), []
+    y, _, grads = plain_gradients(*given, ROUNDS.run.model)
     wanted = [np.where(given[2][..., None], y, 0), *jax.tree.leaves(grads)]
     for buffer in (1.0, 8.0):
-        case = dataclasses.replace(ROUNDS["expert=8"], moe=Moe(buffer=buffer), numerics=BF16)
+        case = dataclasses.replace(MORE_ROUNDS, moe=Moe(buffer=buffer), numerics=BF16)
         params, x, real, by = given
         y, _, grads = compiled(case)(params, x.astype(jnp.bfloat16), real, by)
         made = [np.where(real[..., None], np.float32(y), 0), *(np.float32(a) for a in jax.tree.leaves(grads))]
@@ -275,31 +256,13 @@ def test_rounds_lose_no_precision_in_bfloat16(bias):
         assert many <= np.hypot(one, 2.0**-8) and many < 0.03
 
 
-@pytest.mark.parametrize(("parts", "alone", "further_room"), [(8, True, 1), (4, False, 2), (1, False, 8)])
-def test_further_rounds_have_a_quarter_of_an_even_share(parts, alone, further_room):
-    """An even share is 32 / parts rows; a further round has room for a quarter of an even share. Each device has 16 tokens with
-    2 choices: 31 choices are the same expert, and one belongs to padding.
-    """
-    exchange = Exchange(E, 16, K, ("expert",) if parts > 1 else (), parts, ("expert",) if parts > 1 else (), 0.0, 1.0, alone)
-    assert (exchange.room, exchange.further_room) == (32 // parts, further_room)
-    chosen = jnp.full((16, K), 5, jnp.int32).at[0, 0].set(E)  # one is a padding token's
-    if parts == 1:
-        made = exchange.plan(chosen)
-        assert int(made.further[0]) == 0 and not exchange.overflows
-        return
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:parts]), ("expert",))
-    manual = jax.shard_map(exchange.plan, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("expert"), check_vma=False)
-    made = jax.jit(manual)(chosen)
-    np.testing.assert_array_equal(made.further, -(-(31 - 32 // parts) // further_room))
-    assert (made.first.perm_R.size == 0) == alone, "only rows of several experts are brought into an order"
-
-
-@pytest.mark.parametrize("parts", helpers.few([1, 4], 4))
-def test_a_capacity_drops_what_comes_last(parts):
+def test_a_capacity_drops_what_comes_last():
     """On each device an expert keeps the first tokens that fit into its buffer. The others are counted as dropped."""
+    parts = 4
     case = Case((("expert", parts),), Moe(capacity_factor=0.5))
     params, x, real, by = inputs()
-    best = np.asarray(plain(params, x, real, case.run.model)[2])
+    with jax.numpy_rank_promotion("allow"):
+        best = np.asarray(plain(params, x, real, case.run.model)[2])
     room = B * T * K // parts // E // 2  # half of an even share
     keep = np.zeros((B, T, K), bool)
     for rows in np.split(np.arange(B), parts):
@@ -317,7 +280,6 @@ def test_a_capacity_drops_what_comes_last(parts):
 # ---- Grouped matmuls. tests/gpu/test_gpu_experts.py compares them with their definition
 
 PRODUCTS = ("times D", "times F", "outer")
-HOPPER = Hardware("gpu", (9, 0))
 
 
 @pytest.fixture
@@ -338,16 +300,14 @@ def product(name, impl, x_RD, h_RF, w_EDF, sizes):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_pallas_multiplies_like_xla(name, interpreted):
     """Cases: several tiles each way, tiles with rows of two experts, experts without rows, rows without an expert that hold
-    NaN.
-
-    The interpreter finds no race between copies and loads or stores.
+    NaN. The interpreter finds no race between copies and loads or stores.
     """
     (R, D, F), E = (330, 200, 136), 5
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (R, D), (R, F), (E, D, F)
     x, h, w = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
     by_pallas, by_xla = (jax.jit(functools.partial(product, name, impl)) for impl in ("pallas", "ragged"))
-    for sizes in ((17, 0, 133, 101, 2), (0, 0, 330, 0, 0), (0, 0, 0, 0, 0)):
+    for sizes in ((17, 0, 133, 101, 2), (0, 0, 0, 0, 0)):
         nobody = jnp.arange(R)[:, None] >= sum(sizes)
         of_nobody = (jnp.where(nobody, jnp.nan, a) for a in (x, h))
         wanted, got = by_xla(x, h, w, jnp.array(sizes)), by_pallas(*of_nobody, w, jnp.array(sizes))
@@ -356,22 +316,6 @@ def test_pallas_multiplies_like_xla(name, interpreted):
         one = 2.0**-7 if got.dtype == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=one, atol=1e-4)
         assert not get_races().races_found
-
-
-@pytest.mark.more
-def test_pallas_through_a_block_of_experts(interpreted):
-    """Outputs and all gradients of a block equal those with XLA's matmuls.
-
-    A sum that rounds the other way changes a number by at most one unit in bfloat16's last place, and the norm by less.
-    """
-    params, x, real, by = inputs(SHARED)
-    of_pallas, of_xla = (
-        compiled(Case(moe=Moe(impl=impl), model=SHARED, numerics=BF16))(params, x.astype(jnp.bfloat16), real, by)
-        for impl in ("pallas", "ragged")
-    )
-    for got, wanted in zip(jax.tree.leaves(of_pallas), jax.tree.leaves(of_xla), strict=True):
-        got, wanted = np.float32(got), np.float32(wanted)
-        assert np.linalg.norm(got - wanted) <= 2.0**-8 * np.linalg.norm(wanted)
 
 
 # In the last case 128 rows need two tiles, because they start between multiples of 8.
@@ -391,60 +335,49 @@ def test_every_row_has_one_tile(sizes):
     assert seen == list(range(336))
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_pallas_lowers_for_a_gpu(name):
-    """The kernels compile for an H200, and the fallback is not used."""
-    mesh = jax.sharding.Mesh(np.array(topology.devices(topology.parse("h200:1"))), ("device",))
-    whole = jax.NamedSharding(mesh, jax.P())
-    shapes = ((512, 256), "bfloat16"), ((512, 128), "bfloat16"), ((4, 256, 128), "bfloat16"), ((4,), "int32")
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole) for shape, dtype in shapes]
-    f = functools.partial(product, name, grouped.choose("auto", Hardware.of(mesh.devices.flat[0]), arrays[0].dtype))
-    manual = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    text = str(jax.jit(manual).lower(*arrays).compile().as_text())
-    assert "jaxtrain_experts_" in text and "dot(" not in text
-
-
-@pytest.mark.parametrize(
-    ("hardware", "dtype", "impl", "because"),
-    [
-        (HOPPER, "bfloat16", "pallas", None),
-        (HOPPER, "float32", "ragged", "bfloat16, not float32"),
-        (Hardware("gpu", (8, 0)), "bfloat16", "ragged", "not 8.0"),
-        (Hardware("gpu", (10, 0)), "bfloat16", "ragged", "not 10.0"),
-        (Hardware("cpu"), "bfloat16", "ragged", "needs a GPU"),
-    ],
-)
-def test_auto_takes_pallas_where_it_can(hardware, dtype, impl, because):
-    """For bfloat16 on Hopper auto chooses Pallas. For other types or devices it chooses XLA's ragged matmul, and
-    moe.impl=pallas is refused.
-    """
-    assert grouped.choose("auto", hardware, jnp.dtype(dtype)) == impl
-    assert grouped.choose("ragged", hardware, jnp.dtype(dtype)) == "ragged"
-    for name in ("auto", "ragged", *(() if because else ("pallas",))):
-        grouped.check(name, hardware, jnp.dtype(dtype))
-    if because:
-        with pytest.raises(Unsupported, match=f"{because}.*Set moe.impl=auto"):
-            grouped.check("pallas", hardware, jnp.dtype(dtype))
+@pytest.mark.parametrize("generation", [(8, 0), (9, 0), (10, 0), None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_auto_takes_pallas_where_it_can(generation, dtype):
+    """For bfloat16 on Hopper, auto chooses Pallas. Elsewhere it chooses XLA's ragged matmul, and moe.impl=pallas is refused."""
+    hardware, dtype = Hardware("gpu", generation) if generation else Hardware("cpu"), jnp.dtype(dtype)
+    where_it_can = generation == (9, 0) and dtype == jnp.bfloat16
+    assert grouped.choose("auto", hardware, dtype) == ("pallas" if where_it_can else "ragged")
+    assert grouped.choose("ragged", hardware, dtype) == "ragged"
+    grouped.check("auto", hardware, dtype)
+    with contextlib.nullcontext() if where_it_can else pytest.raises(Unsupported, match="moe.impl"):
+        grouped.check("pallas", hardware, dtype)
 
 
 # ---- Balanced loads
+
+SMALL = {
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.d_ff": 16,
+    "model.num_experts": 4,
+    "data.seq_len": 32,
+    "train.global_batch": 8,
+}
 
 
 def test_step_moves_the_bias_and_no_gradient_does():
     """A layer's bias moves by moe.bias_rate a step, toward equal loads. The optimizer stores no moment for it. The loss is
     cross entropy alone.
     """
-    base = {"model.num_layers": 2, "model.num_experts": 4, "model.router_bias": True, "model.router": "sigmoid"}
-    run = helpers.tiny(base | {"moe.bias_rate": 0.25})
+    run = helpers.tiny(
+        SMALL | {"model.num_layers": 2, "model.router_bias": True, "model.router": "sigmoid", "moe.bias_rate": 0.25}
+    )
     assert [name for name in abstract_tensors(helpers.program(run).state) if "router_bias" in name] == [
         f"params.layers.{i}.mlp.router_bias" for i in range(2)
     ]
-    state, batch = helpers.fresh_state(run), helpers.host_batch(run, 0)
+    program, batch = helpers.program(run), helpers.host_batch(run, 0)
+    state = helpers.start(program)
     mlp = state.params["layers"]["mlp"]
     # scores are below 1, so all tokens choose these experts
     began = np.array([[10.0, 10.0, 0.0, 0.0], [0.0, 10.0, 0.0, 10.0]], np.float32)
     mlp["router_bias"] = jax.device_put(began, mlp["router_bias"].sharding)
-    program = helpers.program(run)
     placed = place_batch(batch, program.batch, program.context)
     total, weight, _ = program.eval_step(state.params, placed)
     state, metrics = helpers.train_step(run)(state, placed)
@@ -472,16 +405,15 @@ def test_microbatches_share_the_losses_and_metrics_of_experts():
 
     So do rows whose tokens have a millionth of the weight.
     """
-    losses = {"model.num_layers": 1, "model.num_experts": 4, "moe.balance_loss": 0.5, "moe.z_loss": 0.1}
-    once = helpers.host_batch(helpers.tiny(losses | {"train.global_batch": 8}), 0)
+    losses = SMALL | {"moe.balance_loss": 0.5, "moe.z_loss": 0.1}
+    once = helpers.host_batch(helpers.tiny(losses), 0)
 
     def told(accum, factor=1.0):
         run = helpers.tiny(losses | {"train.grad_accum": accum, "train.global_batch": 8 * accum})
         program, given = helpers.program(run), once | {"weights": np.float32(factor) * once["weights"]}
         placed = place_batch({k: np.concatenate([v] * accum) for k, v in given.items()}, program.batch, program.context)
-        state, metrics = helpers.train_step(run)(helpers.fresh_state(run), placed)
-        moments = {n: np.asarray(a) for n, a in to_tensors(state).items() if n.startswith("optimizer.mu.")}
-        return {k: float(metrics[k]) for k in ("loss", "grad_norm", *EXPERT_METRICS)}, moments
+        state, metrics = helpers.train_step(run)(helpers.start(program), placed)
+        return {k: float(metrics[k]) for k in ("loss", "grad_norm", *EXPERT_METRICS)}, to_host(state, "optimizer.mu.")
 
     one, moments = told(1)
     for other in ({"accum": 2}, {"accum": 2, "factor": 1e-6}):
@@ -494,38 +426,34 @@ def test_microbatches_share_the_losses_and_metrics_of_experts():
 # ---- Precision and uses of a whole model
 
 
-@pytest.mark.parametrize("zero", helpers.few([1, 2], 1))
-def test_a_router_is_float32_in_every_layout(zero):
-    """In bfloat16 runs the router's metrics are equal to the last bit for any sharding.zero: the router's weight and bias stay
+def test_a_router_is_float32_in_every_layout():
+    """In bfloat16 runs the router's statistics are equal to the last bit for any sharding.zero: its weight and bias stay
     float32.
     """
-    base = {"precision": "bf16", "model.num_layers": 1, "model.num_experts": 4, "mesh.fsdp": 2, "model.router_bias": True}
+    base = SMALL | {"precision": "bf16", "mesh.fsdp": 2, "model.router_bias": True}
 
     def reported(more):
         run = helpers.tiny(base | more)
-        state, program = helpers.fresh_state(run), helpers.program(run)
-        mlp = state.params["layers"]["mlp"]
+        program = helpers.program(run)
+        params = helpers.start(program).params
+        mlp = params["layers"]["mlp"]
         # These numbers are not in bfloat16: rounding would make the biases equal.
         mlp["router_bias"] = jax.device_put(0.3 + 1e-4 * jnp.arange(4.0)[None], mlp["router_bias"].sharding)
-        placed = place_batch(helpers.host_batch(run, 0), program.batch, program.context)
-        metrics = helpers.train_step(run)(state, placed)[1]
-        return [np.asarray(metrics[name]) for name in EXPERT_METRICS]
+        (_, sums), _ = program.gradients(params, place_batch(helpers.host_batch(run, 0), program.batch, program.context))
+        return np.asarray(sums["experts"])
 
-    np.testing.assert_array_equal(reported({"sharding.zero": zero}), reported({}))
+    np.testing.assert_array_equal(reported({"sharding.zero": 1}), reported({}))
 
 
 def test_what_is_no_training_drops_no_token():
     """A capacity applies to training only: prompts and scored texts use all their experts."""
-    base = {"model.num_layers": 1, "model.num_experts": 4, "model.init_std": 0.2}
     tokens = np.arange(12, dtype=np.int32)[None]
-    params = helpers.fresh_state(helpers.tiny(base)).params
+    params = helpers.start(helpers.program(helpers.tiny(SMALL))).params
 
     def made(capacity):
-        run = helpers.tiny(base | {"moe.capacity_factor": capacity})
+        run = helpers.tiny(SMALL | {"moe.capacity_factor": capacity})
         sampler = Sampler(run, helpers.program(run).placement)
-        logits, _ = jax.jit(sampler.decode)(params, sampler.empty_cache(1, 64), tokens)
-        return logits, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]
+        prompt = jax.jit(sampler.decode).lower(params, sampler.empty_cache(1, 64), tokens).as_text()
+        return prompt, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]
 
-    (logits, score), (logits_, score_) = made(0.25), made(0.0)
-    np.testing.assert_array_equal(logits, logits_)
-    assert score == score_
+    assert made(0.25) == made(0.0)

@@ -16,24 +16,33 @@ import plans
 import pytest
 from safetensors.numpy import save_file
 
-from jaxtrain import config, flops
+from jaxtrain import config
 from jaxtrain.config import ConfigError
 from jaxtrain.generation import Sampler
 from jaxtrain.hardware import Devices
-from jaxtrain.hf import exporting, importing
+from jaxtrain.hf import importing
 from jaxtrain.hf.folder import open_folder
-from jaxtrain.hf.importing import matched
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.shapes import BATCH_KEYS, mtp_keys
 from jaxtrain.train import initial_state
 from jaxtrain.train.batch import further, place_batch
-from jaxtrain.train.state import abstract_tensors
+from jaxtrain.train.state import abstract_tensors, to_host
 from jaxtrain.validate import validate_step
 
-MTP = {"model.num_layers": 2, "model.init_std": 0.2, "train.global_batch": 4, "data.max_segments": 6}
-EXPERTS = {"model.num_experts": 4, "model.d_ff": 32, "model.router": "sigmoid", "model.router_bias": True}
-T = 64
-LENGTHS = (20, 1, 30, 2, 7)  # documents of a row; the rest of the row is padding
+MTP = {
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.d_ff": 24,
+    "model.init_std": 0.2,
+    "train.global_batch": 4,
+    "data.seq_len": 32,
+    "data.max_segments": 6,
+}
+EXPERTS = {"model.num_experts": 4, "model.router": "sigmoid", "model.router_bias": True}
+T = 32
+LENGTHS = (9, 2, 1, 12)  # documents of a row; the rest of the row is padding
 
 
 def weighted_batch(run):
@@ -78,8 +87,8 @@ def block(x_TD, w, m):
     return x_TD + (jax.nn.silu(h @ w["mlp"]["gate"]) * (h @ w["mlp"]["up"])) @ w["mlp"]["down"].T
 
 
-def losses(params, batch, run, hidden_BTD):
-    """Return the weighted sums of cross entropy of the model and of each module, and the sums of weights."""
+def losses(params, batch, run, given, hidden_TD):
+    """Return the weighted sums of cross entropy of the model and of each module in a row, and the sums of weights."""
     m, D = run.model, run.model.mtp_layers
     sums, counts = [0.0] * (D + 1), [0.0] * (D + 1)
 
@@ -89,47 +98,46 @@ def losses(params, batch, run, hidden_BTD):
         sums[k] -= (weights * log_p).sum()
         counts[k] += weights.sum()
 
-    for row in range(len(batch["tokens"])):
-        for segment in range(1, len(LENGTHS) + 1):
-            at = np.flatnonzero(batch["segments"][row] == segment)
-            tokens, targets, weights = (batch[name][row, at] for name in ("tokens", "targets", "weights"))
-            h_TD = hidden_BTD[row, at]
-            add(0, h_TD, targets, weights)
-            for k in range(1, D + 1):
-                w, count = params["mtp"][str(k - 1)], len(at) - k
-                if count <= 0:
-                    break
-                embedded = norm(params["embed"]["embedding"][tokens[k:]], w["embed_norm"]["scale"], m.norm_eps)
-                before = norm(h_TD[:count], w["hidden_norm"]["scale"], m.norm_eps)
-                M_k = jnp.concatenate([w["hidden_proj"], w["embed_proj"]])  # the paper's order
-                h_TD = block(jnp.concatenate([before, embedded], -1) @ M_k, w["block"], m)
-                h_TD = norm(h_TD, w["norm"]["scale"], m.norm_eps)
-                add(k, h_TD, targets[k:], weights[k:])
+    segments = np.asarray(batch["segments"][0])  # the same in every row
+    for segment in range(1, len(LENGTHS) + 1):
+        at = np.flatnonzero(segments == segment)
+        tokens, targets, weights = (given[name][at] for name in ("tokens", "targets", "weights"))
+        h_TD = hidden_TD[at]
+        add(0, h_TD, targets, weights)
+        for k in range(1, min(D, len(at) - 1) + 1):
+            w, count = params["mtp"][str(k - 1)], len(at) - k
+            embedded = norm(params["embed"]["embedding"][tokens[k:]], w["embed_norm"]["scale"], m.norm_eps)
+            before = norm(h_TD[:count], w["hidden_norm"]["scale"], m.norm_eps)
+            M_k = jnp.concatenate([w["hidden_proj"], w["embed_proj"]])  # the paper's order
+            h_TD = block(jnp.concatenate([before, embedded], -1) @ M_k, w["block"], m)
+            h_TD = norm(h_TD, w["norm"]["scale"], m.norm_eps)
+            add(k, h_TD, targets[k:], weights[k:])
     return sums, counts
 
 
 @functools.cache
-def stepped(depth=2):
+def stepped():
     """Return a run, its batch, its parameters, and (loss, other sums) and gradients of a step."""
-    run = helpers.tiny(MTP | {"model.mtp_layers": depth, "loss.mtp_weight": 0.4})
-    made, params, batch = helpers.program(run), helpers.fresh_state(run).params, weighted_batch(run)
+    run = helpers.tiny(MTP | {"model.mtp_layers": 2, "loss.mtp_weight": 0.4})
+    made, batch = helpers.program(run), weighted_batch(run)
+    params = helpers.start(made).params
     return run, batch, params, made.gradients(params, place_batch(batch, made.batch, made.context))
 
 
-@pytest.mark.parametrize("depth", helpers.few([1, 2], 2))
-def test_loss_and_gradients_are_those_of_the_reports_equations(depth):
+def test_loss_and_gradients_are_those_of_the_reports_equations():
     """The loss is main + mtp_weight x the mean of the modules' losses. Module k has the mean cross entropy of token i + k + 1,
     within documents.
     """
-    run, batch, params, ((loss, sums), gradients) = stepped(depth)
+    run, batch, params, ((loss, sums), gradients) = stepped()
     made = helpers.program(run)
 
     def objective(params):
         rows = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
         hidden = made.definition.bind(params)(*rows)
-        found, counts = losses(params, batch, run, hidden)
+        of_row = functools.partial(losses, params, batch, run)
+        found, counts = jax.tree.map(jnp.sum, jax.vmap(of_row)(batch, hidden))
         main, *of_modules = (s / n for s, n in zip(found, counts, strict=True))
-        mtp = sum(of_modules) / depth
+        mtp = sum(of_modules) / 2
         return main + 0.4 * mtp, (main, mtp)
 
     with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
@@ -152,23 +160,6 @@ def test_targets_lie_in_the_document_of_their_input():
             assert i + k >= T or (made[f"targets_{k}"][:, i] == batch["targets"][:, i + k]).all()
 
 
-def test_what_follows_a_document_plays_no_part_in_it():
-    """Other tokens after the third document change no loss on the first three documents, of the model or of the modules."""
-    run, batch, params, ((loss, sums), _) = stepped()
-    made, after = helpers.program(run), sum(LENGTHS[:3])
-    weights = batch["weights"].copy()
-    weights[:, after:] = 0
-    found = []
-    for shift in (0, 1):
-        other = {name: batch[name].copy() for name in ("tokens", "targets")}
-        other["tokens"][:, after:] = (other["tokens"][:, after:] + shift) % run.model.vocab_size
-        other["targets"][:, after - 1 :] = (other["targets"][:, after - 1 :] + shift) % run.model.vocab_size
-        placed = place_batch(batch | other | {"weights": weights}, made.batch, made.context)
-        (loss, sums), _ = made.gradients(params, placed)
-        found.append((float(loss), float(sums["mtp_loss"])))
-    assert found[0] == found[1]
-
-
 # ---- Off, evaluation, sampling
 
 
@@ -188,8 +179,7 @@ def test_evaluation_and_sampling_are_those_of_the_model_alone():
     of_model = {name: w for name, w in params.items() if name != "mtp"}
     steps = [p.eval_step(w, place_batch(batch, p.eval_batch, p.context)) for p, w in ((made, params), (without, of_model))]
     assert steps[0] == steps[1] and steps[0][2] == {}
-    tokens = np.arange(8, dtype=np.int32)[None]
-    logits = []
+    tokens, logits = np.arange(8, dtype=np.int32)[None], []
     for of, p, w in ((run, made, params), (plain, without, of_model)):
         sampler = Sampler(of, p.placement)
         logits.append(jax.jit(sampler.decode)(w, sampler.empty_cache(1, 16), tokens)[0])
@@ -199,33 +189,40 @@ def test_evaluation_and_sampling_are_those_of_the_model_alone():
 def test_the_routers_of_modules_learn_to_spread_tokens():
     """The biases of the modules' routers move toward balanced loads. The modules count in the metrics and losses of experts."""
     run = helpers.tiny(MTP | EXPERTS | {"model.mtp_layers": 2})
-    made, state = helpers.program(run), helpers.fresh_state(run)
+    made = helpers.program(run)
+    state = helpers.start(made)
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
     assert made.trained["mtp"]["0"]["block"]["mlp"]["router_bias"] is False
     (_, sums), gradients = made.gradients(state.params, batch)
     rows = np.asarray(sums["experts"])
     loads_LE = rows[:, -4:]
-    assert len(rows) == 2 + 2
+    assert len(rows) == 1 + 2
     np.testing.assert_allclose(loads_LE.sum(1), 1, rtol=1e-5)
     assert np.abs(gradients["mtp"]["1"]["block"]["mlp"]["router"]).max() > 0
+    names = ["layers.0.mlp.router_bias", *(f"mtp.{i}.block.mlp.router_bias" for i in range(2))]
+    before = to_host(state, "params.")
     after, values = helpers.train_step(run)(state, batch)
     np.testing.assert_allclose(values["balance_loss"], rows[:, 0].mean(), rtol=1e-6)
-    for i in range(2):
-        moved = np.asarray(after.params["mtp"][str(i)]["block"]["mlp"]["router_bias"])
-        np.testing.assert_allclose(moved, run.moe.bias_rate * np.sign(0.25 - loads_LE[2 + i]), rtol=1e-6)
-    of_stack = np.asarray(after.params["layers"]["mlp"]["router_bias"])
-    np.testing.assert_allclose(of_stack, run.moe.bias_rate * np.sign(0.25 - loads_LE[:2]), rtol=1e-6)
+    for name, loads in zip(names, loads_LE, strict=True):
+        wanted = before[name] + np.float32(run.moe.bias_rate) * np.sign(0.25 - loads)
+        np.testing.assert_allclose(to_host(after, "params.")[name], wanted, rtol=1e-6)
 
 
 # ---- Hugging Face
 
 
-def test_a_checkpoint_with_a_module_goes_there_and_back(tmp_path):
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a Hugging Face folder with a module, and the folder of its import."""
+    theirs, ours, _ = hugging_face.imported(tmp_path_factory.mktemp("mtp"), "deepseek_v3", mtp=1)
+    return theirs, ours
+
+
+def test_a_checkpoint_with_a_module_goes_there_and_back(folders, tmp_path):
     """After import and export, every tensor has DeepSeek-V3's name and the same bits. Embedding and head occur a second time in
     the module.
     """
-    folder, ours, said = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
-    assert "0 missing" in said[0] and not any("unused" in line for line in said[1:])
+    folder, ours = folders
     assert json.loads((ours / "config.json").read_text())["model"]["mtp_layers"] == 1
     hugging_face.exported(ours, tmp_path / "back")
     theirs, back = (hugging_face.tensors_of(place) for place in (folder, tmp_path / "back"))
@@ -241,39 +238,20 @@ def test_a_checkpoint_with_a_module_goes_there_and_back(tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_a_module_of_a_checkpoint_computes_by_its_own_names(tmp_path):
+def test_a_module_of_a_checkpoint_computes_by_its_own_names(folders):
     """The module's projection, as published, multiplies the embedding's half first: eh_proj
     [enorm(embedding); hnorm(hidden)].
     """
-    folder, ours, _ = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
-    theirs, model = hugging_face.tensors_of(folder), open_folder(folder).model
-    run = helpers.tiny({f"model.{key}": value for key, value in dataclasses.asdict(model).items()})
-    made = helpers.program(run)
-    stored = importing.open_origin(str(ours)).read({k: a for k, a in abstract_tensors(made.state).items() if "params.mtp" in k})
-    x, h = (np.asarray(jax.random.normal(jax.random.key(i), (5, model.d_model))) for i in (0, 1))
+    folder, ours = folders
+    model = open_folder(folder).model
     last = f"model.layers.{model.num_layers}."
-    e, g = (norm(a, theirs[f"{last}{name}.weight"], model.norm_eps) for a, name in ((x, "enorm"), (h, "hnorm")))
+    theirs = {k.removeprefix(last): a for k, a in hugging_face.tensors_of(folder).items() if k.startswith(last)}
+    made = helpers.program(helpers.tiny({f"model.{key}": value for key, value in dataclasses.asdict(model).items()}))
+    stored = importing.open_origin(str(ours)).read({k: a for k, a in abstract_tensors(made.state).items() if "params.mtp" in k})
     w = {name.removeprefix("params.mtp.0."): np.asarray(a) for name, a in stored.items()}
-    ours_TD = norm(x, w["embed_norm.scale"], model.norm_eps) @ w["embed_proj"]
-    ours_TD += norm(h, w["hidden_norm.scale"], model.norm_eps) @ w["hidden_proj"]
-    wanted = np.concatenate([e, g], -1) @ theirs[f"{last}eh_proj.weight"].T
-    np.testing.assert_allclose(ours_TD, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
-    np.testing.assert_array_equal(w["norm.scale"], theirs[f"{last}shared_head.norm.weight"])
-
-
-def test_a_folder_without_the_tensors_has_no_module(tmp_path):
-    """transformers writes num_nextn_predict_layers = 1, but drops the modules' tensors: the import has no module. If a folder
-    has only some of the tensors, it is refused.
-    """
-    folder = hugging_face.write(tmp_path, "deepseek_v3")
-    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert open_folder(folder).model.mtp_layers == 0
-    some = hugging_face.write(tmp_path / "some", "deepseek_v3", mtp=1)
-    tensors = {k: v for k, v in hugging_face.tensors_of(some).items() if not k.endswith("eh_proj.weight")}
-    save_file(tensors, some / "model.safetensors")
-    with pytest.raises(HuggingFaceError, match="eh_proj.weight: missing"):
-        matched(open_folder(some))
-    assert all("multi-token" in why for why in matched(open_folder(some, {"num_nextn_predict_layers": 0}))[1].values())
+    np.testing.assert_array_equal(np.concatenate([w["embed_proj"], w["hidden_proj"]]), theirs["eh_proj.weight"].T)
+    for name, other in {"embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}.items():
+        np.testing.assert_array_equal(w[f"{name}.scale"], theirs[f"{other}.weight"])
 
 
 def test_a_module_with_a_head_of_its_own_is_refused(tmp_path):
@@ -281,89 +259,52 @@ def test_a_module_with_a_head_of_its_own_is_refused(tmp_path):
     tensors = hugging_face.tensors_of(folder)
     name = next(name for name in tensors if name.endswith("shared_head.head.weight"))
     save_file(tensors | {name: tensors[name] + 1}, folder / "model.safetensors")
-    with pytest.raises(HuggingFaceError, match=f"shares lm_head.weight with the model, but {name} is another tensor"):
+    with pytest.raises(HuggingFaceError, match=name):
         importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", lambda line: None)
     assert not (tmp_path / "ours").exists()
 
 
-def test_other_families_have_no_names_for_a_module():
-    with pytest.raises(HuggingFaceError, match="model.mtp_layers = 1: checkpoints of LlamaForCausalLM hold 0 only"):
-        exporting.config_json(helpers.tiny({"model.mtp_layers": 1}), "f32", 0)
-
-
-def test_a_model_without_modules_starts_from_weights_with_one(tmp_path):
+def test_a_model_without_modules_starts_from_weights_with_one(folders):
     """Adapters and preference pairs are trained without modules. A model with modules needs weights that contain them."""
-    _, ours, _ = hugging_face.imported(tmp_path, "deepseek_v3", mtp=1)
+    ours = folders[1]
     of = importing.open_origin(str(ours)).run()
     tree = dict(config.flatten(config.to_dict(dataclasses.replace(of, data=helpers.tiny().data))))
     tree |= {"init.from": str(ours), "mesh.data": 1, "mesh.fsdp": 1, "train.global_batch": 4, "data.seq_len": 32}
     run, more = (helpers.tiny(tree | {"model.mtp_layers": n}) for n in (0, 2))
-    notes = initial_state.check_init_source(run, helpers.program(run))
-    assert any(note.startswith("model.mtp_layers: 1 in init.from, 0 here") for note in notes)
+    assert any("model.mtp_layers" in note for note in initial_state.check_init_source(run, helpers.program(run)))
     with pytest.raises(ConfigError, match="params.mtp.1"):
         initial_state.check_init_source(more, helpers.program(more))
 
 
 # ---- Refusals, FLOPs
 
-REFUSED = [
-    ({"loss.name": "dpo"}, "a loss of their own beside cross_entropy, not dpo"),
-    ({"lora.rank": 4, "lora.targets": "wq"}, "adapters are added to the model's own layers alone"),
-    ({"mesh.stage": 2, "train.grad_accum": 2}, "the modules are on no stage of a pipeline"),
-    ({"model.attention_pattern": "lg", "model.sliding_window": 8}, "whose layers all see the same"),
-    ({"model.family": "helpers:WiderFamily"}, "the model of helpers:WiderFamily runs no such modules"),
-    ({"model.mtp_layers": 64}, "no token of a sequence of data.seq_len = 64 has a target so far ahead"),
-]
 
-
-@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
-def test_what_does_not_combine_is_refused(change, words):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss.name": "dpo"},
+        {"lora.rank": 4, "lora.targets": "wq"},
+        {"mesh.stage": 2, "train.grad_accum": 2},
+        {"model.attention_pattern": "lg", "model.sliding_window": 8},
+        {"model.family": "helpers:WiderFamily"},
+        {"model.mtp_layers": 64},  # as long as a sequence
+        {"model.mtp_layers": 0, "loss.mtp_weight": 0.1},
+    ],
+    ids=",".join,
+)
+def test_what_does_not_combine_is_refused(change):
     run = helpers.tiny({"model.mtp_layers": 1} | change)
     problems = validate_step(run, Devices("cpu", "cpu", 2 if "mesh.stage" in change else 1, 8.0, "here"))
-    assert any(p.key == "model.mtp_layers" and words in p.rule for p in problems), [str(p) for p in problems]
+    assert ("loss.mtp_weight" if "loss.mtp_weight" in change else "model.mtp_layers") in {p.key for p in problems}
 
 
-def test_a_weight_without_a_module_is_refused():
-    (problem,) = validate_step(helpers.tiny({"loss.mtp_weight": 0.1}), Devices("cpu", "cpu", 1, 8.0, "here"))
-    assert str(problem).startswith("loss.mtp_weight = 0.1: is read only with model.mtp_layers, which is 0")
-
-
-def test_parameters_are_counted():
-    for more in ({}, EXPERTS):
-        run = helpers.tiny(MTP | more | {"model.mtp_layers": 2})
-        stored = jax.tree.leaves(helpers.program(run).definition.abstract)
-        assert flops.parameters(run.model)["total"] == sum(a.size for a in stored)
-
-
-def test_frozen_weights_save_what_they_save():
-    """If only the modules are trained, FLOPs include no backward pass of the model's layers."""
-    run = helpers.tiny(MTP | {"model.mtp_layers": 1, "train.freeze": "embed.*,layers.*,final_norm.*,head"})
-    m = run.model
-    main = dataclasses.replace(m, mtp_layers=0)
-    head = 2 * m.d_model * m.vocab_size
-    module = flops.forward(m, 64) + flops.forward(main, 64) * -1
-    wanted = flops.forward(main, 64) + module * 3 + flops.Flops(-head, -head)
-    assert flops.training(run).causal == pytest.approx(wanted.causal)
-
-
-SMALLER = (
-    *("model.num_layers=3", "model.dense_layers=1", "model.dense_d_ff=2048", "model.d_model=1024", "model.num_heads=16"),
-    *("model.num_kv_heads=16", "model.q_lora_rank=256", "model.vocab_size=4096", "model.num_experts=16", "model.d_ff=512"),
-    *("model.shared_d_ff=512", "mesh.fsdp=1", "train.global_batch=8", "train.grad_accum=1", "train.accumulate=auto"),
-)
 LLAMA = (
     *("model.num_layers=2", "model.d_model=1024", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=128"),
     *("model.d_ff=2048", "model.vocab_size=4096", "data.seq_len=2048", "train.global_batch=4", "train.grad_accum=1"),
+    *("mesh.fsdp=1", "remat.policy=full", "model.mtp_layers=1"),
 )
-COMPILED = {
-    "llama": ("h200:1", plans.LLAMA, (*LLAMA, "mesh.fsdp=1", "remat.policy=full", "model.mtp_layers=1")),
-    "two modules, without remat": ("h200:1", plans.LLAMA, (*LLAMA, "mesh.fsdp=1", "remat.policy=none", "model.mtp_layers=2")),
-    "deepseek_v3": ("h200:8", "configs/deepseek_v3.py:mtp", SMALLER),
-}
 
 
-@pytest.mark.parametrize("name", helpers.few(COMPILED, "llama"))
-def test_a_step_on_h200s_computes_what_the_formula_says(name):
-    machine, of, overrides = COMPILED[name]
-    made = plans.plan(machine, *overrides, of=of)
+def test_a_step_on_h200s_computes_what_the_formula_says():
+    made = plans.plan("h200:1", *LLAMA, of=plans.LLAMA)
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)

@@ -1,8 +1,6 @@
 """The table of a run's layout, compared with allocated and computed arrays, and with counts by hand."""
 
-import dataclasses
 import functools
-import io
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -12,30 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import devices_of, few, fresh_state, host_batch, program, tiny
+from helpers import devices_of, program, start, tiny
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 import jaxtrain
 from jaxtrain import activations
 from jaxtrain.config import ConfigError, RunConfig
-from jaxtrain.kernels.attention import reference
 from jaxtrain.kernels.experts import routing
-from jaxtrain.models import attention, latent_attention, layers, transformer
-from jaxtrain.models.remat import Plan, layer_at
 from jaxtrain.plan import shardings
-from jaxtrain.plan.shardings import Row, Shardings, changes, describe, of_tree, parse_filter, print_shardings
+from jaxtrain.plan.shardings import Shardings, changes, describe, of_tree, parse_filter
 from jaxtrain.plan.topology import TopologyError
-from jaxtrain.sharding import LayoutError
-from jaxtrain.train.program import build
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b.py")
-MESHES = ({"mesh.fsdp": 8}, {"mesh.data": 2, "mesh.fsdp": 4}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
 FEW = {"model": {"num_layers": 2}}
-
-
-THREE = MESHES[2]
+THREE = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+TWO = {"mesh.fsdp": 4, "mesh.tensor": 2}
 
 
 @functools.cache
@@ -51,7 +41,7 @@ def table(overrides: dict[str, Any]) -> Shardings:
 def test_rows_say_what_is_allocated():
     """Shapes, bytes and copies of parameters and moments match the arrays of a real state on 8 devices."""
     run = tiny(THREE)
-    state = fresh_state(run)
+    state = start(program(run))
     rows = [r for r in of(run) if r.kind in ("parameter", "moment", "counter")]
     arrays = jax.tree.leaves((state.params, state.optimizer))
     assert len(rows) == len(arrays)
@@ -63,45 +53,6 @@ def test_rows_say_what_is_allocated():
         assert row.sharding is not None and row.sharding.is_equivalent_to(a.sharding, a.ndim)
 
 
-def of_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatch, specs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the first layer's named activations of a batch, assembled from each device's shards by their `specs`."""
-    made = build(run, devices_of(run))
-    seen: dict[str, jax.Array] = {}
-
-    def keep(x: jax.Array, name: str) -> jax.Array:
-        return seen.setdefault(name, x) if name in activations.AXES else x
-
-    with monkeypatch.context() as patch:
-        for module in (attention, latent_attention, layers, transformer, reference, routing):
-            patch.setattr(module, "checkpoint_name", keep)
-
-        def through(self: Any, body: Any, x: Any, stacked: Any, shared: Any, kinds: Any) -> Any:
-            # A loop or a checkpoint would not return the arrays.
-            for i, kind in enumerate(kinds):
-                x = body(x, layer_at(stacked, i), shared, kind)
-            return x
-
-        patch.setattr(Plan, "run", through)
-        enter = transformer.Transformer.embed_tokens
-
-        def entered(self: Any, tokens: jax.Array) -> Any:
-            carry = enter(self, tokens)
-            keep(carry[0], shardings.LAYER_INPUT)
-            return carry
-
-        patch.setattr(transformer.Transformer, "embed_tokens", entered)
-
-        def local(params: Any, micro: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            seen.clear()
-            made.definition.bind(params)(micro["tokens"], micro["segments"], micro["positions"])
-            return dict(seen)
-
-        p, micro = made.placement, host_batch(run, 0)
-        given = made.definition.specs(p), p.spec(("batch", "sequence"))
-        return jax.jit(p.shard_map(local, given, P() if specs is None else specs))(fresh_state(run).params, micro)
-
-
-EXPERTS = {"model.family": "mixtral", "model.num_experts": 4, "model.experts_per_token": 2}
 LATENT = {
     "model.num_kv_heads": 8,
     "model.kv_lora_rank": 16,
@@ -110,73 +61,45 @@ LATENT = {
     "model.qk_nope_head_dim": 8,
     "model.qk_rope_head_dim": 8,
 }
-COMPUTED = (
-    *MESHES,
-    {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.data": 2, **LATENT},
-    {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS},
-)
+FEW_EXPERTS = {"model.family": "mixtral", "model.num_experts": 4, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2}
+STREAM = ("layer_input", "attention_norm", "attention_proj", "residual", "mlp_norm", "mlp_down")
+SHAPES = {
+    "dense": (TWO, {"q": (8, 8), "k": (4, 8), "v": (4, 8), "attention_out": (8, 8), "mlp_gate": (96,), "mlp_up": (96,)}),
+    "latent": (
+        TWO | LATENT,
+        {
+            "q_latent": (24,),
+            "kv_latent": (16 + 8,),
+            "q": (8, 16),
+            "k": (8, 16),
+            "v": (8, 12),
+            "attention_out": (8, 12),
+            "mlp_gate": (96,),
+            "mlp_up": (96,),
+        },
+    ),
+    "experts": (FEW_EXPERTS, {"q": (8, 8), "k": (4, 8), "v": (4, 8), "attention_out": (8, 8), "expert_choice": (2,)}),
+}
 
 
-@pytest.mark.parametrize("overrides", few(COMPUTED, THREE, *COMPUTED[-2:]), ids=str)
-def test_activations_are_sharded_as_the_table_says(overrides, monkeypatch):
-    """Assembled by the table, the shards of 8 devices equal one device's activations."""
-    run = tiny(overrides)
-    rows = {r.name: r for r in of(run).filter(kind="activation") if r.axes}
-    alone = dataclasses.replace(run, mesh=tiny().mesh)
-    whole = of_first_layer(alone, monkeypatch)
-    own = {"mlp_gate", "mlp_up"} if run.model.num_experts else set()
-    wanted = set(whole) - own
-    unused = {"attention_lse"} if run.model.num_experts else {"attention_lse", "expert_choice"}
-    unused |= set() if run.model.kv_lora_rank else {*activations.LATENTS}
-    assert wanted == set(activations.AXES) - own - unused and wanted <= set(rows)
-    # A row of experts is on one device and has no spec. Any spec returns it.
-    specs = {name: rows[name].spec if name in wanted else P(("fsdp", "expert"), "tensor") for name in whole}
-    found = of_first_layer(run, monkeypatch, specs)
-    for name in sorted(wanted):
-        a, row = found[name], rows[name]
-        assert row.shape == a.shape and row.local_shape == a.addressable_shards[0].data.shape, name
-        assert row.sharding is not None and row.sharding.is_equivalent_to(a.sharding, a.ndim), name
-        for shard in a.addressable_shards:  # replicas too
-            np.testing.assert_allclose(shard.data, whole[name][shard.index], rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_logical_axes_and_rules_give_the_layout(mesh):
-    run = tiny(mesh)
-    placement = program(run).placement
-    checked = 0
-    for row in of(run):
-        if row.axes is None or row.kind == "gathered":
-            continue
-        assert row.spec == placement.spec(row.axes), row.name
-        checked += row.kind == "activation"
-    # The reference kernel returns no log-sum-exp, and this model has no latents.
-    assert checked >= len(activations.ACTIVATIONS) - 1 - len(activations.LATENTS)
-    found = of(run)
-    q, out = found.row("q"), found.row("attention_out")
-    assert (out.shape, out.mesh_axes, out.axes) == (q.shape, q.mesh_axes, q.axes)
-    assert mesh is not THREE or q.mesh_axes == (("data", "fsdp"), (), ("tensor",), ())
+@pytest.mark.parametrize(("overrides", "of_tokens"), SHAPES.values(), ids=SHAPES)
+def test_activations_are_sharded_as_the_table_says(overrides, of_tokens):
+    """A device's shards, as traced, and the axes that shard them make up the activations of the whole batch."""
+    found = {r.name: r for r in table(overrides).filter(kind="activation") if r.name in activations.AXES and r.axes}
+    wanted = {name: (16, 64, *rest) for name, rest in (of_tokens | dict.fromkeys(STREAM, (64,))).items()}
+    assert {name: r.shape for name, r in found.items()} == wanted
+    for row in found.values():
+        assert row.sharding is not None and row.sharding.shard_shape(row.shape) == row.local_shape, row.name
 
 
 def test_each_activation_has_logical_axes():
     assert {*activations.ACTIVATIONS, shardings.LAYER_INPUT, routing.CHOICE} == set(activations.AXES)
 
 
-def test_gathered_weights_are_whole_over_the_batch_axes():
-    found = table({"mesh.fsdp": 4, "mesh.tensor": 2})
-    gate, used = found.row("layers.mlp.gate"), found.row("layers.mlp.gate", "gathered")
-    assert (gate.spec, used.spec) == (P(None, "fsdp", "tensor"), P(None, "tensor"))
-    assert gate.shape is not None and used.shape == gate.shape[1:] and used.replicas == 4 and gate.replicas == 1
-    stacked = {r.name for r in found.filter(name="layers.*", kind="parameter")}
-    assert {r.name for r in found.filter(name="layers.*", kind="gathered")} == stacked
-    head, used = found.row("head"), found.row("head", "gathered")
-    assert used.shape == head.shape and used.spec == P("tensor", None)
-
-
 GATHERS = (
     {"mesh.fsdp": 2, "mesh.tensor": 2, "sharding.zero": 1},
-    {"mesh.fsdp": 2, "mesh.tensor": 2, "sharding.zero": 2, "train.grad_accum": 2},
-    {"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS},
+    {"mesh.fsdp": 2, "sharding.zero": 2, "train.grad_accum": 2},
+    FEW_EXPERTS,
     {"mesh.stage": 2, "mesh.fsdp": 2, "train.grad_accum": 4},
 )
 
@@ -220,7 +143,7 @@ def test_gathered_weights_of_all_layers_are_held_where_the_backward_pass_finds_t
 
 
 def test_gradients_leave_the_step_like_this():
-    run = tiny({"mesh.fsdp": 4, "mesh.tensor": 2, "dtypes.grads": "bf16", "train.freeze": "layers.attention.wq"})
+    run = tiny({**TWO, "dtypes.grads": "bf16", "train.freeze": "layers.attention.wq"})
     made = program(run)
     given = []
     for eqn in equations(made.train_step.trace(made.state, made.batch).jaxpr.jaxpr):
@@ -267,7 +190,6 @@ def test_offloaded_activations_take_no_device_memory():
     # The last layer's backward pass comes at once.
     assert [(r.saved, r.copies) for r in found.filter(name="mlp_up")] == [("offload", 2), ("keep", 1)]
     assert (q.saved, q.copies, q.held_bytes) == ("keep", 3, 3 * 8192 * 4096 * 2)
-    assert "2 x 224.0 MiB on the host" in repr(found) and "2 x 224.0 MiB on the host" in repr(found.table())
 
 
 def test_llama3_8b_by_hand():
@@ -299,112 +221,68 @@ def test_tensor_parallel_halves_what_a_device_holds_of_a_product():
 
 
 def test_filters():
-    found = table({"mesh.fsdp": 4, "mesh.tensor": 2, "remat.policy": "full"})
+    found = table(TWO)
     assert {r.kind for r in found.filter(name="mlp", kind="parameter")} == {"parameter"}
-    assert {r.name for r in found.filter(name="mlp*", kind="activation")} == {"mlp_norm", "mlp_gate", "mlp_up", "mlp_down"}
-    assert all("tensor" in str(r.spec) for r in found.filter(axis="tensor"))
+    assert {r.name for r in found.filter(name="mlp*", kind="activation")} >= {"mlp_norm", "mlp_gate", "mlp_up", "mlp_down"}
     assert {r.name for r in found.filter(axis="vocab", kind="parameter")} == {"embed.embedding", "head"}
     assert {r.name for r in found.filter(replicas=8)} == {"count", *(r.name for r in found if r.spec == P(None))}
-    assert len(found.filter()) == len(found)
     assert parse_filter("kind=activation, mlp,replicas=2") == {"kind": "activation", "name": "mlp", "replicas": 2}
+    for wrong in ({"kind": "params"}, {"axis": "tensr"}, {"saved": "kept"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong.values()))):
+            found.filter(**wrong)
+    for text in ("nam=x", "replicas=many"):
+        with pytest.raises(ConfigError):
+            parse_filter(text)
+    with pytest.raises(ConfigError, match="layers.mlp.gate"):
+        found.row("layers.mlp.gates")
 
 
 @pytest.mark.parametrize(
-    ("ask", "words"),
-    [
-        (lambda: table({"mesh.fsdp": 8}).filter(kind="params"), "Did you mean parameter"),
-        (lambda: table({"mesh.fsdp": 8}).filter(axis="tensr"), "Did you mean tensor"),
-        (lambda: table({"mesh.fsdp": 8}).filter(saved="kept"), "Did you mean keep"),
-        (lambda: table({"mesh.fsdp": 8}).row("layers.mlp.gates"), r"Did you mean layers.mlp.gate\?"),
-        (lambda: parse_filter("nam=x"), "cannot filter by 'nam'. Did you mean name"),
-        (lambda: parse_filter("replicas=many"), "must be a number of devices"),
-        (
-            lambda: jaxtrain.shardings(CONFIG, "h200:8", mesh={"tensr": 2}),
-            "mesh.tensr = '2': no such key. Did you mean mesh.tensor",
-        ),
-        (lambda: jaxtrain.shardings("configs/none.py", "h200:8"), "no such file"),
-        (lambda: jaxtrain.shardings(CONFIG, "h900:8"), "h900"),
-        (lambda: jaxtrain.shardings(CONFIG, "h200:8", mesh={"fsdp": 3}), "the run has 8 NVIDIA H200 devices"),
-        (
-            lambda: jaxtrain.shardings(CONFIG, "h200:8", sharding={"rules": {"vocab": "fsdp"}}),
-            "sharding.rules.vocab = .fsdp.: cannot be sharded over mesh axis",
-        ),
-        (lambda: jaxtrain.shardings(tiny(), "h200:8", mesh={"fsdp": 1}), "dataclasses.replace"),
-    ],
+    ("changes", "key"),
+    [({"mesh": {"tensr": 2}}, "mesh.tensr"), ({"sharding": {"rules": {"vocab": "fsdp"}}}, "sharding.rules.vocab")],
 )
-def test_what_cannot_be_is_refused(ask, words):
-    with pytest.raises((ConfigError, TopologyError, LayoutError, TypeError), match=words):
-        ask()
-
-
-def test_table_in_a_terminal_and_a_notebook():
-    found = table({"mesh.fsdp": 4, "mesh.tensor": 2}).filter(name="layers.mlp.gate")
-    for cell in ("layers.mlp.gate", "layers, embed→fsdp, mlp→tensor", "f32[4,64,96]", "5 arrays"):
-        assert cell in repr(found.table()) and cell in found.table()._repr_html_()
-    assert repr(found).startswith("llama, 4 layers")
-    first = found.rows()[0]
-    assert first["name"] == found.entries[0].name and first["spec"] == str(found.entries[0].spec)
-    assert "sharding" not in first and {"shape", "axes", "mesh_axes", "bytes_per_device", "replicas"} <= set(first)
-
-
-def test_print_shardings(monkeypatch):
-    monkeypatch.setattr(shardings, "describe", lambda run, devices: of(run))
-    run = tiny({"mesh.fsdp": 8})
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_shardings(run, devices_of(run), "kind=parameter,mlp", console)
-    text = console.export_text()
-    assert "layers.mlp.down" in text and "attention" not in text and "held by a device" in text
-    with pytest.raises(ConfigError, match="--shardings"):
-        print_shardings(run, devices_of(run), "colour=red", console)
+def test_what_cannot_be_is_refused(changes, key):
+    with pytest.raises(ConfigError, match=key):
+        jaxtrain.shardings(CONFIG, "h200:8", **changes)
+    with pytest.raises(TopologyError):
+        jaxtrain.shardings(CONFIG, "h900:8")
+    with pytest.raises(TypeError):
+        jaxtrain.shardings(tiny(), "h200:8", mesh={"fsdp": 1})
 
 
 def test_changes_name_what_moved():
-    before, after = table({"mesh.fsdp": 8}), table({"mesh.fsdp": 4, "mesh.tensor": 2})
+    before, after = table(THREE), table(TWO)
     columns = [column.cells for column in changes(before, after).columns]
     moved = {row[:2]: row[2:] for row in zip(*columns, strict=True)}
-    assert moved["layers.mlp.gate", "parameter"][:2] == ("layers, embed→fsdp, mlp", "layers, embed→fsdp, mlp→tensor")
+    assert ("layers.mlp.gate", "parameter") in moved
     assert ("count", "counter") not in moved
     assert not changes(before, before).columns[0].cells
-
-
-def test_load_reads_sections_and_dotted_keys():
-    run = jaxtrain.load(
-        CONFIG + ":half", mesh={"fsdp": 4, "tensor": 2}, precision="f32", **{"optimizer.lr": 1e-4, "log.tensorboard": False}
-    )
-    assert (run.mesh.fsdp, run.mesh.tensor, run.precision, run.model.num_layers) == (4, 2, "f32", 16)
-    assert run.optimizer.lr == 1e-4 and run.log.tensorboard is False
+    assert before.diff(after).columns == changes(before, after).columns
 
 
 def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
     """No sharding relates the devices' shards of these arrays, so the table has the shape of one device's shard alone."""
-    gate = table({"mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, **EXPERTS}).row("mlp_gate")
+    gate = table(FEW_EXPERTS).row("mlp_gate")
     out = table({"mesh.seq": 2, "mesh.fsdp": 2, "parallel.context": "ulysses"}).row("attention_out")
     assert (len(gate.local_shape), gate.local_shape[1]) == (2, 48) and out.local_shape == (8, 64, 4, 8)
     for row in (gate, out):
-        assert (row.shape, row.axes, row.spec, row.total_bytes, row.layout) == (None, None, None, None, "each device's own")
+        assert (row.shape, row.axes, row.spec, row.total_bytes) == (None, None, None, None)
         assert row.held_bytes == row.copies * 4 * math.prod(row.local_shape)
-        with pytest.raises(ValueError, match="each device's shard is its own"):
+        with pytest.raises(ValueError):
             row.draw()
 
 
-def test_sums_name_the_arrays_without_a_global_shape():
-    found = table({"mesh.fsdp": 2, "remat.policy": "dots"}).filter(kind="activation", saved="keep")
-    (kind, count, total, held) = (column.cells[0] for column in found.sums().columns)
-    assert (kind, count, held) == ("activation, keep", "5", "3.50 MiB")
-    assert total == "1.00 MiB without 4 of each device's own" and "f32[?]" in repr(found)  # the layers' inputs alone
-
-
 @pytest.mark.parametrize(
-    ("name", "drawn", "holders"),
+    ("name", "holders"),
     [
-        ("layers.mlp.gate", "embed 64 down, mlp 96 across", [["0,4", "1,5"], ["2,6", "3,7"]]),
-        ("q", "batch 16 down, heads 8 across", [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
-        ("final_norm.scale", "embed 64 across", [["0,1,4,5", "2,3,6,7"]]),
+        ("layers.mlp.gate", [["0,4", "1,5"], ["2,6", "3,7"]]),
+        ("q", [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        ("final_norm.scale", [["0,1,4,5", "2,3,6,7"]]),
     ],
 )
-def test_a_drawing_shows_every_device(name: str, drawn: str, holders: list[list[str]]):
+def test_a_drawing_shows_every_device(name: str, holders: list[list[str]]):
     picture = table(THREE)[name].draw()
-    assert drawn in picture.title and [[",".join(map(str, ids)) for ids in row] for row in picture.holders] == holders
+    assert [[",".join(map(str, ids)) for ids in row] for row in picture.holders] == holders
     lines = [line for line in repr(picture).splitlines() if line.startswith("|")]
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == holders
     svg = ET.fromstring(picture._repr_svg_())
@@ -412,56 +290,20 @@ def test_a_drawing_shows_every_device(name: str, drawn: str, holders: list[list[
     assert cells == [picture.title, *(cell for row in holders for cell in row)]
 
 
-def test_a_drawing_shortens_many_devices():
-    found = jaxtrain.shardings(
-        CONFIG, "h200:8x2", mesh={"data": 2, "fsdp": 8}, train={"global_batch": 16, "grad_accum": 1}, **FEW
-    )
-    assert "0-15" in repr(found["layers.attention_norm.scale"].draw()) or "0,8" in repr(found["layers.mlp.gate"].draw())
-
-
-def test_a_drawing_names_a_third_sharded_dimension():
-    sharding = jax.sharding.NamedSharding(program(tiny(THREE)).placement.mesh, P("data", "fsdp", "tensor"))
-    picture = Row("x", "parameter", (1, 2, 3), "f32", 24, ("layers", None, "mlp"), sharding).draw()
-    assert (
-        picture.note == "not drawn: layers over data" and picture.note in repr(picture) and picture.note in picture._repr_svg_()
-    )
-    with pytest.raises(ValueError, match="count: a single number"):
-        table(THREE)["count"].draw()
-
-
 def test_types_name_the_mesh_axes():
-    found = table({"mesh.fsdp": 4, "mesh.tensor": 2})
+    found = table(TWO)
     assert found["layers.mlp.gate"].type == "f32[4, 64@fsdp, 96@tensor]"
     assert found["count"].type == "i32[]"
-    assert "f32[4, 64@fsdp, 96@tensor]" in repr(found) and "layers.mlp.gate" in repr(found)
-    page = ET.fromstring(f"<div>{found._repr_html_().replace('<details open>', '<details>')}</div>")
-    assert {"layers", "mlp"} <= {(s.text or "").partition(":")[0] for s in page.iter("summary")}
-    assert len(list(page.iter("b"))) == len(found) + 1  # a type for each array, and the title
+    with pytest.raises(ValueError):
+        found["count"].draw()
 
 
 def test_a_pytree_of_arrays_has_a_table():
-    mesh = program(tiny({"mesh.fsdp": 4, "mesh.tensor": 2})).placement.mesh
+    mesh = program(tiny(TWO)).placement.mesh
     placed = jax.device_put(np.zeros((8, 6), np.float32), jax.sharding.NamedSharding(mesh, P("fsdp", "tensor")))
     found = of_tree({"layer": {"w": placed}, "step": jax.numpy.zeros((), jax.numpy.int32)})
     assert found["layer.w"].type == "f32[8@fsdp, 6@tensor]" and found["layer.w"].bytes_per_device == 2 * 3 * 4
     assert found["step"].type == "i32[]" and found["layer.w"].replicas == 1
     assert jaxtrain.shardings({"w": placed})["w"].type == found["layer.w"].type
-    with pytest.raises(TypeError, match="x: ndarray without a NamedSharding"):
+    with pytest.raises(TypeError, match="x"):
         of_tree({"x": np.zeros(3)})
-
-
-def test_tables_become_data_frames():
-    found = table({"mesh.fsdp": 8})
-    frame = found.to_pandas()
-    assert list(frame["name"]) == [row.name for row in found] and frame["bytes_per_device"].sum() > 0
-    assert repr(found.diff(table({"mesh.fsdp": 4, "mesh.tensor": 2}))) == repr(
-        changes(found, table({"mesh.fsdp": 4, "mesh.tensor": 2}))
-    )
-
-
-def test_a_thousand_gpus():
-    found = jaxtrain.shardings(
-        CONFIG, "h200:8x128", mesh={"data": 128, "fsdp": 8}, train={"global_batch": 1024, "grad_accum": 1}, **FEW
-    )
-    gate = found.row("layers.mlp.gate")
-    assert gate.shape is not None and gate.replicas == 128 and gate.bytes_per_device == 4 * math.prod(gate.shape) // 8

@@ -16,6 +16,7 @@ from jaxtrain import launch
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.topology import parse
+from jaxtrain.train.batch import place_batch
 from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.program import build
 from jaxtrain.zero import make_zero
@@ -23,14 +24,16 @@ from jaxtrain.zero import make_zero
 NODE = parse("h200:8")
 # Two layers, with every kind of weight that a model can have.
 MODEL = {"model.num_layers": 2, "model.qkv_bias": True, "model.qk_norm": True}
-STAGES = {
-    "zero=0": {"sharding.zero": 0},
-    "zero=1": {"sharding.zero": 1},
-    "zero=2": {"sharding.zero": 2},
-    "zero=3": {"sharding.zero": 3},
-    "forward": {"sharding.zero": 3, "sharding.gather": "forward"},
-    "step": {"sharding.zero": 3, "sharding.gather": "step"},
+SMALL = {
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.d_ff": 16,
+    "data.seq_len": 16,
+    "train.global_batch": 8,
 }
+STAGES = {f"zero={n}": {"sharding.zero": n} for n in range(4)} | {"forward": {"sharding.gather": "forward"}}
 
 
 # ---- Sharded arrays of a stage
@@ -53,7 +56,8 @@ def test_a_stage_shards_the_state(stage):
 
 def test_gathering_once_a_step_is_stage_1():
     mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2}
-    one, once = (helpers.lowered(helpers.tiny(MODEL | mesh | STAGES[stage])) for stage in ("zero=1", "step"))
+    keys = ({"sharding.zero": 1}, {"sharding.gather": "step"})
+    one, once = (helpers.lowered(helpers.tiny(SMALL | mesh | key)) for key in keys)
     assert one == once
 
 
@@ -70,7 +74,7 @@ def sizes(state) -> dict[str, int]:
     return {"table": count["embed"], "head": count["head"], "layers": count["layers"], "all": sum(count.values())}
 
 
-def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, accum: int) -> dict[tuple[str, str], float]:
+def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int) -> dict[tuple[str, str], float]:
     """Return {(kind, mesh axis): bytes that each GPU sends in a step}. `rows`: elements of a microbatch's residual on a GPU.
 
     `w`: numbers of weights, as `sizes` returns them. If the embedding's table or its gradient is sharded, rows of a microbatch
@@ -84,11 +88,10 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
         return {("all-reduce", "data+fsdp" if data > 1 else "fsdp"): 2 * BF16 * (data * n - 1) / (data * n) * w["all"]}
     gathered, reduced, moved = {
         "zero=1": (every, every, 0),
-        "step": (every, every, 0),
-        "zero=2": (layers + head, accum * (layers + head), accum * 2 * ring * rows),
+        "zero=2": (layers + head, ACCUM * (layers + head), ACCUM * 2 * ring * rows),
         # Forward and backward, except that the last layer's weights are still gathered.
-        "zero=3": (accum * (2 * layers - layers / LAYERS + head), accum * (layers + head), accum * 2 * ring * rows),
-        "forward": (accum * (layers + head), accum * (layers + head), accum * 2 * ring * rows),
+        "zero=3": (ACCUM * (2 * layers - layers / LAYERS + head), ACCUM * (layers + head), ACCUM * 2 * ring * rows),
+        "forward": (ACCUM * (layers + head), ACCUM * (layers + head), ACCUM * 2 * ring * rows),
     }[stage]
     found = {("all-gather", "fsdp"): gathered, ("reduce-scatter", "fsdp"): reduced, ("all-to-all", "fsdp"): moved}
     if data > 1:
@@ -97,23 +100,21 @@ def promised(stage: str, mesh: dict[str, int], w: dict[str, int], rows: int, acc
 
 
 @pytest.mark.parametrize(
-    ("stage", "data", "accum"),
+    ("stage", "data"),
     [
-        *(pytest.param(s, 1, ACCUM, marks=() if s in ("zero=0", "zero=3") else pytest.mark.more) for s in STAGES),
-        pytest.param("zero=0", 1, 1, marks=pytest.mark.more),
-        pytest.param("zero=3", 2, ACCUM, marks=pytest.mark.more),
-        ("zero=2", 2, ACCUM),
-        pytest.param("zero=1", 2, ACCUM, marks=pytest.mark.more),
+        ("zero=3", 1),
+        ("zero=2", 2),
+        *(pytest.param(*case, marks=pytest.mark.more) for case in (("zero=0", 1), ("zero=1", 2), ("forward", 1))),
     ],
 )
-def test_a_stage_communicates_what_it_promises(stage, data, accum):
+def test_a_stage_communicates_what_it_promises(stage, data):
     keys = STAGES[stage] | {
         "model.num_layers": LAYERS,
         "model.vocab_size": 32768,
         "mesh.data": data,
         "mesh.fsdp": 8 // data,
-        "train.global_batch": 8 * accum,
-        "train.grad_accum": accum,
+        "train.global_batch": 8 * ACCUM,
+        "train.grad_accum": ACCUM,
     }
     loaded = launch.load(["--config=configs/llama3_8b.py", *(f"--config.{k}={v}" for k, v in keys.items())])
     assert not loaded.problems, loaded.problems
@@ -122,7 +123,7 @@ def test_a_stage_communicates_what_it_promises(stage, data, accum):
     found = [f for f in collectives.read(hlo.parse(step.text), mesh, 8).values() if f.wire_bytes]
 
     w = sizes(step.program.state)
-    want = promised(stage, mesh, w, loaded.run.data.seq_len * loaded.run.model.d_model, accum)
+    want = promised(stage, mesh, w, loaded.run.data.seq_len * loaded.run.model.d_model)
     got: dict[tuple[str, str], float] = {}
     for f in found:
         if f.count * f.wire_bytes < 1024:  # the loss, the gradient norm, the number of targets
@@ -135,57 +136,39 @@ def test_a_stage_communicates_what_it_promises(stage, data, accum):
 
 
 def test_sums_over_replicas_are_left_to_the_end_where_weights_are_gathered_across_nodes(monkeypatch):
-    run = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 4})
+    run = helpers.tiny(SMALL | {"mesh.data": 2, "mesh.fsdp": 2})
     assert run.train.grad_accum == 1
 
-    def steps_on_nodes_of(devices: int):
+    def gradients_on_nodes_of(devices: int):
         monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // devices)
-        placement = build(run, helpers.devices_of(run)).placement
-        return make_zero(run, placement, numerics_of(run)).sums_once, helpers.first_steps(run)
+        made = build(run, helpers.devices_of(run))
+        batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
+        return make_zero(run, made.placement, numerics_of(run)).sums_once, made.gradients(helpers.start(made).params, batch)
 
-    (inside, want), (across, got) = steps_on_nodes_of(4), steps_on_nodes_of(2)
+    (inside, wanted), (across, got) = gradients_on_nodes_of(2), gradients_on_nodes_of(1)
     assert across and not inside
-    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
-    np.testing.assert_allclose(got.grad_norm, want.grad_norm, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
 # ---- A user's own parts
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
-    "layout",
+    ("family", "accumulate"),
     [
-        {"mesh.fsdp": 8, "sharding.zero": 1},
-        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.grad_accum": 2},
-        {"mesh.fsdp": 2, "mesh.seq": 2, "sharding.zero": 2},
+        ("OwnLoopFamily", "layer"),
+        ("LoopedFamily", "microbatch"),
+        ("HalfFamily", "layer"),
+        ("SquashedFamily", "microbatch"),
     ],
 )
-def test_a_custom_loss_has_the_whole_head_however_it_is_held(layout):
-    own = {"loss.name": "helpers:whole_logits_loss", "model.num_layers": 1}
-    ours, theirs = helpers.train(helpers.tiny(layout | own), 2), helpers.train(helpers.tiny({"model.num_layers": 1}), 2)
-    np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
-    np.testing.assert_allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "said"),
-    [
-        ("OwnLoopFamily", "run by remat.Plan.run alone"),
-        ("TwiceFamily", "run twice"),
-        ("LoopedFamily", "run inside a loop"),
-        ("HalfFamily", "run in part, 1 of 4 layers"),
-        ("TiedFamily", "changed before it is run"),
-        ("SquashedFamily", "changed before it is run"),
-    ],
-)
-@pytest.mark.parametrize("accumulate", ["layer", "microbatch"])
-def test_a_stack_that_is_not_run_once_whole_and_unchanged_is_refused(family, said, accumulate):
+def test_a_stack_that_is_not_run_once_whole_and_unchanged_is_refused(family, accumulate):
     """A family must run all its layers once, with unchanged weights; otherwise the step raises TypeError.
 
     Sums of earlier microbatches' gradients would be lost or counted twice, or the change of the weights ignored.
     """
-    run = helpers.tiny({"train.grad_accum": 2, "train.accumulate": accumulate, "model.family": f"helpers:{family}"})
-    program = helpers.program(run)
-    with pytest.raises(TypeError, match=f"{said}.*uses_plan_run"):
-        program.train_step.lower(program.state, program.batch)
+    keys = {"model.num_layers": 2, "train.grad_accum": 2, "train.accumulate": accumulate, "model.family": f"helpers:{family}"}
+    program = helpers.program(helpers.tiny(SMALL | keys))
+    with pytest.raises(TypeError, match="uses_plan_run"):
+        program.train_step.trace(program.state, program.batch)
