@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxtrain.data import pipeline
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.models.module import constant, normal, param
+from jaxtrain.models.module import normal, param
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.train.loss import cross_entropy
 
@@ -20,35 +20,35 @@ from jaxtrain.train.loss import cross_entropy
 
 
 class Unruled(Transformer):
-    """A model with a parameter whose logical axis has no sharding rule."""
+    """A model with a parameter that no layer reads, and whose logical axis has no sharding rule."""
+
+    shape, axes = (8,), ("colour",)
 
     def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
         super().__init__(model, kernel, remat, ctx, rngs)
-        self.more = param(rngs, (8,), ("colour",), constant(0.0), ctx.numerics.params)
+        self.more = param(rngs, self.shape, self.axes, normal(0.1), ctx.numerics.params)
 
 
-class Dead(Transformer):
+class Dead(Unruled):
     """A model with a parameter that no layer reads."""
 
-    def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
-        super().__init__(model, kernel, remat, ctx, rngs)
-        self.more = param(rngs, (model.vocab_size, model.d_model), TABLE, normal(0.1), ctx.numerics.params)
+    shape, axes = (264, 32), TABLE
 
 
 class Peeking(Transformer):
     """A model in which each token's output depends on the next token."""
 
+    shift = -1
+
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x = super().__call__(tokens_BT, segments_BT, positions_BT)
-        return x + 0.1 * jnp.roll(x, -1, axis=1)
+        return x + 0.1 * jnp.roll(x, self.shift, axis=1)
 
 
-class Mixing(Transformer):
+class Mixing(Peeking):
     """A model in which each token's output depends on the token before it, even if that belongs to another document."""
 
-    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        x = super().__call__(tokens_BT, segments_BT, positions_BT)
-        return x + 0.1 * jnp.roll(x, 1, axis=1).at[:, 0].set(0)
+    shift = 1
 
 
 class Forgetful(Transformer):
@@ -68,14 +68,6 @@ unruled, dead, peeking, mixing, forgetful = map(_family, (Unruled, Dead, Peeking
 # ---- Losses
 
 
-def mean(hidden, head, batch, spec):
-    return cross_entropy(hidden, head, batch, spec) / jnp.sum(batch["weights"])
-
-
-def counting_all(hidden, head, batch, spec):
-    return cross_entropy(hidden, head, batch | {"weights": batch["weights"] + 0.1}, spec)
-
-
 def leaning(hidden, head, batch, spec):
     """Return a loss that also depends on tokens of weight 0. It is still linear in the loss weights."""
     return cross_entropy(hidden, head, batch, spec) * (1 + 0.1 * jnp.tanh(jnp.mean(hidden)))
@@ -89,19 +81,8 @@ def half_gradient(hidden, head, batch, spec):
 # ---- Optimizers
 
 
-def uphill(optimizer, dtypes, axes):
-    return optax.stateless(lambda updates, params: jax.tree.map(jnp.negative, updates))
-
-
 def restless(optimizer, dtypes, axes):
     return optax.stateless(lambda updates, params: jax.tree.map(lambda g: jnp.sign(g + 1e-9), updates))
-
-
-def fixed_moment(optimizer, dtypes, axes):
-    """Return an optimizer whose state has an array of the embedding's shape that is no moment of the embedding."""
-    return optax.GradientTransformation(
-        lambda params: optax.TraceState(jnp.zeros((264, 32))), lambda updates, state, params=None: (updates, state)
-    )
 
 
 def whole_moments(optimizer, dtypes, axes):
@@ -126,11 +107,6 @@ class _Source:
         return self.changed(self.inner.batch(step, rows))
 
 
-class Wide(_Source):
-    def changed(self, batch):
-        return batch | {"tokens": batch["tokens"].astype(np.int64)}
-
-
 class Counting(_Source):
     calls = itertools.count()
 
@@ -148,11 +124,3 @@ class Crossing(_Source):
 class Shifted(_Source):
     def changed(self, batch):
         return batch | {"positions": batch["positions"] + 1}
-
-
-class Timeless(_Source):
-    def changed(self, batch):
-        return batch
-
-    def epoch(self, step):
-        return 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+import packages
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain.hf import exporting
@@ -81,19 +81,9 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
-def reference() -> str:
-    """Return the path of the Python that tests/reference/setup.sh installs, with torch, transformers and PEFT. Skips the test
-    if there is none.
-    """
-    python = os.environ.get("JAXTRAIN_REFERENCE_PYTHON") or str(HERE.parents[1] / ".reference" / "bin" / "python")
-    if not Path(python).exists():
-        pytest.skip("no Python with transformers: tests/reference/setup.sh makes one")
-    return python
-
-
 def ask(script: Path, *args: Any) -> str:
     """Return the output of a script that the Python of `reference` runs."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    ended = subprocess.run([reference(), script, *map(str, args)], capture_output=True, text=True, env=env)
+    ended = subprocess.run([packages.reference(), script, *map(str, args)], capture_output=True, text=True, env=env)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

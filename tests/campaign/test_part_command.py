@@ -13,6 +13,4 @@ def test_part_takes_only_what_is_of_its_kind():
     done = subprocess.run(
         [*line, "--part-config=data.seq_len=32", "--tb=line"], cwd=runs.REPO, env=env, capture_output=True, text=True
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and "positions begin at 0 in each document of a row" in said
-    assert "1 failed, 3 passed" in said
+    assert done.returncode == 1 and "1 failed, 3 passed" in done.stdout

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hugging_face
 import numpy as np
+import packages
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -111,7 +112,7 @@ def order(args: list[str]) -> list[int]:
 @pytest.mark.parametrize("form", ["texts", "messages", "adapters"])
 def test_twenty_steps_follow_trl(tmp_path, form):
     """Losses, rewards and gradient norms of each step agree, and so do tokens and loss masks of the first pair."""
-    hugging_face.reference()
+    packages.reference()
     model = tmp_path / "model"
     write_model(model)
     rows = made_pairs("messages" if form == "messages" else "texts")

@@ -1,10 +1,14 @@
-"""The Python API, `import jaxtrain as jt`, called as a user does."""
+"""The Python API, `import jaxtrain as jt`, and runs called from Python: results, errors, and the process's state."""
 
 import dataclasses
 import math
-import pydoc
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,129 +17,163 @@ import pytest
 import runs
 
 import jaxtrain
-from jaxtrain import api
-from jaxtrain.config import ConfigError
+from jaxtrain import api, environment
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.hf.importing import open_origin
+from jaxtrain.hf.model import logits_of
 from jaxtrain.report.run import RunError
+from jaxtrain.train import run as train
 
-SMALL = {
+SMALL: dict[str, Any] = {
+    "precision": "f32",
     "data": {"source": "synthetic", "eval_source": "", "seq_len": 32},
     "model": {"num_layers": 1, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "d_ff": 64},
     "train": {"steps": 3, "global_batch": 8},
-    "optimizer": {"warmup_steps": 1},
+    "optimizer": {"warmup_steps": 1, "schedule": "constant"},
     "eval": {"every_steps": 0},
     "sample": {"max_tokens": 0},
     "log": {"every_steps": 1, "tensorboard": False},
+    "env": {"set": "NCCL_CROSS_NIC=1"},
+    "paths": {"cache": ""},
 }
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("api") / "run"
-    result = jaxtrain.train("tiny", folder, **SMALL, paths={"cache": str(folder.parent / "cache")})
-    assert (result.exit_code, result.step) == (0, 3)
-    return folder
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_CROSS_NIC", "")  # so that the run's environment variables are removed afterwards
+        patch.setenv(environment.EXPORTED, "")
+        result = jaxtrain.train("tiny", folder, **SMALL)
+        assert os.environ["NCCL_CROSS_NIC"] == "1"
+        assert (result.exit_code, result.step, result.error) == (0, 3, None)
+        assert result.metrics == runs.lines(folder)[-1] and result.metrics["step"] == 3
+        assert result.checkpoints == folder / "checkpoints" and runs.steps(folder) == [3]
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        yield folder
 
 
-def test_importing_is_light_and_names_are_functions_whatever_was_imported_first():
+def config(**changes: Any) -> RunConfig:
+    """Return the run of `trained` with other keys: optimizer__lr=1."""
+    return jaxtrain.load("tiny", **SMALL | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def test_importing_is_light_and_touches_no_device() -> None:
+    """The names of the API are functions, whatever was imported before."""
     code = """
-import sys, jaxtrain
-assert "jax" not in sys.modules and set(jaxtrain.__all__) <= set(dir(jaxtrain))
-assert all(callable(getattr(jaxtrain, name)) for name in jaxtrain.__all__)
-import jaxtrain.plan.rates, jaxtrain.train.step, jaxtrain.parity.layouts
-assert all(callable(getattr(jaxtrain, name)) for name in jaxtrain.__all__)
-from jaxtrain import train
-assert train.step.__name__ == "jaxtrain.train.step"
+import importlib, pkgutil, sys, jaxtrain
+assert "jax" not in sys.modules and set(jaxtrain.__all__) <= set(dir(jaxtrain)) and not hasattr(jaxtrain, "nothing")
 assert jaxtrain.load("tiny") == jaxtrain.load("configs/tiny.py")
-try:
-    jaxtrain.nothing
-except AttributeError as error:
-    print(error)
+import jaxtrain.lm_eval, jaxtrain.trackers
+assert not {"jax", "lm_eval", "wandb"} & set(sys.modules)
+for module in pkgutil.walk_packages(jaxtrain.__path__, "jaxtrain."):
+    importlib.import_module(module.name)
+assert all(callable(getattr(jaxtrain, name)) for name in jaxtrain.__all__)
+from jax._src import xla_bridge
+assert "jaxtrain.train.run" in sys.modules and not xla_bridge.backends_are_initialized()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=runs.REPO, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "module 'jaxtrain' has no attribute 'nothing'\n"), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
-def test_help_reads_as_a_page():
-    text = pydoc.render_doc(jaxtrain, renderer=pydoc.plaintext)
-    assert all(f"jt.{name}(" in text for name in jaxtrain.__all__)
-    assert all(getattr(api, name).__doc__ for name in api.__all__) and api.__all__ == jaxtrain.__all__
-
-
-def test_load_takes_names_variants_and_sections():
+def test_load_takes_names_variants_and_sections() -> None:
     run = jaxtrain.load("llama3_8b:half", mesh={"fsdp": 4, "tensor": 2}, **{"optimizer.lr": 1e-4})
     assert (run.model.num_layers, run.mesh.tensor, run.optimizer.lr) == (16, 2, 1e-4)
     assert jaxtrain.load(run) is run
-    with pytest.raises(TypeError, match="dataclasses.replace"):
+    with pytest.raises(TypeError):
         jaxtrain.load(run, precision="f32")
-    with pytest.raises(ConfigError, match=r"mesh.tensr = '2': no such key. Did you mean mesh.tensor"):
+    with pytest.raises(ConfigError, match=r"mesh.tensr"):
         jaxtrain.load("tiny", mesh={"tensr": 2})
-    with pytest.raises(TypeError, match="set the keys in the dict"):
+    with pytest.raises(TypeError):
         api.train({"train": {"steps": 1}}, "runs/none", precision="f32")
 
 
-def test_a_run_opens_as_data_frames(trained: Path):
+def test_a_run_opens_as_data_frames(trained: Path, tmp_path: Path) -> None:
     run = jaxtrain.open_run(trained)
     frame = run.to_pandas()
     assert list(frame["step"]) == [1, 2, 3] and list(frame["loss"]) == list(runs.losses(trained).values())
-    assert run.write_report().read_text().startswith("<!doctype html>")
-    assert run.write_report(trained / "other.html") == trained / "other.html"
-    with pytest.raises(RunError, match="no such folder. Fix: "):
+    assert run.write_report().exists()
+    assert run.write_report(tmp_path / "other.html") == tmp_path / "other.html"
+    with pytest.raises(RunError):
         jaxtrain.open_run(trained / "nowhere")
 
 
-def test_a_model_generates_and_is_evaluated(trained: Path):
+def test_a_model_generates_and_is_evaluated(trained: Path) -> None:
+    """The loss of a text is that of the logits."""
     text = jaxtrain.generate(trained, "def ", max_tokens=5, temperature=0.0)
     assert text.startswith("def ") and text == jaxtrain.generate(trained, "def ", max_tokens=5, temperature=0.0)
-    texts = ["x = 1\n" * 20, "y"]
-    found = jaxtrain.evaluate(trained, texts)
-    # Three steps train little: the loss is near that of a uniform guess over the 264 ids.
-    assert abs(found["loss"] - math.log(264)) < 0.5
-    bits = found["loss"] * found["tokens"] / math.log(2)
-    assert found["bits_per_byte"] == pytest.approx(bits / sum(map(len, texts)))
-    with pytest.raises(ValueError, match="no token to predict. Fix: "):
-        jaxtrain.evaluate(trained, [])
-
-
-def test_evaluate_is_the_loss_of_the_logits(trained: Path):
-    from jaxtrain.data.tokenizer import load_tokenizer
-    from jaxtrain.hf.importing import open_origin
-    from jaxtrain.hf.model import logits_of
-
     tokenizer, text = load_tokenizer("byte"), "def f(x):\n    return x\n"
     ids = [*tokenizer.bos, *tokenizer.encode(text)]
+    found = jaxtrain.evaluate(trained, [text])
     logits = logits_of(open_origin(str(trained)))(np.array([ids[:-1]], np.int32), np.ones((1, len(ids) - 1), np.int32))
     shifted = logits[0].astype(np.float64)
     log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     expected = -np.mean([log_probs[i, token] for i, token in enumerate(ids[1:])])
-    assert jaxtrain.evaluate(trained, [text])["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / len(text))
+    with pytest.raises(ValueError):
+        jaxtrain.evaluate(trained, [])
 
 
-def test_layouts_are_compared():
-    keys: dict[str, Any] = SMALL | {"precision": "f32"}
-    result = jaxtrain.parity("tiny", "one,fsdp2", steps=2, **keys)
-    assert result.agrees and [row.layout.name for row in result.rows] == ["one", "fsdp2"]
-    rule = "needs 16 devices, and this process has 8. Set JAX_NUM_CPU_DEVICES=16 before JAX starts."
-    with pytest.raises(ConfigError, match=f"^meshes = .one,fsdp16.: {rule}$"):
-        jaxtrain.parity("tiny", "one,fsdp16", **SMALL)
-
-
-def test_a_plan_shows_itself():
-    plan = jaxtrain.plan(
-        "llama3_1b", "h200:8", model={"num_layers": 1, "vocab_size": 4096}, train={"global_batch": 8, "grad_accum": 1}
-    )
-    assert (
-        plan.fits
-        and repr(plan).startswith("fits: ")
-        and "--config=configs/llama3_1b.py --config.model.num_layers=1" in repr(plan)
-    )
+def test_a_plan_shows_itself() -> None:
+    small = {"num_layers": 1, "vocab_size": 4096, "d_model": 512, "num_heads": 4, "num_kv_heads": 4, "d_ff": 1024}
+    plan = jaxtrain.plan("llama3_1b", "h200:8", model=small, train={"global_batch": 8, "grad_accum": 1}, data={"seq_len": 512})
+    assert plan.fits and "--config=configs/llama3_1b.py --config.model.num_layers=1" in repr(plan)
     assert "&lt;!doctype html&gt;" in plan._repr_html_()
     collectives, memory, timeline = (plan.to_pandas(name) for name in ("collectives", "memory", "timeline"))
     assert collectives["wire_gib"].sum() == pytest.approx(sum(c.wire_gib for c in plan.collectives))
     assert memory["gib"].sum() == pytest.approx(plan.memory.peak_gib)
     assert timeline["gib"].max() <= plan.memory.peak_gib + 1e-9 and {"phase", "parameters"} <= set(timeline)
     assert plan.to_pandas("kernels")["ms"].sum() > 0
-    with pytest.raises(ValueError, match="no such table. Fix: collectives"):
+    with pytest.raises(ValueError):
         plan.to_pandas("memries")
-    wrong = dataclasses.replace(jaxtrain.load("llama3_1b"), mesh=dataclasses.replace(jaxtrain.load("llama3_1b").mesh, fsdp=3))
-    with pytest.raises(ConfigError, match="the run has 8 NVIDIA H200 devices"):
-        jaxtrain.plan(wrong, "h200:8")
+    run = jaxtrain.load("llama3_1b")
+    with pytest.raises(ConfigError, match="mesh"):
+        jaxtrain.plan(dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, fsdp=3)), "h200:8")
+
+
+# ---- train.run
+
+
+def test_the_same_call_resumes_a_run(trained: Path, tmp_path: Path) -> None:
+    """A path may be a string. The run's environment variables are in its receipt."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    assert runs.receipt(folder)["env"]["set"] == {"NCCL_CROSS_NIC": "1"}
+    assert runs.receipt(folder)["environment"]["NCCL_CROSS_NIC"] == "1"
+    again = train.run(config(), str(folder))
+    assert (again.exit_code, again.step, again.metrics) == (0, 3, runs.lines(trained)[-1])
+    more = train.run(config(train__steps=4), folder)
+    assert (more.step, more.metrics["step"]) == (4, 4) and list(runs.losses(folder)) == [1, 2, 3, 4]
+    assert runs.receipt(folder)["resumed_from_step"] == 3
+
+
+def test_a_run_in_another_thread_hears_no_signals(trained: Path, tmp_path: Path) -> None:
+    handler, found = signal.getsignal(signal.SIGINT), []
+    thread = threading.Thread(target=lambda: found.append(train.run(config(train__steps=1), tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert found[0].exit_code == 0 and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_all_that_is_wrong_is_raised_and_nothing_written(tmp_path: Path) -> None:
+    scope: dict[str, Any] = {}
+    exec(runs.SMALL, scope)
+    tree = scope["get_config"]()
+    tree.model.num_heads, tree.optimizer.schedule, tree.model.dropout = 3, "cosin", 0.1
+    with pytest.raises(ConfigError) as raised:
+        train.run(tree, tmp_path / "run")
+    assert {"model.dropout", "model.d_model", "optimizer.schedule"} <= {p.key for p in raised.value.problems}
+    run = config()
+    with pytest.raises(ConfigError, match="workdir"):
+        train.run(run, "gs://bucket/run")
+    with pytest.raises(ConfigError, match="hlaf_loss"):
+        train.run(dataclasses.replace(run, loss=dataclasses.replace(run.loss, name="helpers:hlaf_loss")), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "receipt.json").write_text("{")
+    for _ in range(2):  # the first error unlocks the folder
+        with pytest.raises(ConfigError, match=r"receipt.json"):
+            train.run(run, tmp_path / "run")

@@ -1,8 +1,7 @@
 """The contract of families, losses, optimizers and sources: properties that a part needs for correct training.
 
 `./run.sh test --part=model.family=package.module:name` runs all contract tests on your own part, and nothing else. The default
-suite tests jaxtrain's own parts: all parts on cheap tests, a sample of the parts on the other tests. A campaign runs
-everything.
+suite tests jaxtrain's own losses, optimizers and sources, and one family; a campaign tests all families.
 """
 
 import dataclasses
@@ -23,19 +22,17 @@ from jaxtrain import config
 from jaxtrain.config import RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.generation import Sampler
-from jaxtrain.hf.names import entries
-from jaxtrain.models import FAMILIES, family
-from jaxtrain.models.attention import Kernel
+from jaxtrain.models import FAMILIES
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.parity import compare
 from jaxtrain.shapes import BATCH_KEYS
-from jaxtrain.sharding import LayoutError, replicated
+from jaxtrain.sharding import LayoutError
 from jaxtrain.train.batch import place_batch
-from jaxtrain.train.definition import make_definition, numerics_of
+from jaxtrain.train.definition import numerics_of
 from jaxtrain.train.loss import LOSSES, LossSpec, find_loss, token_weight
 from jaxtrain.train.program import build
-from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors, shardings, to_tensors
+from jaxtrain.train.state import abstract_tensors, from_tensors, shardings, to_tensors
 from jaxtrain.zero import make_zero
 
 PARTS = {
@@ -60,6 +57,7 @@ SIZES = {
     "optimizer.weight_decay": 0.0,
 }
 # Typical options of jaxtrain's families.
+LOCAL = {"model.sliding_window": 12, "model.attention_pattern": "lg"}
 USUAL: dict[str, dict[str, Any]] = {
     "mistral": {"model.sliding_window": 12},
     "mixtral": {"model.num_experts": 4},
@@ -70,26 +68,15 @@ USUAL: dict[str, dict[str, Any]] = {
         **{f"model.{key}": True for key in ("qkv_bias", "attention_out_bias", "attention_sinks", "router_logit_bias")},
         "model.num_experts": 4,
         "model.expert_bias": True,
-        "model.sliding_window": 12,
-        "model.attention_pattern": "lg",
+        **LOCAL,
         "model.rope_scaling": "yarn",
         "model.rope_original_len": 16,
     },
-    "gemma2": {"model.sandwich_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
-    "gemma3": {"model.sandwich_norm": True, "model.qk_norm": True, "model.sliding_window": 12, "model.attention_pattern": "lg"},
+    "gemma2": {"model.sandwich_norm": True, **LOCAL},
+    "gemma3": {"model.sandwich_norm": True, "model.qk_norm": True, **LOCAL},
 }
 SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2}
 T = SIZES["data.seq_len"]
-
-
-def sample[F: Callable[..., None]](*names: str) -> Callable[[F], F]:
-    """Mark a test that, by default, runs only for jaxtrain's parts of these names. A campaign runs it for all parts."""
-
-    def mark(test: F) -> F:
-        test.sample = names  # pyright: ignore
-        return test
-
-    return mark
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -98,9 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     key = KINDS[metafunc.function.__name__.split("_")[1]]
     given = metafunc.config.getoption("part")
-    names = PARTS[key]
-    if not ledger.is_campaign(metafunc.config):
-        names = getattr(metafunc.function, "sample", names)
+    names = PARTS[key] if key != "model.family" or ledger.is_campaign(metafunc.config) else ("gemma3",)
     if given:
         names = [given[1]] if given[0] == key else []
     metafunc.parametrize("part", [(key, name) for name in names], ids=lambda part: part[1])
@@ -110,7 +95,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def run(part: tuple[str, str], request: pytest.FixtureRequest) -> RunConfig:
     """Return a small run with the part, on one device."""
     key, name = part
-    return helpers.tiny({**SIZES, **USUAL.get(name, {}), **dict(request.config.getoption("part_config")), key: name})
+    sizes = SIZES if key == "model.family" else {**SIZES, "model.num_layers": 1}
+    return helpers.tiny({**sizes, **USUAL.get(name, {}), **dict(request.config.getoption("part_config")), key: name})
 
 
 def on(run: RunConfig, mesh: Mapping[str, int]) -> RunConfig:
@@ -120,9 +106,12 @@ def on(run: RunConfig, mesh: Mapping[str, int]) -> RunConfig:
 
 def far(ours: Any, theirs: Any) -> float:
     """Return the largest difference between the leaves of two trees, relative to the norm of the second tree's leaf."""
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
-    both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
-    return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both)
+
+    def off(a: Any, b: Any) -> float:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+    return max(off(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
 
 
 def names_of(tree: Any) -> list[tuple[str, Any]]:
@@ -155,12 +144,6 @@ def hidden_of(run: RunConfig, *row: np.ndarray) -> np.ndarray:
     return np.asarray(forward(run)(params_of(run), *row), np.float32)[0]
 
 
-def model_of(run: RunConfig) -> Any:
-    """Return the model with abstract parameters (shapes only)."""
-    definition = helpers.program(run).definition
-    return definition.bind(definition.abstract)
-
-
 def test_family_builds(part, run):
     """Parameters have logical axes with rules, and shard over fsdp=2 x tensor=2. Hidden states and head have the config's
     shapes.
@@ -169,9 +152,7 @@ def test_family_builds(part, run):
         made = helpers.program(run)
         build(on(run, SPLIT), jax.devices()[:4])
     except LayoutError as error:
-        pytest.fail(
-            f"axes of parameters have rules, and can be split over fsdp=2 x tensor=2: {error} (--part-config= sets keys)"
-        )
+        pytest.fail(f"axes of parameters have rules, and split over fsdp=2 x tensor=2: {error} (--part-config= sets keys)")
 
     def shapes(params: Any, *row: Any) -> Any:
         model = made.definition.bind(params)
@@ -181,9 +162,8 @@ def test_family_builds(part, run):
     D, V = run.model.d_model, run.model.vocab_size
     assert out.shape == (1, T, D), f"a model returns hidden states (B, T, D), {(1, T, D)}; this one {out.shape}"
     assert head.shape == (V, D), f"head_VD is the output head (V, D), {(V, D)}; this one {head.shape}"
-    assert "layers" in made.definition.axes or not made.definition.uses_plan_run, (
-        "a model that says uses_plan_run keeps its layers stacked, under the name 'layers'"
-    )
+    stacked = "layers" in made.definition.axes or not made.definition.uses_plan_run
+    assert stacked, "a model that says uses_plan_run keeps its layers stacked, under the name 'layers'"
 
 
 def test_family_is_causal(part, run):
@@ -196,10 +176,8 @@ def test_family_is_causal(part, run):
     after = hidden_of(run, changed, ones, positions)
     early = far(after[:at], before[:at])
     assert early < 1e-6, f"attention is causal: a later token changed hidden states before it by {early:.1e}"
-    assert far(after[at:], before[at:]) > 1e-6, "hidden states depend on their own token: changing one changed nothing"
-    assert far(after[at + 1 : at + 4], before[at + 1 : at + 4]) > 1e-6, (
-        "tokens see those before them: changing one changed no later hidden state"
-    )
+    assert far(after[at], before[at]) > 1e-6, "hidden states depend on their own token: changing one changed nothing"
+    assert far(after[at + 1 : at + 4], before[at + 1 : at + 4]) > 1e-6, "tokens see those before them: changing one did nothing"
 
 
 def test_family_keeps_documents_apart(part, run):
@@ -222,7 +200,6 @@ def gradients(run: RunConfig) -> tuple[Any, Any]:
     return loss, grads
 
 
-@sample("gemma3")
 def test_family_gradients_live(part, run):
     """Every parameter of every layer has a nonzero gradient, and all gradients are finite."""
     loss, grads = gradients(run)
@@ -235,15 +212,14 @@ def test_family_gradients_live(part, run):
             assert one.any(), f"every parameter learns: the gradient of {where} is zero throughout"
 
 
-KEPT = [{"remat.policy": p} for p in ("full", "dots", "attention")] + [{"remat.policy": "full", "remat.every": 2}]
-
-
-@pytest.mark.parametrize(
-    "how",
-    [KEPT[-1], *(pytest.param(how, marks=pytest.mark.more) for how in (*KEPT[:-1], {"parallel.scan_layers": False}))],
-    ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items()),
+KEPT = (
+    {"remat.policy": "full", "remat.every": 2},
+    {"remat.policy": "dots", "parallel.scan_layers": False},
+    {"remat.policy": "attention"},
 )
-@sample("gemma3")
+
+
+@pytest.mark.parametrize("how", helpers.few(KEPT, KEPT[0]), ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items()))
 def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
     """The gradients are equal for all remat policies, with a loop over layers and without."""
     tree = config.to_dict(run)
@@ -252,17 +228,12 @@ def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
         tree[section][name] = value
     other, problems = config.resolve(tree)
     assert not problems
-    plain, changed = gradients(run), gradients(other)
-    off = far(changed, plain)
-    said = ", ".join(f"{k}={v}" for k, v in how.items())
-    assert off < 1e-5, f"loss and gradients are the same with {said}: they are off by {off:.1e}"
+    off = far(gradients(other), gradients(run))
+    assert off < 1e-5, f"loss and gradients are the same with {how}: they are off by {off:.1e}"
 
 
-@sample()
+@pytest.mark.more
 def test_family_takes_the_same_steps_on_any_layout(part, run):
-    """Two steps on fsdp=2 x tensor=2 equal those on one device. proofs/test_parity.py tests jaxtrain's own families on many
-    layouts.
-    """
     same_steps(run)
 
 
@@ -273,9 +244,9 @@ def same_steps(run: RunConfig) -> None:
     assert not found.wrong, f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.wrong)}"
 
 
-@sample("gemma3", "gpt_oss")
 def test_family_decodes_with_a_cache_what_it_computes_without(part, run):
-    model, placement = model_of(run), helpers.program(run).placement
+    definition, placement = helpers.program(run).definition, helpers.program(run).placement
+    model = definition.bind(definition.abstract)
     if not (hasattr(model, "decode") and hasattr(model, "logits")):
         pytest.skip("this family has no decode() and logits(): it trains, and cannot write (set sample.max_tokens=0)")
     sampler, n = Sampler(run, placement), 14
@@ -292,23 +263,6 @@ def test_family_decodes_with_a_cache_what_it_computes_without(part, run):
         parts.append(np.asarray(hidden)[0])
     off = far(np.concatenate(parts), whole)
     assert off < 1e-5, f"decoding token by token with the cache gives the hidden states of the whole text: off by {off:.1e}"
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_names_of_jaxtrains_families(name):
-    """NAMES has every parameter of every preset with its shape, for import from and export to Hugging Face."""
-    plain = helpers.tiny({**SIZES, "model.family": name})
-    placement = helpers.program(plain).placement
-    whole = replicated(placement)
-    for preset, keys in family(name).PRESETS.items():
-        model = dataclasses.replace(config.Model(family=name), **({"head_dim": keys["d_model"] // keys["num_heads"]} | keys))
-        kernel = Kernel("reference", ())
-        params = make_definition(dataclasses.replace(plain, model=model), placement, kernel).abstract
-        placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), params)
-        ours = {k: a.shape for k, a in abstract_tensors(TrainState(None, placed, ())).items()}
-        named = {k: e.shape for k, e in entries(model).items()}
-        differ = sorted(k for k in ours.keys() | named.keys() if ours.get(k) != named.get(k))
-        assert not differ, f"NAMES of {name} has every parameter of {preset} with its shape: not so for {', '.join(differ[:4])}"
 
 
 # ---- Losses
@@ -333,7 +287,7 @@ def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
 
 
 def test_loss_is_a_sum_over_tokens(part, run):
-    """The loss is one float32 number, linear in the token weights. The batch's loss is the sum of its microbatches' losses."""
+    """The loss is linear in the token weights. The batch's loss is the sum of its microbatches' losses."""
     hidden, head, batch = loss_inputs(run)
     loss, (d_hidden, d_head) = loss_and_gradients(run)(hidden, head, batch)
     assert loss.shape == () and loss.dtype == jnp.float32, f"a loss is one float32 number, not {loss.dtype} {loss.shape}"
@@ -342,15 +296,9 @@ def test_loss_is_a_sum_over_tokens(part, run):
     assert np.asarray(d_hidden).any() and np.asarray(d_head).any(), "hidden states and the head have a gradient"
     twice = loss_and_gradients(run)(hidden, head, batch | {"weights": 2 * batch["weights"]})
     off = far(twice, jax.tree.map(lambda x: 2 * x, (loss, (d_hidden, d_head))))
-    assert off < 1e-5, (
-        f"a loss is the weighted sum over tokens: with twice the weights it is off from twice the loss by {off:.1e}"
-    )
-    B = len(hidden) // 2
-    halves = []
-    for i in range(2):
-        keep = np.zeros((len(hidden), 1), np.float32)
-        keep[i * B : (i + 1) * B] = 1
-        halves.append(loss_and_gradients(run)(hidden, head, batch | {"weights": keep * batch["weights"]}))
+    assert off < 1e-5, f"a loss is the weighted sum over tokens: twice the weights give another sum than twice, by {off:.1e}"
+    first = (np.arange(len(hidden)) < len(hidden) // 2)[:, None]
+    halves = [loss_and_gradients(run)(hidden, head, batch | {"weights": half * batch["weights"]}) for half in (first, ~first)]
     off = far(jax.tree.map(jnp.add, *halves), (loss, (d_hidden, d_head)))
     assert off < 1e-5, f"the loss of a batch is the sum of its microbatches' losses: off by {off:.1e}"
 
@@ -380,10 +328,8 @@ def test_loss_has_the_gradient_of_its_value(part, run):
         noise = rng.standard_normal(x.shape).astype(np.float32)
         along = g / np.linalg.norm(g) + noise / np.linalg.norm(noise)
         step = 0.02 * np.linalg.norm(x) / np.sqrt(x.size)
-        there = [
-            float(value(*(x + s * step * along if j == i else y for j, y in enumerate((hidden, head))), batch)[0])
-            for s in (1, -1)
-        ]
+        moved = ([x + s * step * along if j == i else y for j, y in enumerate((hidden, head))] for s in (1, -1))
+        there = [float(value(*given, batch)[0]) for given in moved]
         measured, told = (there[0] - there[1]) / (2 * step), float(np.sum(g * along))
         off = abs(measured - told) / abs(told)
         assert off < 0.01, f"the gradient of {what} is that of the loss: {told:.5g} where the loss changes by {measured:.5g}"
@@ -404,11 +350,9 @@ def test_loss_is_the_same_on_any_layout(part, run):
     assert off < 1e-5, f"loss and gradients on fsdp=2 x tensor=2 are those of one device: off by {off:.1e}"
 
 
-@sample()
+@pytest.mark.more
 def test_loss_takes_the_same_steps_on_any_layout(part, run):
-    """Two steps on fsdp=2 x tensor=2 equal those on one device. Within a step, a loss gets the device's shard of the head, and
-    gathers the head.
-    """
+    """Within a step, a loss gets the device's shard of the head, and gathers the head."""
     same_steps(run)
 
 
@@ -430,9 +374,7 @@ def random_gradients(run: RunConfig, seed: int) -> Any:
 
 
 def begin(run: RunConfig) -> tuple[Any, Any]:
-    """Return the parameters and the optimizer's initial state. Nothing donates these arrays, so a test may use them several
-    times.
-    """
+    """Return the parameters and the optimizer's initial state, which nothing donates."""
     state = helpers.fresh_state(run)
     return state.params, state.optimizer
 
@@ -442,16 +384,13 @@ def test_optimizer_state_is_split_like_the_parameters(part, run):
         made = helpers.program(on(run, SPLIT))
         abstract_tensors(made.state)
     except ValueError as error:
-        reason = str(error).partition("\n")[0]
-        pytest.fail(
-            f"the state is made of trees like that of the parameters, in named tuples with names of their own: {reason}"
-        )
+        pytest.fail(f"the state is made of trees like that of the parameters, in named tuples with names of their own: {error}")
     split = {a.shape for a in jax.tree.leaves(made.state.params) if not a.sharding.is_fully_replicated}
     leaves = jax.tree_util.tree_leaves_with_path(made.state.optimizer)
     whole = [jax.tree_util.keystr(p) for p, a in leaves if a.shape in split and a.sharding.is_fully_replicated]
     assert not whole, (
-        f"the state of a parameter is split like it: {', '.join(whole[:3])} would be whole on every device; keep it in trees "
-        "of the parameters' structure, in named tuples, as optax's own do"
+        f"the state of a parameter is split like it: {', '.join(whole[:3])} would be whole; keep it in trees of "
+        "the parameters' structure, in named tuples, as optax's own do"
     )
 
 
@@ -516,19 +455,14 @@ def opened(run: RunConfig, split: str = "train") -> Any:
 def test_source_gives_the_arrays_of_a_batch(part, run):
     source = opened(run)
     batch = source.batch(3)
-    missing = [
-        name
-        for name in ("epoch", "synthetic", "masked_fraction", "fingerprint", "bytes_per_token")
-        if not hasattr(source, name)
-    ]
+    attributes = ("epoch", "synthetic", "masked_fraction", "fingerprint", "bytes_per_token")
+    missing = [name for name in attributes if not hasattr(source, name)]
     assert not missing, f"a source has the attributes that a run reads: it lacks {', '.join(missing)}"
     try:
         json.dumps(source.fingerprint)
     except TypeError as error:
         pytest.fail(f"a fingerprint is plain JSON, for receipts: {error}")
-    assert set(batch) >= set(BATCH_KEYS), (
-        f"a batch has {', '.join(BATCH_KEYS)}: {sorted(set(BATCH_KEYS) - set(batch))} is missing"
-    )
+    assert set(batch) >= set(BATCH_KEYS), f"a batch has {', '.join(BATCH_KEYS)}: not only {', '.join(batch)}"
     for key, dtype in BATCH_KEYS.items():
         found, shape = batch[key], (run.train.global_batch, T)
         assert found.shape == shape, f"arrays of a batch are (global_batch, seq_len), {shape}: {key} is {found.shape}"
@@ -569,13 +503,11 @@ def test_source_documents_are_consistent(part, run):
         segments, positions, weights = (batch[k] for k in ("segments", "positions", "weights"))
         real, same = segments > 0, segments[:, 1:] == segments[:, :-1]
         assert (segments >= 0).all(), "segments count from 1; 0 is padding"
-        padded = (~real[:, :-1] <= ~real[:, 1:]).all() and (
-            ~same <= ((segments[:, 1:] == segments[:, :-1] + 1) | ~real[:, 1:])
-        ).all()
+        counted_up = same | (segments[:, 1:] == segments[:, :-1] + 1) | ~real[:, 1:]
+        padded = (real[:, :-1] | ~real[:, 1:]).all() and counted_up.all()
         assert padded, "documents of a row are numbered 1, 2, 3, and its padding is at its end"
-        assert segments.max() <= run.data.max_segments or run.data.packing == "none", (
-            "a row has at most data.max_segments documents"
-        )
+        few = segments.max() <= run.data.max_segments or run.data.packing == "none"
+        assert few, "a row has at most data.max_segments documents"
         within = real[:, 1:] & same
         starts = np.concatenate([real[:, :1], real[:, 1:] & ~same], axis=1)
         assert not positions[starts].any(), "positions begin at 0 in each document of a row"
@@ -594,7 +526,5 @@ def test_source_documents_are_consistent(part, run):
 def test_source_epochs_go_forward(part, run):
     source = opened(run)
     epochs = [float(source.epoch(step)) for step in (0, 1, 10, 1000)]
-    assert epochs[0] == 0 and np.isfinite(epochs).all(), (
-        f"epoch(step) is how often the data was seen by then: 0 at step 0, not {epochs[0]}"
-    )
+    assert epochs[0] == 0 and np.isfinite(epochs).all(), f"epoch(step) is how often the data was seen by then: not {epochs[0]}"
     assert all(a < b for a, b in zip(epochs, epochs[1:], strict=False)), f"epochs go forward with the steps: they are {epochs}"

@@ -2,8 +2,7 @@
 
 import functools
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 
-from jaxtrain import config, generation, lm_eval, scoring
+from jaxtrain import config, lm_eval, scoring
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.scoring import Scored, Scorer
+from jaxtrain.scoring import Scored
 from jaxtrain.train.state import to_tensors
 
 # Weights are so large that some tokens are far more likely than others.
@@ -40,9 +38,11 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(workdir: Path) -> Any:
-    """Return jaxtrain's model for the harness on eight devices, which shard rows and weights."""
-    return lm_eval.harness_model()(workdir=str(workdir), batch_size=3)
+def model(workdir: Path) -> Iterator[Any]:
+    """Return jaxtrain's model for the harness on eight devices, which shard rows and weights. Logits are computed in parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "LOGITS", 64)
+        yield lm_eval.harness_model()(workdir=str(workdir), batch_size=3)
 
 
 @functools.cache
@@ -84,9 +84,7 @@ def requests(*arguments: Any) -> list[Any]:
 
 
 def test_scores_are_those_of_the_logits(model: Any) -> None:
-    """Scores follow from the logits, for contexts and continuations of many lengths, in any order and in several batches. Only
-    a continuation of the likeliest tokens counts as greedy.
-    """
+    """Contexts and continuations have many lengths, and come in several batches. Only likeliest tokens count as greedy."""
     byte = ByteTokenizer()
     asked = [("def f(", "x):"), ("a", "b"), ("", "whole"), ("two words ", "here")]
     asked += [("x" * n, "yz") for n in (3, 9, 27)] + [("c" * 20, "d" * 5)]
@@ -100,7 +98,6 @@ def test_scores_are_those_of_the_logits(model: Any) -> None:
     likeliest = [*b"ab", *greedy([*b"ab"], 3)]
     assert [found for _, found in model.scorer.score([Scored(likeliest, 3), Scored([*likeliest, 1], 3)])] == [True, False]
     assert len({round(score, 3) for score, _ in given}) == len(given), "the scores tell nothing apart"
-    assert model.scorer._score._cache_size() == 1, "all of these have one padded length"
 
 
 def test_long_inputs_lose_their_left(model: Any) -> None:
@@ -110,7 +107,7 @@ def test_long_inputs_lose_their_left(model: Any) -> None:
     assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
     assert score != pytest.approx(expected(tokens[-32:], 4)[0], abs=2e-4)
     assert model.scorer.score([Scored(tokens, 0)]) == [(0.0, True)]
-    with pytest.raises(ValueError, match="33 tokens are to be scored at once, above max_length = 32"):
+    with pytest.raises(ValueError):
         model.scorer.score([Scored(tokens, 33)])
 
 
@@ -158,72 +155,34 @@ def test_texts_are_the_likeliest_tokens(model: Any) -> None:
     assert made[0] == wanted[0][: wanted[0].index(wanted[0][1]) + 1]
 
 
-def test_what_it_cannot_do_is_said(model: Any, workdir: Path) -> None:
-    for ask, words in (
-        ({"do_sample": True}, "only the likeliest token"),
-        ({"temperature": 0.7}, "only the likeliest token"),
-        ({"num_beams": 4}, "'num_beams' is not supported"),
-        ({"max_gen_toks": 32}, "leaves no room for a prompt"),
-    ):
-        with pytest.raises(ValueError, match=words):
+def test_what_it_cannot_do_is_refused(model: Any, workdir: Path) -> None:
+    for ask in ({"do_sample": True}, {"temperature": 0.7}, {"num_beams": 4}, {"max_gen_toks": 32}):
+        with pytest.raises(ValueError, match="|".join(ask)):
             model.generate_until(requests(("a", ask)))
     harness = lm_eval.harness_model()
-    for given, words in (
-        ({"batch_size": "auto"}, "no auto"),
-        ({"dtype": "float16"}, "model argument 'dtype'"),
-        ({"max_length": 64}, "data.seq_len = 32"),
-    ):
-        with pytest.raises(lm_eval.TaskError, match=words):
-            harness(workdir=str(workdir), **given)
-
-
-@pytest.mark.parametrize(("length", "to"), [(0, 64), (1, 64), (64, 64), (65, 128), (1000, 1024), (1024, 1024)])
-def test_lengths_are_rounded_up(length: int, to: int) -> None:
-    assert scoring.padded(length) == to
-
-
-def test_chunks_of_logits_change_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, sampler, params, _ = generation.load(str(workdir), jax.devices()[:1])
-    tokens = ByteTokenizer().encode("some text to be scored")
-    scores = []
-    for logits in (scoring.LOGITS, 8):
-        monkeypatch.setattr(scoring, "LOGITS", logits)
-        scores += Scorer(run, sampler, params, rows=2).score([Scored(tokens, 12)])
-    assert scores[0][0] == pytest.approx(scores[1][0], abs=1e-4) == pytest.approx(expected(tokens, 12)[0], abs=2e-4)
+    for key, value in {"batch_size": "auto", "dtype": "float16", "max_length": 64}.items():
+        with pytest.raises(lm_eval.TaskError, match=key):
+            harness(workdir=str(workdir), **{key: value})
 
 
 # ---- The harness itself, with made-up tasks and no network
 
-CHOICE = """
-task: own_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl}}, cache_dir: {folder}/cache}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-target_delimiter: ""
-metric_list: [{{metric: acc}}]
-"""
-WRITE = """
-task: own_write
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/write.jsonl}}, cache_dir: {folder}/cache}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{prompt}}}}"
-doc_to_target: "{{{{target}}}}"
-generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 6, do_sample: false}}
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-"""
+CHOICE = {
+    "task": "own_choice",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc"}],
+}
 
 
 @pytest.mark.more
-def test_tasks_of_the_harness(
-    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The harness's own command line runs two tasks, and the scores in its file follow from the logits."""
+def test_tasks_of_the_harness(workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness's own command line runs a task, and the scores in its file follow from the logits."""
     byte = ByteTokenizer()
     questions = [("one", [" a", " bb"]), ("two ", ["x", "y", "z"]), ("three", ["!", "?"]), ("f", ["oo", "rr"])]
     best = [
@@ -231,39 +190,21 @@ def test_tasks_of_the_harness(
     ]
     answers = [best[0], best[1], best[2], 1 - best[3]]  # three of four are right
     rows = [{"question": q, "choices": c, "answer": a} for (q, c), a in zip(questions, answers, strict=True)]
-    (tmp_path / "choice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    written = byte.decode(greedy(byte.encode("def"), 6)).partition("\n\n")[0]
-    targets = [{"prompt": "def", "target": written}, {"prompt": "class", "target": "something else"}]
-    (tmp_path / "write.jsonl").write_text("".join(json.dumps(row) + "\n" for row in targets))
-    (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=tmp_path))
-    (tmp_path / "write.yaml").write_text(WRITE.format(folder=tmp_path))
+    file = tmp_path / "choice.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": f"{tmp_path}/cache"}}
+    (tmp_path / "choice.yaml").write_text(json.dumps(CHOICE | data))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    line = [f"--workdir={workdir}", "--tasks=own_choice,own_write", f"--include_path={tmp_path}", "--batch_size=3"]
+    line = [f"--workdir={workdir}", "--tasks=own_choice", f"--include_path={tmp_path}", "--batch_size=3"]
     assert lm_eval.main([*line, f"--output_path={tmp_path / 'out'}"]) == 0
-    assert "own_choice" in capsys.readouterr().out
     (file,) = (tmp_path / "out").rglob("*.json")
-    results = json.loads(file.read_text())["results"]
-    assert results["own_choice"]["acc,none"] == 0.75
-    assert results["own_write"]["exact_match,none"] == 0.5
+    assert json.loads(file.read_text())["results"]["own_choice"]["acc,none"] == 0.75
     assert lm_eval.main([f"--workdir={workdir}", "--tasks=own_chioce", f"--include_path={tmp_path}"]) == 2
-    assert "the harness has no task own_chioce. List" in capsys.readouterr().err
 
 
-def test_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = f"--workdir={tmp_path}"
     assert lm_eval.main([there]) == 2
-    assert "--tasks: is missing" in capsys.readouterr().err
     assert lm_eval.main([there, "--tasks=a", "--model=hf"]) == 2
-    assert "--model=hf: this command sets it" in capsys.readouterr().err
     monkeypatch.setattr(lm_eval.importlib.util, "find_spec", lambda name: None)
     assert lm_eval.main([there, "--tasks=a"]) == 2
-    assert "-r pyproject.toml --extra lm-eval" in capsys.readouterr().err
-
-
-@pytest.mark.more
-def test_the_harness_is_imported_when_it_is_used() -> None:
-    code = (
-        "import sys, jaxtrain.lm_eval, jaxtrain.trackers; print([n for n in ('lm_eval', 'wandb', 'jax') if n in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], cwd=runs.REPO, capture_output=True, text=True, check=True).stdout
-    assert out == "[]\n"

@@ -1,7 +1,7 @@
-"""Low-rank adapters in programs and runs: gradients, checkpoints, and the base of the adapters."""
+"""Low-rank adapters and frozen parameters in programs and runs: gradients, checkpoints, and the base of the adapters."""
 
 import dataclasses
-import json
+import math
 import re
 import shutil
 
@@ -11,24 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+from test_dpo import begun, step
 
-from jaxtrain import generation, lora
+from jaxtrain import flops, generation, launch, lora
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain.config import to_dict
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.hf import __main__ as hugging_face_command
-from jaxtrain.hf import peft
-from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
+from jaxtrain.train.state import to_tensors
 
 RANK, ALPHA = 3, 6.0
-MODEL = {"model.num_layers": 2, "model.num_kv_heads": 2, "train.global_batch": 8, "optimizer.clip_norm": 0.0}
+MODEL = {
+    "model.num_layers": 1,
+    "model.d_model": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.d_ff": 48,
+    "data.seq_len": 32,
+    "train.global_batch": 8,
+    "optimizer.weight_decay": 0.5,
+    "optimizer.clip_norm": 0.0,  # a norm covers trained parameters alone, so clipping would use another factor
+}
 LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
-# Each of 4 ranks copies one of 2 key/value heads.
+# Every way in which a step stores weights and accumulates gradients. Each of 4 ranks copies one of 2 key/value heads.
 LAYOUTS = {
-    "one device": {},
     "loop": {"mesh.fsdp": 2, "mesh.tensor": 4, "train.grad_accum": 2},
     "unrolled": {"mesh.data": 2, "mesh.fsdp": 2, "mesh.seq": 2, "train.grad_accum": 2, "parallel.scan_layers": False},
     "moments on the host": {"mesh.fsdp": 2, "sharding.zero": 1, "optimizer.offload": "moments"},
@@ -42,29 +49,6 @@ DELTA = {
     "down": "FR,RD->DF",
 }
 PREFIX = "params."
-
-
-def begun(run):
-    """Return the tensors of a run's initial state, with random numbers in the adapters' matrices b, which start at zero."""
-    tensors = dict(helpers.initial_tensors(run))
-    for i, name in enumerate(sorted(tensors)):
-        if name.startswith(PREFIX) and name.endswith("_b"):
-            assert not tensors[name].any(), f"{name}: training begins with the base as it was"
-            tensors[name] = np.random.default_rng(i).normal(0, 0.05, tensors[name].shape).astype(np.float32)
-    return tensors
-
-
-def step(run, tensors):
-    """Take one step from these tensors. Returns (loss, gradients by canonical name, tensors)."""
-    made = helpers.program(run)
-    shapes = {k: a.sharding for k, a in abstract_tensors(made.state).items()}
-    state = from_tensors(made.state, {k: jax.device_put(tensors[k], shapes[k]) for k in shapes})
-    batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
-    state, values = helpers.train_step(run)(state, batch)
-    after = {k: np.asarray(v) for k, v in to_tensors(state).items()}
-    mu = "optimizer.mu."
-    grads = {k.removeprefix(mu): v / (1 - run.optimizer.beta1) for k, v in after.items() if k.startswith(mu)}
-    return float(values["loss"]), grads, after
 
 
 @pytest.fixture(scope="module")
@@ -81,24 +65,25 @@ def expected():
             a, b = (tensors[f"{name.rpartition('.')[0]}.lora.{weight}_{half}"] for half in "ab")
             merged[name] = merged[name] + scale * np.einsum(DELTA[weight], a, b)
             halves[name.removeprefix(PREFIX)] = a, b
-    loss, grads, _ = step(plain, merged | {k: v for k, v in helpers.initial_tensors(plain).items() if k not in merged})
+    whole = helpers.initial_tensors(plain) | merged
+    values, grads, _ = step(plain, helpers.host_batch(plain, 0), whole)
     out = {}
     for name, (a, b) in halves.items():
         module, _, weight = name.rpartition(".")
         of_a = jax.vjp(lambda a, b, e=DELTA[weight]: scale * jnp.einsum(e, a, b), a, b)[1](jnp.asarray(grads[name]))
         out[f"{module}.lora.{weight}_a"], out[f"{module}.lora.{weight}_b"] = map(np.asarray, of_a)
-    return tensors, loss, out
+    return tensors, float(values["loss"]), out
 
 
-@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "unrolled"))
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "loop"))
 def test_gradients_are_those_of_the_merged_weights(layout, expected):
     """The loss, too, is that of the merged weights. The step leaves the bits of the base unchanged."""
     tensors, loss, grads = expected
     run = helpers.tiny(MODEL | LORA | LAYOUTS[layout])
-    found, mine, after = step(run, tensors)
-    assert found == pytest.approx(loss, rel=1e-5)
+    values, mine, after = step(run, helpers.host_batch(run, 0), tensors)
+    assert float(values["loss"]) == pytest.approx(loss, rel=1e-5)
     assert mine.keys() == grads.keys()
-    assert len(mine) == 2 * 2 * 7
+    assert len(mine) == 2 * 7
     for name in mine:
         np.testing.assert_allclose(mine[name], grads[name], rtol=2e-3, atol=2e-6, err_msg=name)
     params = {k for k in after if k.startswith(PREFIX)}
@@ -109,9 +94,8 @@ def test_nothing_is_computed_for_the_base():
     """With unrolled layers and no remat, the number of matmuls leaves none for gradients of the base or of the embedding."""
     run = helpers.tiny(MODEL | LORA | {"parallel.scan_layers": False, "lora.targets": "wq,up"})
     text = helpers.train_step(run).as_text()
-    assert text is not None
     # layers: forward and dx. adapters: three matmuls for each of a and b. attention: two forward, four backward
-    layers, adapters, attention = 2 * 7 * 2, 2 * 2 * 6, 2 * 6
+    layers, adapters, attention = 7 * 2, 2 * 6, 6
     first = 6  # the first layer's input needs no gradient: none by wq, wk, wv and their adapters' a
     found = len(re.findall(r" dot\(", text))
     assert layers + adapters + attention + 2 - first <= found <= layers + adapters + attention + 2
@@ -120,19 +104,76 @@ def test_nothing_is_computed_for_the_base():
 
 def test_an_fp8_base():
     """With adapters and precision=fp8, the program has arrays in e4m3."""
-    text = helpers.lowered(helpers.tiny(MODEL | LORA | {"precision": "fp8", "mesh.fsdp": 2}))
-    assert "f8E4M3FN" in text
+    assert "f8E4M3FN" in helpers.lowered(helpers.tiny(MODEL | LORA | {"precision": "fp8"}))
+
+
+# ---- Frozen parameters
+
+PATTERNS = "embed.*,layers.mlp.*,layers.attention.wk,head"
+FROZEN = re.compile(r"params\.(embed\.|layers\.\d\.mlp\.|layers\.\d\.attention\.wk|head)")
+
+
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "loop"))
+def test_frozen_parameters_stay_and_the_rest_goes_as_it_would(layout):
+    """After one step, frozen parameters have their bits. The first moments of all others, and so their gradients, are those of
+    a run on one device without frozen parameters.
+    """
+    run = helpers.tiny(MODEL | LAYOUTS[layout] | {"train.freeze": PATTERNS})
+    plain = helpers.train(helpers.tiny(MODEL), 1).tensors
+    before, after = helpers.initial_tensors(run), helpers.train(run, 1).tensors
+    still = {name for name in before if FROZEN.match(name)}
+    assert {name for name in before if name.startswith(PREFIX) and np.array_equal(before[name], after[name])} == still
+    assert len(still) == 2 + 4
+    moments = [name for name in after if name.startswith("optimizer.mu.")]
+    assert len(moments) == len([name for name in plain if name.startswith("optimizer.mu.")]) - len(still)
+    for name in moments:
+        np.testing.assert_allclose(after[name], plain[name], rtol=2e-4, atol=1e-6, err_msg=name)
+
+
+def test_only_the_head_needs_no_backward_pass_of_the_layers():
+    """Frozen weights have no gradient, no sum of one over devices, and no moments."""
+    frozen = {"mesh.fsdp": 2, "train.freeze": "embed.*,layers.*,final_norm.*", "parallel.scan_layers": False}
+    run = helpers.tiny(MODEL | frozen)
+    text = helpers.train_step(run).as_text()
+    # Without gradients the layers are a loop: one layer's weights and attention, the logits, and the head's gradient.
+    assert len(re.findall(r" dot\(", text)) == 7 + 2 + 1 + 1 and not re.findall(r" scatter\(", text)
+    made, head = helpers.program(run), run.model.d_model * run.model.vocab_size
+    summed = re.findall(r"= ([^=]*) (?:all-reduce|reduce-scatter)(?:-start)?\(", text)
+    sizes = [re.findall(r"\d+", dims) for one in summed for dims in re.findall(r"\[([\d,]*)\]", one)]
+    assert head // 2 <= sum(math.prod(map(int, dims)) for dims in sizes) < head + 100
+    learnt = sum(a.size for a, t in zip(*map(jax.tree.leaves, (made.state.params, made.trained)), strict=True) if t)
+    assert learnt == head
+    assert sum(a.size for a in jax.tree.leaves(made.state.optimizer)) == 2 * learnt + 1, "two moments, and the count"
+
+
+def test_flops_count_what_is_trained():
+    run = helpers.tiny(MODEL)
+    m, seq = run.model, run.data.seq_len
+    full, forward = flops.per_token(m, seq), flops.forward(m, seq)
+    assert flops.training(run) == full
+
+    def frozen(patterns):
+        return flops.training(dataclasses.replace(run, train=dataclasses.replace(run.train, freeze=patterns)))
+
+    head = 2 * m.d_model * m.vocab_size
+    assert full.causal - frozen("head").causal == head
+    assert full.causal - frozen("layers.mlp.*").causal == m.num_layers * 6 * m.d_model * m.d_ff
+    assert frozen("embed.*,layers.*").causal == forward.causal + 2 * head
+    assert frozen("embed.*,layers.*,final_norm.*").causal == forward.causal + head
 
 
 # ---- Whole runs
 
+STEPS = 24
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a base, and adapters for it, on short instructions."""
+    """Train adapters for a base with random weights, on short instructions."""
     folder = tmp_path_factory.mktemp("lora")
-    config = folder / "small.py"
-    config.write_text(runs.SMALL)
+    (folder / "small.py").write_text(
+        runs.SMALL.replace("num_layers = 2", "num_layers = 1\n    config.model.init_std = 0.1\n    config.mesh.fsdp = 1")
+    )
     byte = tokenizer.ByteTokenizer()
     for name, seed in (("train", 0), ("held_out", 1)):
         draws = np.random.default_rng(seed)
@@ -141,51 +182,55 @@ def trained(tmp_path_factory):
                 word = "".join(draws.choice(list("abcdefgh"), 4))
                 writer.write(byte.encode(text := f"Say {word}. {word}"), len(text))
                 writer.end_document()
-    assert runs.train(config, folder / "base", train__steps=4, data__source="synthetic", mesh__fsdp=2, mesh__tensor=4) == 0
-    assert runs.train(config, folder / "adapters", **over(folder), train__steps=16) == 0
+    base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
+    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}}
+    save_base(folder / "base", to_tensors(helpers.fresh_state(base)), meta)
+    assert run_adapters(folder, "adapters") == 0
     return folder
 
 
-def over(folder, base="base"):
-    return {
-        "data__source": str(folder / "train.tok"),
-        "data__eval_source": str(folder / "held_out.tok"),
-        "init__from": str(folder / base),
+def save_base(folder, tensors, meta):
+    saver = Checkpoints(folder / "checkpoints")
+    saver.save(4, tensors, meta)
+    saver.close()
+
+
+def run_adapters(folder, name, **more):
+    over = {
+        "data__source": folder / "train.tok",
+        "data__eval_source": folder / "held_out.tok",
+        "init__from": folder / "base",
         "lora__rank": 4,
         "optimizer__lr": 2e-2,
-        "mesh__fsdp": 4,
-        "mesh__tensor": 2,
-        "checkpoint__every_steps": 8,
-        "eval__every_steps": 4,
+        "optimizer__warmup_steps": 1,
+        "checkpoint__every_steps": 24,
+        "eval__every_steps": 12,
+        "train__steps": STEPS,
     }
+    return runs.train(folder / "small.py", folder / name, **{**over, **more})
 
 
 def test_held_out_loss_falls(trained):
     held_out = [line["loss"] for line in runs.lines(trained / "adapters") if line["kind"] == "eval"]
-    assert held_out[-1] < held_out[0] - 0.3
+    assert held_out[-1] < runs.losses(trained / "adapters")[1] - 0.3
     assert held_out[-1] < 5.3 < np.log(264)
 
 
 def test_checkpoints_hold_adapters_alone_and_name_the_base(trained):
     stored = runs.tensors(trained / "adapters")
-    assert {re.sub(r"\d+", "i", name) for name in stored if "lora" not in name and "guard" not in name} == {
-        "step",
-        "optimizer.count",
-    }
-    assert len([name for name in stored if name.startswith(PREFIX)]) == 2 * 2 * 7
-    base = Checkpoints(trained / "adapters" / "checkpoints").meta(16)["base"]
+    others = {name for name in stored if "lora" not in name and "guard" not in name}
+    assert others == {"step", "optimizer.count"}
+    assert len([name for name in stored if name.startswith(PREFIX)]) == 2 * 7
+    base = Checkpoints(trained / "adapters" / "checkpoints").meta(STEPS)["base"]
     assert base["path"] == str(trained / "base" / "checkpoints" / "4")
-    said = (trained / "adapters" / "log.txt").read_text()
-    assert "and adapters of 4.1 k, the only trained parameters" in said
 
 
 @pytest.mark.more
 def test_resumes_to_the_bit(trained):
     """A run that ends after step 8 and resumes has the tensors of an uninterrupted run, bit for bit."""
-    parts, again = over(trained), trained / "again"
-    assert runs.train(trained / "small.py", again, **parts, train__steps=8) == 0
-    assert runs.train(trained / "small.py", again, **parts, train__steps=16) == 0
-    one, two = runs.tensors(trained / "adapters"), runs.tensors(again)
+    for steps in (8, STEPS):
+        assert run_adapters(trained, "again", train__steps=steps) == 0
+    one, two = (runs.tensors(trained / name) for name in ("adapters", "again"))
     assert one.keys() == two.keys()
     assert all(np.array_equal(one[name], two[name]) for name in one)
 
@@ -194,88 +239,60 @@ def test_what_was_saved_can_be_used(trained):
     """`generation.load` restores base and adapters. Greedy sampling gives the tokens of the merged weights, which differ from
     the base's.
     """
-    run, sampler, params, at = generation.load(str(trained / "adapters"), jax.devices()[:2])
-    assert (at, run.lora.rank) == (16, 4)
+    run, sampler, params, at = generation.load(str(trained / "adapters"), jax.devices()[:1])
+    assert (at, run.lora.rank) == (STEPS, 4)
     prompt = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    base = {k: v for k, v in runs.tensors(trained / "base").items() if k.startswith(PREFIX)}
+    adapters = {k: v for k, v in runs.tensors(trained / "adapters").items() if k.startswith(PREFIX)}
+    other = generation.Sampler(dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=0)), sampler.placement)
+
+    def tokens(weights):
+        def gathered(path, _):
+            name = PREFIX + ".".join(key.key for key in path)
+            if name in weights:
+                return jnp.asarray(weights[name])
+            return jnp.stack([weights[name.replace(".layers.", f".layers.{i}.")] for i in range(run.model.num_layers)])
+
+        return list(
+            other.tokens(jax.tree_util.tree_map_with_path(gathered, other.definition.abstract), [83, 97, 121], **prompt)
+        )
+
     made = list(sampler.tokens(params, [83, 97, 121], **prompt))
-    base = runs.tensors(trained / "base")
-    tensors = base | runs.tensors(trained / "adapters")
-    merged = dict(lora.merged({k: v for k, v in tensors.items() if k.startswith(PREFIX)}, 32.0 / 4))
-    plain = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=0))
-    other = generation.Sampler(plain, sampler.placement)
-    shapes = jax.tree.map(lambda a: a, other.definition.abstract)
-    flat = {k: jnp.asarray(v) for k, v in merged.items()}
-    stacked = jax.tree_util.tree_map_with_path(lambda path, a: _gathered(path, flat, run.model.num_layers), shapes)
-    assert list(other.tokens(stacked, [83, 97, 121], **prompt)) == made
-    without = {k: jnp.asarray(v) for k, v in base.items()}
-    stacked = jax.tree_util.tree_map_with_path(lambda path, a: _gathered(path, without, run.model.num_layers), shapes)
-    assert list(other.tokens(stacked, [83, 97, 121], **prompt)) != made
-
-
-def _gathered(path, flat, layers):
-    name = PREFIX + ".".join(key.key for key in path)
-    if name in flat:
-        return flat[name]
-    return jnp.stack([flat[name.replace(".layers.", f".layers.{i}.")] for i in range(layers)])
-
-
-def test_the_command_writes_what_peft_reads(trained, tmp_path, capsys):
-    out = tmp_path / "adapter"
-    assert hugging_face_command.main(["export-adapter", str(trained / "adapters"), f"--out={out}", "--base=some/model"]) == 0
-    settings, back, _ = peft.read(out, open_origin(str(trained / "adapters")).run().model)
-    assert (settings.rank, settings.alpha, len(back)) == (4, 32.0, 2 * 2 * 7)
-    assert json.loads((out / peft.CONFIG).read_text())["base_model_name_or_path"] == "some/model"
-    stored = {k: v for k, v in runs.tensors(trained / "adapters").items() if k.startswith(PREFIX)}
-    assert back.keys() == stored.keys() and all(np.array_equal(back[k], stored[k]) for k in stored)
-    capsys.readouterr()
-    assert hugging_face_command.main(["export-adapter", str(trained / "base"), f"--out={tmp_path / 'none'}"]) == 2
-    assert "is of a run without adapters" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+    assert tokens(dict(lora.merged(base | adapters, run.lora.alpha / 4))) == made
+    assert tokens(base) != made
 
 
 @pytest.mark.more
-def test_another_base_is_refused(trained, tmp_path, capsys):
-    """The base at the path in the config first changes, and then is deleted. Both times training and `generation.load` end with
-    an error.
+def test_another_base_is_refused(trained, tmp_path):
+    """The base in its new place first changes, and then is deleted. Both times training and `generation.load` end with an
+    error.
     """
-    folder = tmp_path / "copy"
-    shutil.copytree(trained / "adapters", folder)
+    shutil.copytree(trained / "adapters", tmp_path / "copy")
     shutil.copytree(trained / "base", tmp_path / "base")
-    moved = over(trained) | {"init__from": str(tmp_path / "base")}
-    config = trained / "small.py"
-    assert runs.train(config, folder, **moved, train__steps=17) == 0, "the same base in another place"
-    one = Checkpoints(tmp_path / "base" / "checkpoints")
-    tensors = runs.tensors(tmp_path / "base")
+
+    def resumed(steps):
+        return run_adapters(trained, tmp_path / "copy", init__from=tmp_path / "base", train__steps=steps)
+
+    assert resumed(25) == 0
+    files = runs.tree(tmp_path / "copy" / "checkpoints")
+    meta, tensors = Checkpoints(tmp_path / "base" / "checkpoints").meta(4), runs.tensors(tmp_path / "base")
     tensors["params.head"] = tensors["params.head"][::-1].copy()
-    meta = one.meta(4)
-    shutil.rmtree(tmp_path / "base" / "checkpoints" / "4")
-    again = Checkpoints(tmp_path / "base" / "checkpoints")
-    again.save(4, {k: jnp.asarray(v) for k, v in tensors.items()}, meta)
-    again.close()
-    capsys.readouterr()
-    before = runs.steps(folder)
-    assert runs.train(config, folder, **moved, train__steps=18) == 1
-    assert "are not the base of the adapters of step 17: their digest" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="are not those"):
-        generation.load(str(folder), jax.devices()[:1])
-    assert runs.steps(folder) == before
-    shutil.rmtree(tmp_path / "base" / "checkpoints" / "4")
-    files = runs.tree(folder)
-    assert runs.train(config, folder, **moved, train__steps=18) == 2
-    assert f"the base of these adapters, {tmp_path / 'base'}" in capsys.readouterr().err
-    assert runs.tree(folder) == files, "nothing was written"
-    with pytest.raises(CheckpointError, match="--base of a command"):
-        generation.load(str(folder), jax.devices()[:1])
-    assert generation.load(str(folder), jax.devices()[:1], str(trained / "base"))[3] == 17
+    shutil.rmtree(tmp_path / "base")
+    save_base(tmp_path / "base", {k: jnp.asarray(v) for k, v in tensors.items()}, meta)
+    for code in (1, 2):
+        assert resumed(26) == code
+        with pytest.raises(CheckpointError):
+            generation.load(str(tmp_path / "copy"), jax.devices()[:1])
+        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+    assert runs.tree(tmp_path / "copy" / "checkpoints") == files
+    assert generation.load(str(tmp_path / "copy"), jax.devices()[:1], str(trained / "base"))[3] == 25
 
 
 def test_runs_that_are_refused(trained, tmp_path, capsys):
-    config, parts = trained / "small.py", over(trained)
-    assert runs.train(config, tmp_path / "x", **{**parts, "init__from": ""}) == 2
-    assert "adapters need the weights of a trained model" in capsys.readouterr().err
-    assert runs.train(config, tmp_path / "x", **{**parts, "init__from": str(trained / "adapters")}) == 2
-    assert "holds only adapters" in capsys.readouterr().err
+    """Adapters need a base, which is no adapter itself. Another rank cannot resume."""
+    assert run_adapters(trained, tmp_path / "x", init__from="") == 2
+    assert run_adapters(trained, tmp_path / "x", init__from=trained / "adapters") == 2
     assert not (tmp_path / "x").exists()
-    changed = {**parts, "lora__rank": 2, "train__steps": 17}
-    assert runs.train(config, trained / "adapters", **changed) == 2
-    assert "can never change on resume: other tensors are trained" in capsys.readouterr().err
+    capsys.readouterr()
+    assert run_adapters(trained, "adapters", lora__rank=2, train__steps=STEPS + 1) == 2
+    assert "lora.rank" in capsys.readouterr().err

@@ -4,12 +4,15 @@ recorded/conversation_lengths.json has 401 quantiles of the number of tokens in 
 answers of a service (Azure), and HH-RLHF's conversations by a byte-level BPE of 2,500 tokens.
 """
 
-import itertools
+import dataclasses
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import runs
@@ -37,7 +40,7 @@ def drawn(which: dict, count: int) -> list[int]:
     return np.random.default_rng(0).choice(which["quantiles"], count).tolist()
 
 
-@pytest.mark.parametrize("seq_len", [4096, 8192])
+@pytest.mark.parametrize("seq_len", helpers.few([4096, 8192], 8192))
 @pytest.mark.parametrize("which", SETS, ids=lambda which: which["name"].split()[0])
 def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: int) -> None:
     """By default padding is below 3%. Each conversation that fits into a row is in one row once, and its answer follows its
@@ -74,72 +77,45 @@ def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: i
     assert padding / tokens < 0.03
 
 
-ROWS = """
-import hashlib, json, sys
-import numpy as np
-from jaxtrain import config
-from jaxtrain.data import pipeline
-source, schedule, count, number, first, last = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-data = config.Data(source=source, source_schedule=schedule, seq_len=1024)
-batches = pipeline.open_source(data, source, split="train", global_batch=8, data_dir="")
-rows = np.arange(number, 8, count)
-for step in range(first, last):
-    batch = batches.batch(step, rows)
-    for i, row in enumerate(rows.tolist()):
-        made = hashlib.sha256(b"".join(np.ascontiguousarray(batch[k][i]).tobytes() for k in sorted(batch))).hexdigest()
-        print(json.dumps([step, row, made]))
-"""
+def digests(source: str, schedule: str, rows: list[int], first: int) -> dict[str, str]:
+    """Return a digest of each of the rows `rows` in the batches from `first` to 11, by "step row"."""
+    data = config.Data(source=source, source_schedule=schedule, seq_len=1024)
+    batches = pipeline.open_source(data, source, split="train", global_batch=8, data_dir="")
+    found = {}
+    for step in range(first, 12):
+        batch = batches.batch(step, np.array(rows))
+        for i, row in enumerate(rows):
+            content = b"".join(np.ascontiguousarray(batch[k][i]).tobytes() for k in sorted(batch))
+            found[f"{step} {row}"] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+OTHER_PROCESS = "import json, sys, test_packing as t; print(json.dumps(t.digests(*sys.argv[1:3], *json.loads(sys.argv[3]))))"
 
 
 def test_rows_are_the_same_in_any_number_of_processes_and_after_a_resume(tmp_path: Path) -> None:
-    """One, two and four real processes read their rows of 12 batches, and two processes also start at step 5. The mixture
+    """A process that reads every second row from step 5 on has the rows of one that reads all from the first step. The mixture
     changes at step 6.
     """
     for k, which in enumerate(SETS):
         write(tmp_path / f"{k}.tok", [min(n, 1500) for n in drawn(which, 400)])
-    source, schedule = f"{tmp_path}/0.tok=0.5,{tmp_path}/1.tok=0.5", f"6: {tmp_path}/0.tok=0.2,{tmp_path}/1.tok=0.8"
-
-    def made(count: int, first: int = 0) -> dict[tuple[int, int], str]:
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", ROWS, source, schedule, *map(str, (count, number, first, 12))],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=runs.REPO,
-            )
-            for number in range(count)
-        ]
-        said = [process.communicate(timeout=300)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * count
-        lines = [json.loads(line) for line in itertools.chain(*(text.splitlines() for text in said))]
-        return {(step, row): digest for step, row, digest in lines}
-
-    whole = made(1)
+    mixture = f"{tmp_path}/0.tok=0.5,{tmp_path}/1.tok=0.5", f"6: {tmp_path}/0.tok=0.2,{tmp_path}/1.tok=0.8"
+    whole = digests(*mixture, [*range(8)], 0)
     assert len(whole) == 96 and len(set(whole.values())) == 96
-    assert made(2) == whole and made(4) == whole
-    assert made(2, 5) == {key: digest for key, digest in whole.items() if key[0] >= 5}
+    assert digests(*mixture, [0, 4], 0) == {key: digest for key, digest in whole.items() if key[-1] in "04"}
+    folders = {"PYTHONPATH": os.pathsep.join(str(runs.REPO / name) for name in ("", "tests", "tests/proofs"))}
+    line = [sys.executable, "-c", OTHER_PROCESS, *mixture, "[[1, 3, 5, 7], 5]"]
+    other = json.loads(subprocess.run(line, stdout=subprocess.PIPE, check=True, env=os.environ | folders).stdout)
+    assert other == {key: digest for key, digest in whole.items() if int(key.split()[0]) >= 5 and int(key[-1]) % 2}
 
 
-def test_fifty_conversations_train_with_the_defaults(tmp_path: Path) -> None:
-    """`data prepare --chat` and a run from the command line, with the default config: a short last row is padded."""
-    talk = [{"role": "user", "content": "What is {}?"}, {"role": "assistant", "content": "It is {}, of course."}]
-    rows = [{"messages": [m | {"content": m["content"].format(k)} for m in talk]} for k in range(50)]
-    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def command(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=600, check=False, cwd=runs.REPO
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    command("jaxtrain.data", "prepare", "--chat", f"--input={tmp_path}/talk.jsonl", f"--output={tmp_path}/talk.tok")
-    said = command(
-        *("jaxtrain.main", f"--workdir={tmp_path}/run", f"--config.data.source={tmp_path}/talk.tok"),
-        *("--config.eval.every_steps=0", "--config.train.steps=3", "--config.log.every_steps=1"),
-    )
-    assert "data: up to 2 documents in a sequence" in said, said
-    lines = [line for line in runs.lines(tmp_path / "run") if line["kind"] == "train"]
-    losses = [line["loss"] for line in lines]
-    assert len(losses) == 3 and np.isfinite(losses).all() and min(losses[1:]) < losses[0]
-    assert lines[-1]["epoch"] > 1, "a batch has more sequences than there are, and they come again"
+def test_fifty_conversations_fill_a_batch_of_the_defaults(tmp_path: Path) -> None:
+    """A short last row is padded, and conversations come again where a batch has more rows than there are."""
+    defaults = config.RunConfig()
+    source = write(tmp_path / "talk.tok", [40] * 50)
+    data = dataclasses.replace(defaults.data, source=str(source))
+    batches = pipeline.open_source(data, data.source, split="train", global_batch=defaults.train.global_batch, data_dir="")
+    batch = batches.batch(0)
+    assert batch["tokens"].shape == (defaults.train.global_batch, data.seq_len) and batches.max_segments >= 2
+    assert (batch["segments"] == 0).any() and batch["weights"].any(axis=1).all()
+    assert batches.epoch(1) > 1

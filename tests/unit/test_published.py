@@ -11,7 +11,6 @@ from jaxtrain import hardware
 from jaxtrain.config import default_config, resolve
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.search.parallel import Outcome
 from jaxtrain.plan.search.space import training_check
 
 ROWS = published.rows(published.stored())
@@ -32,38 +31,25 @@ def test_stored_plans_are_of_these_runs():
     assert len({run.name for run in RUNS}) == len(RUNS)
 
 
-@pytest.mark.parametrize(
-    "model, machine, seq_len, step_s",
-    [("llama2_7b", "h100:8", 4096, 0.721), ("llama3_70b", "h200:8x32", 8192, 15.516), ("llama2_70b", "h100:8x8", 4096, 6.999)],
-)
-def test_runs_that_must_be_there(model, machine, seq_len, step_s):
-    found = [r for r in RUNS if (r.model, r.machine, r.seq_len, r.step_s) == (model, machine, seq_len, step_s)]
-    assert [r.sequences for r in found] == [2]
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_training_would_accept_every_run(run):
-    assert not training_check(run.topology)(run.run_config)
-    assert run.reasons and run.source.startswith("https://")
+def test_training_would_accept_every_run():
+    refused = [run.name for run in RUNS if training_check(run.topology)(run.run_config)]
+    assert not refused and all(run.source.startswith("https://") for run in RUNS)
 
 
 def test_published_mfu_is_that_of_the_publishers():
-    """Published MFU counts attention without a causal mask. Google's page has 508.371 of the peak's 989 TFLOP/s. NVIDIA's page
-    has an MFU of 52.59% for Llama 2.
-    """
+    """Published MFU counts attention without a causal mask: Google's 508.371 of 989 TFLOP/s, and NVIDIA's 52.59%."""
     assert row("Llama 3.1 70B, 256 H200").mfu.full == pytest.approx(508.371 / 989.4, rel=1e-3)
     assert row("Llama 2 70B, 64 H100").mfu.full == pytest.approx(0.5259, rel=2e-3)
     assert row("Llama 3.1 8B, 8 H100 at 500 W").mfu.full == pytest.approx(0.390, rel=2e-3)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_causes_add_up_to_the_published_time(run):
-    r = row(run.name)
-    p = r.planned
-    parts = sum(p[f"{part}_s"] for part in ("gemm", "attention_forward", "attention_backward", "memory", "exposed"))
-    assert parts == pytest.approx(p["step_s"], rel=0.01)
-    explained = p["step_s"] - p["gemm_s"] + p["gemm_tflop"] / r.gemm_rate
-    assert explained == pytest.approx(run.published_s, rel=1e-6)
+def test_causes_add_up_to_the_published_time():
+    for r in ROWS:
+        p = r.planned
+        parts = sum(p[f"{part}_s"] for part in ("gemm", "attention_forward", "attention_backward", "memory", "exposed"))
+        assert parts == pytest.approx(p["step_s"], rel=0.01), r.run.name
+        explained = p["step_s"] - p["gemm_s"] + p["gemm_tflop"] / r.gemm_rate
+        assert explained == pytest.approx(r.run.published_s, rel=1e-6), r.run.name
 
 
 def test_ranges_are_over_published_runs_of_the_same_kind():
@@ -113,18 +99,13 @@ def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatc
         ("h200:8", {}, "bf16 dense"),
         ("h100:8", {"precision": "fp8"}, "fp8 dense"),
         ("h200:8x32", {}, "bf16 dense"),
-        ("h200:8x64", {}, ""),
         ("h200:8x2", {"precision": "fp8"}, ""),
-        ("h200:1", {}, ""),
         ("a100:8", {}, ""),
-        ("h200_nvl:4", {}, ""),
         ("h200:8", {"data.seq_len": 16_384}, ""),
         ("h200:8", {"mesh.tensor": 2}, ""),
         ("h200:8", {"lora.rank": 8}, ""),
         ("h200:8", {"optimizer.name": "muon"}, ""),
-        ("h200:8", {"model.sliding_window": 1024}, ""),
         ("h200:8", {"remat.policy": "custom", "remat.tensors": "q=offload"}, ""),
-        ("h200:8", {"optimizer.offload": "moments"}, ""),
         ("h200:8", {"model.num_experts": 8, "model.experts_per_token": 2}, ""),
     ],
 )
@@ -139,34 +120,8 @@ def test_kinds_of_run(topology, changes, kind):
     assert rates.kind(run, machine.gpu, machine.total, "pallas") == ""
 
 
-def test_the_sizes_of_compared_runs():
-    """A range applies to the numbers of GPUs of the runs from which it was derived."""
+def test_stored_ranges_and_sizes_are_those_of_the_compared_runs():
+    assert json.loads(rates.COMPARED.read_text()) == json.loads(json.dumps(published.ranges(ROWS)))
     for kind, rows in published.rows_by_kind(ROWS).items():
         sizes = [machines.parse(row.run.machine).total for row in rows]
         assert (min(sizes), max(sizes)) == rates.SIZES[kind.removesuffix(" dense")], kind
-
-
-def test_the_stored_ranges_are_those_of_the_stored_plans():
-    assert json.loads(rates.COMPARED.read_text()) == json.loads(json.dumps(published.ranges(ROWS)))
-
-
-def test_a_plan_that_fails_is_named_and_nothing_is_written(monkeypatch, capsys):
-    def plan_many(requests, on_done, **how):
-        outcomes = {name: Outcome(None, "crashed", "no luck") for name in requests}
-        for item in outcomes.items():
-            on_done(*item)
-        return outcomes
-
-    monkeypatch.setattr(studies, "plan_many", plan_many)
-    before = published.STORED.read_bytes()
-    with pytest.raises(SystemExit):
-        published.main(["--write"])
-    assert f"{RUNS[0].name}: crashed: no luck" in capsys.readouterr().out
-    assert published.STORED.read_bytes() == before
-
-
-def test_the_text_above_the_mark_is_kept(monkeypatch, tmp_path):
-    (tmp_path / "page.md").write_text(f"By hand.\n{studies.MARK}old\n")
-    monkeypatch.setattr(studies.launch, "REPO", tmp_path)
-    studies.publish("page.md", ["new"], write=True)
-    assert (tmp_path / "page.md").read_text() == f"By hand.\n{studies.MARK}new\n"
