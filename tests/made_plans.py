@@ -135,8 +135,3 @@ def plan_inline(monkeypatch: Any) -> list[config.RunConfig]:
     monkeypatch.setattr(parallel, "POLL_S", 0.0)
     monkeypatch.setattr(Inline, "started", [])
     return Inline.started
-
-
-def crashes(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Raise the error of a compile that XLA aborts."""
-    raise RuntimeError("XLA has crashed")

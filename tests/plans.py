@@ -34,21 +34,28 @@ def config(*overrides: str, of: str = LLAMA) -> RunConfig:
 
 
 @functools.cache
-def compiled(machine: str, *overrides: str, of: str = LLAMA) -> tuple[RunConfig, Compiled]:
-    """Return a run, and its train step compiled for a machine."""
+def _compiled(machine: str, overrides: tuple[str, ...], of: str) -> tuple[RunConfig, Compiled]:
     run = config(*overrides, of=of)
     return run, compile_step(run, parse(machine))
 
 
 @functools.cache
-def module(machine: str, *overrides: str, of: str = LLAMA) -> hlo.Module:
-    """Return the compiled program of a run as a parsed HLO module."""
-    return hlo.parse(compiled(machine, *overrides, of=of)[1].text)
-
-
-@functools.cache
-def plan(machine: str, *overrides: str, of: str = LLAMA, experts_load: float = 1.0) -> Plan:
-    """Return the plan of a run at published kernel rates."""
-    run, step = compiled(machine, *overrides, of=of)
+def _plan(machine: str, overrides: tuple[str, ...], of: str, experts_load: float) -> Plan:
+    run, step = _compiled(machine, overrides, of)
     topology = parse(machine)
     return read_plan(step, run, topology, rates=datasheet(topology.gpu, run.precision), name=of, experts_load=experts_load)
+
+
+def compiled(machine: str, *overrides: str, of: str = LLAMA) -> tuple[RunConfig, Compiled]:
+    """Return a run, and its train step compiled for a machine."""
+    return _compiled(machine, overrides, of)
+
+
+def module(machine: str, *overrides: str, of: str = LLAMA) -> hlo.Module:
+    """Return the compiled program of a run as a parsed HLO module."""
+    return compiled(machine, *overrides, of=of)[1].module
+
+
+def plan(machine: str, *overrides: str, of: str = LLAMA, experts_load: float = 1.0) -> Plan:
+    """Return the plan of a run at published kernel rates."""
+    return _plan(machine, overrides, of, experts_load)

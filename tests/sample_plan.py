@@ -50,17 +50,13 @@ def sample(**changes: Any) -> Plan:
         Kernel("memory", "optimizer mul", source, 1, 28.4, 0.0, 116.2),
         Kernel("communication", "forward attention all-gather", source, 64, 76.2, 0.0, 28.1),
     ]
+    largest = [
+        (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_gate"),
+        (3.28, "gradients", "f32[32,512,14336]", "mlp/gate"),
+        (0.98, "logits and loss", "bf16[2048,128256]", "loss"),
+    ]
     buffers = tuple(
-        Buffer(gib, kind, shape, source, f"{scope}/{name}", f"fusion.{i}")
-        for i, (gib, kind, shape, name) in enumerate(
-            [
-                (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_gate"),
-                (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_up"),
-                (3.28, "gradients", "f32[32,512,14336]", "mlp/gate"),
-                (2.0, "saved activations", "bf16[32,1,8192,4096]", "residual"),
-                (0.98, "logits and loss", "bf16[2048,128256]", "loss"),
-            ]
-        )
+        Buffer(gib, kind, shape, source, f"{scope}/{name}", f"fusion.{i}") for i, (gib, kind, shape, name) in enumerate(largest)
     )
     memory = Memory(
         hbm_gib=140.4,
@@ -70,25 +66,11 @@ def sample(**changes: Any) -> Plan:
         arguments_gib=11.22,
         temp_gib=29.56,
         host_gib=0.0,
-        by_class={
-            "parameters": 3.74,
-            "first moment": 3.74,
-            "second moment": 3.74,
-            "gradients": 3.74,
-            "saved activations": 21.25,
-            "logits and loss": 0.98,
-            "temporaries": 3.59,
-        },
-        saved={
-            "mlp_gate": 7.0,
-            "mlp_up": 7.0,
-            "residual": 2.0,
-            "q": 2.0,
-            "attention_out": 2.0,
-            "k": 0.5,
-            "v": 0.5,
-            "attention_lse": 0.25,
-        },
+        by_class=dict.fromkeys(("parameters", "first moment", "second moment", "gradients"), 3.74)
+        | {"saved activations": 21.25, "logits and loss": 0.98, "temporaries": 3.59},
+        saved=dict.fromkeys(("mlp_gate", "mlp_up"), 7.0)
+        | dict.fromkeys(("residual", "q", "attention_out"), 2.0)
+        | {"k": 0.5, "v": 0.5, "attention_lse": 0.25},
         peak_at=f"{scope}/mlp/BTF,FD->BTD/dot_general",
         timeline=timeline(),
         largest=buffers,

@@ -3,13 +3,10 @@
 import collections
 import dataclasses
 import json
-import math
 import re
 
 import jax
 import pytest
-from collective_programs import BY_HAND, MESH, launches
-from collective_programs import compiled as compiled_program
 from helpers import fresh_state, host_batch, program, tiny, train_step
 from hlo_text import RATES
 from jax.profiler import ProfileData
@@ -23,22 +20,8 @@ from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.result import from_json
 from jaxtrain.train.batch import place_batch
 
-SMALL = (
-    "--config=configs/llama3_1b.py",
-    "--config.model.num_layers=2",
-    "--config.model.vocab_size=1024",
-    "--config.data.seq_len=1024",
-    "--config.train.global_batch=8",
-    "--config.train.grad_accum=1",
-)
 WHOLE_CHUNKS = {"loss.chunk": 64}  # no padding among a device's 128 tokens
 KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-
-
-@pytest.mark.parametrize("function", BY_HAND, ids=lambda f: f.__name__)
-def test_bytes_and_launches_of_a_gpu_program(function):
-    found = collectives.read(compiled_program(function, on_gpus=True), MESH, gpus_per_node=4)
-    assert launches(found.values()) == BY_HAND[function][1]
 
 
 def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
@@ -79,26 +62,11 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
     assert {f.instruction: seen[f.instruction] / 8 for f in found.values()} == {f.instruction: f.count for f in found.values()}
 
 
-def test_data_parallel_sums_every_gradient_once():
-    """Each device sends 2 (n-1) / n of the parameters' bytes, by formula, and a few sums of the loss."""
-    run = tiny({"mesh.data": 8, "remat.policy": "full", **WHOLE_CHUNKS})
-    text, found = read(run)
-    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program(run).state.params))
-    sent = sum(f.count * f.wire_bytes for f in found.values())
-    assert {(f.kind, f.axis, f.dtype) for f in found.values()} == {("all-reduce", "data", "f32")}
-    assert 0 <= sent - 2 * 7 / 8 * 4 * parameters < 64
-    assert sum(f.count * f.network_bytes for f in found.values()) == sent / 4
-    assert_flops(run, text, found, 8)
-
-
 @pytest.mark.parametrize(
     ("machine", "kernel", "policy"),
     [
         ("a100:2", "chunked", "full"),
-        ("h200:2", "pallas", "full"),
-        ("h200:2", "cudnn", "full"),
-        pytest.param("h100:2", "cudnn", "dots", marks=pytest.mark.more),
-        pytest.param("b200:2", "cudnn", "attention", marks=pytest.mark.more),
+        pytest.param("h200:2", "pallas", "full", marks=pytest.mark.more),
         pytest.param("b200:2", "cudnn", "none", marks=pytest.mark.more),
     ],
 )
@@ -122,31 +90,26 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
     assert sum(k.ms for k in found.kernels if k.kind == "gemm") == pytest.approx(found.gemm_ms)
 
 
-@pytest.fixture
-def at_home(monkeypatch, request):
+def test_a_plan_is_printed_and_written(monkeypatch, request, tmp_path, capsys):
     monkeypatch.chdir(request.config.rootpath)
-    # The command sets these variables; monkeypatch restores them for later tests.
+    # The command sets this variable; monkeypatch restores it for later tests.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-
-def test_a_plan_is_printed_and_written(at_home, tmp_path, capsys):
     files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "hlo")}
-    argv = [*SMALL, "--topology=h200:8", "--cache=none", *(f"--{name}={path}" for name, path in files.items())]
-    assert command.main(argv) == 0
-    printed = capsys.readouterr().out
+    small = ("model.num_layers=2", "model.vocab_size=1024", "data.seq_len=1024", "train.global_batch=8", "train.grad_accum=1")
+    argv = ["--config=configs/llama3_1b.py", *(f"--config.{o}" for o in small), "--topology=h200:8", "--cache=none"]
+    assert command.main([*argv, *(f"--{name}={path}" for name, path in files.items())]) == 0
+    assert "MFU" in capsys.readouterr().out
     tree = json.loads(files["json"].read_text())
     plan = from_json(tree)
     assert plan.topology == "h200:8" and plan.config == "configs/llama3_1b.py" and plan.fits
     assert "model.num_layers=2" in plan.overrides
-    assert "fits:" in printed and "MFU" in printed
     page = files["html"].read_text()
     assert page.startswith("<!doctype html>") and "h200:8" in page
     assert files["hlo"].read_text().startswith("HloModule jit_train_step")
+    assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
     # Other programs depend on this form.
     assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
     assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
-    assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
-    assert "cuDNN workspace" in page and "by formula" in page
     assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
     wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}
     assert wanted | {"bound_by"} <= tree["time"].keys()

@@ -74,15 +74,14 @@ def test_peak(events, sizes, around, peak):
 
 
 def test_two_heaps_on_the_device_are_refused():
-    with pytest.raises(assignment.AssignmentError, match=r"2 heaps on the device \(memory spaces \[0, 1\]\)"):
+    with pytest.raises(assignment.AssignmentError, match=r"\[0, 1\]"):
         assignment.read(proto([(A, 1), (A, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
 
 
-def test_an_event_that_is_not_understood_is_refused():
-    with pytest.raises(assignment.AssignmentError, match=r"cannot read the event at 'i1' \(kind 3, value 1\)"):
-        assignment.read(proto([(3, 1)], {1: 100}))
-    with pytest.raises(assignment.AssignmentError, match="kind 2, value 1"):
-        assignment.read(proto([(S, 1, 9)], {1: 100}))
+@pytest.mark.parametrize("event", [(3, 1), (S, 1, 9)])
+def test_an_event_that_is_not_understood_is_refused(event):
+    with pytest.raises(assignment.AssignmentError, match=f"kind {event[0]}, value 1"):
+        assignment.read(proto([event], {1: 100}))
 
 
 # ---- cuDNN's workspace
@@ -116,8 +115,3 @@ def test_results_that_share_memory_are_there_before_the_workspace():
     read = assignment.read(proto(events, {1: 100, 2: 40, 3: 30}, instructions={3: 2}), {"i2": 200})
     held = [alive for alive, _ in assignment.replay(read)]
     assert max(held) == 40 + 30 + 200 and held[-1] == 0
-
-
-def test_a_call_without_results_in_the_heap_is_named():
-    with pytest.raises(assignment.AssignmentError, match="bwd.7"):
-        assignment.read(proto([(A, 1), (F, 1)], {1: 100}), {"bwd.7": 1})

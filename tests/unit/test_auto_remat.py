@@ -12,11 +12,9 @@ import pytest
 from jaxtrain import flops, launch
 from jaxtrain.activations import KEPT, kept
 from jaxtrain.config import Remat
-from jaxtrain.hardware import Devices
 from jaxtrain.train import auto_remat
 from jaxtrain.train.memory import less_saved
 from jaxtrain.train.stages import Schedule
-from jaxtrain.validate import validate_step
 
 WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers"), 1)
 
@@ -62,9 +60,7 @@ def test_bytes_of_experts_and_of_a_pipeline():
     pairs = [auto_remat.expert_rounds(run(*few), 4, load) for load in (1.0, 1.5, 1.6, 4.0)]
     assert pairs == [1, 1, 2, 6]
     tight = (*few, "--config.moe.buffer=0.125")
-    assert auto_remat.expert_rounds(run(*tight), 8) == 8, "no further round is larger than the first"
-    assert auto_remat.expert_rounds(run(*few), 1, 4.0) == 1
-    assert auto_remat.expert_rounds(run(*few, "--config.moe.capacity_factor=2"), 8, 4.0) == 1
+    assert auto_remat.expert_rounds(run(*tight), 8) == 8  # no further round is larger than the first
     assert auto_remat.expert_fill(run(*few), 8, 1.5) == pytest.approx(1)
     assert auto_remat.expert_fill(run(*few), 8, 1.6) == pytest.approx(1.6 / (1.25 + 2 * 0.25))
     assert auto_remat.expert_fill(run(*few), 8, 1.25) == pytest.approx(1)
@@ -75,7 +71,7 @@ def test_bytes_of_experts_and_of_a_pipeline():
     assert auto_remat.bytes_kept(run(*many, *groups), up, axes | {"layers": 4}, False) == one / 32 * 4 * waiting[1]
 
 
-@pytest.mark.parametrize("excess", [0.1, 3.0, 9.0, 15.0, 20.0, 21.9])
+@pytest.mark.parametrize("excess", [0.1, 9.0, 21.9])
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
     """The chosen set of saved activations has the least recompute of all sets that free `excess` GiB; all are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
@@ -100,9 +96,3 @@ def test_what_keeps_nothing_is_not_made_smaller():
     full = less_saved(r, program, 10.0, 1.0)
     assert full is not None and full.remat == Remat("full")
     assert less_saved(full, program, 10.0, 1.0) is None
-
-
-def test_groups_of_layers_are_refused():
-    r = helpers.tiny({"remat.policy": "auto", "remat.every": 2})
-    (problem,) = validate_step(r, Devices("cpu", "cpu", 1, 8.0, "here"))
-    assert problem.key == "remat.every" and "auto" in problem.rule

@@ -1,13 +1,10 @@
 """The least step time and memory of a layout, by formula: compared with sums by hand and with golden plans."""
 
-import dataclasses
-import json
-
+import golden_plans
 import pytest
 from made_plans import H200, RATES, load
 
 from jaxtrain import flops, launch
-from jaxtrain.launch import REPO
 from jaxtrain.plan import topology
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.search import bound
@@ -78,19 +75,6 @@ def test_bound_knows_what_stages_hold_and_move():
     two = of("sharding.zero=2").memory_gib
     assert layer.memory_gib < two <= step.memory_gib
 
-    def wires(*overrides):
-        run = load(*overrides)
-        layout = bound.Layout(run, bound.mesh_sizes(run, H200), 8)
-        return {axes: wire for axes, wire, *_ in bound._weights(layout, bound.PARTS) if wire}
-
-    whole = 2 * params * 7 / 8
-    accum = ("train.global_batch=32", "train.grad_accum=4")
-    assert wires(*accum, "sharding.zero=1") == {("fsdp",): pytest.approx(2 * whole)}
-    assert wires(*accum, "sharding.zero=0") == {("fsdp",): pytest.approx(2 * whole)}  # an all-reduce sends as many bytes
-    assert wires(*accum, "sharding.gather=forward")["fsdp",] > 4 * 0.9 * 2 * whole
-    assert wires(*accum)["fsdp",] > 4 * 0.9 * 2.8 * whole
-    assert wires(*accum, "mesh.data=2")["data",] == pytest.approx(2 * params / 4)  # once a step
-
 
 def test_bound_of_a_pipeline():
     """A pipeline of two nodes, each with half of the layers, needs less memory than two replicas, but idles at times."""
@@ -104,13 +88,9 @@ def test_bound_of_a_pipeline():
     plain, piped = of("mesh.data=2"), of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
     assert piped.memory_gib < 0.8 * plain.memory_gib
     layers = (51.47e9 - 6 * 4096 * 128256) * 128 * 8192 / 16 / (RATES.gemm_tflops * 1e12)
-    assert piped.step_s - plain.step_s > 0.9 * layers / 16, "one tick in sixteen more"
+    assert piped.step_s - plain.step_s > 0.9 * layers / 16  # one tick in sixteen more
     wide = of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16", "pipeline.schedule=interleaved", "pipeline.groups=4")
-    assert wide.step_s < piped.step_s, "the ticks are shorter"
-    run = load(*batch, "mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
-    layout = bound.Layout(run, bound.mesh_sizes(run, nodes), 8)
-    found = {axes: (wire, launches) for axes, wire, launches, _ in bound._traffic(layout)}
-    assert found["stage",] == (2 * 16 * 8192 * 4096 * 2, 2 * 16)
+    assert wide.step_s < piped.step_s  # the ticks are shorter
 
 
 def test_bound_of_experts():
@@ -125,23 +105,15 @@ def test_bound_of_experts():
     experts = 32 * 8 * 3 * 4096 * 14336
     assert spread.parameters["experts"] == gathered.parameters["experts"] == experts / 8
     assert spread.whole["experts"] == experts / 8 and gathered.whole["experts"] == experts
-    assert spread.parameters["attention"] == gathered.parameters["attention"], "all else is split alike"
+    assert spread.parameters["attention"] == gathered.parameters["attention"]
     sent = [sum(wire for _, wire, _, waited in bound._traffic(x) if not waited) for x in (spread, gathered)]
     assert sent[0] < sent[1] / 10
     ((axes, wire, _, _),) = [item for item in bound._traffic(spread) if item[1] and item[3]]
     assert axes == ("expert",) and wire == 4 * 32 * 8 * 8192 * 2 * 4096 * 2 * 7 / 8
     plenty, all_of_it = bound.bound(spread.run, H200, RATES), bound.bound(gathered.run, H200, RATES)
-    assert plenty.memory_gib < all_of_it.memory_gib, "a layer's experts are never all on one GPU"
+    assert plenty.memory_gib < all_of_it.memory_gib
     roomy = layout("mesh.expert=8", "mesh.fsdp=1", "moe.capacity_factor=2.0")
-    assert bound.bound(roomy.run, H200, RATES).step_s > 1.3 * plenty.step_s, "places that are empty are computed too"
-
-
-def test_groups_that_leave_a_node():
-    run = load("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2")
-    layout = bound.Layout(run, {"data": 2, "fsdp": 4, "tensor": 2, "seq": 1}, 8)
-    assert [bound._nodes(layout, axes) for axes in (("tensor",), ("fsdp",), ("data",), ("data", "fsdp"))] == [1, 1, 2, 2]
-    layout = dataclasses.replace(layout, node=4)
-    assert [bound._nodes(layout, axes) for axes in (("tensor",), ("fsdp",), ("data",), ("data", "fsdp"))] == [1, 2, 2, 4]
+    assert bound.bound(roomy.run, H200, RATES).step_s > 1.3 * plenty.step_s  # places that are empty are computed too
 
 
 def test_bound_of_a_split_sequence():
@@ -163,24 +135,18 @@ def test_bound_of_a_split_sequence():
     assert sent("parallel.context=ulysses") == pytest.approx(traded)
 
 
-GOLDEN = {
-    **{
-        name: name
-        for name in ("llama2_7b", "llama3_1b", "llama3_405b", "llama3_70b", "llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")
-    },
-    **{f"llama3_8b_{variant}": f"llama3_8b:{variant}" for variant in ("1m", "half", "long")},
-}
+# DeepSeek-V3 and GPT-OSS have parts that the bound does not know.
+KNOWN = [name for name in golden_plans.SHIPPED if name not in ("deepseek_v3", "gpt_oss_20b")]
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", KNOWN)
 def test_no_golden_plan_is_below_its_bound(name):
     """No golden plan needs less memory or time than the bound of its config. A higher bound could refuse a config that fits."""
-    plan = json.loads((REPO / f"tests/golden/{name}.json").read_text())
-    file, _, variant = GOLDEN[name].partition(":")
-    loaded = launch.load([f"--config={REPO}/configs/{file}.py" + (f":{variant}" if variant else "")])
+    plan = golden_plans.load(golden_plans.path(name))
+    loaded = launch.load([f"--config={launch.REPO}/{plan['config']}"])
     machine = topology.parse(plan["topology"])
     least = bound.bound(loaded.run, machine, datasheet(machine.gpu, loaded.run.precision))
     assert 0 < least.memory_gib <= plan["peak_gib"] and 0 < least.step_s * 1e3 <= plan["step_ms"]
     classes = plan["classes_gib"]
     held = sum(classes.get(part, 0.0) for part in ("parameters", "first moment", "second moment", "optimizer state"))
-    assert least.state_gib <= 1.01 * held, "weights and moments"
+    assert least.state_gib <= 1.01 * held

@@ -1,14 +1,9 @@
 """Shipped configs compared with their limits: the page, the stored figures and golden plans, and the formula."""
 
-import dataclasses
-import json
-
 import golden_plans
 import pytest
 
 from benchmarks import limits, published, studies
-from jaxtrain import flops
-from jaxtrain.plan.search.bound import least_remat
 
 ROWS = limits.rows(limits.stored())
 BY_NAME = {row.case.name: row for row in ROWS}
@@ -16,12 +11,12 @@ BY_NAME = {row.case.name: row for row in ROWS}
 
 def test_page_is_what_the_stored_plans_give():
     page = "\n".join(limits.page(limits.stored())) + "\n"
-    assert studies.generated(limits.PAGE) == page, f"run {limits.COMMAND}"
+    assert studies.generated(limits.PAGE) == page, limits.COMMAND
 
 
 def test_stored_plans_are_of_these_configs():
     stale = [row.case.name for row in ROWS if row.planned["asked"] != published.digest(row.case.request)]
-    assert not stale, f"the layouts of these have changed, run {limits.COMMAND}"
+    assert not stale, limits.COMMAND
 
 
 # The plan counts the attention of every GPT-OSS layer as full attention. DeepSeek-V3 has no golden plan of an earlier layout to
@@ -30,15 +25,10 @@ WITHOUT_ROW = {"gpt_oss_20b", "deepseek_v3"}
 WITH_ROW = [name for name in golden_plans.SHIPPED if name not in WITHOUT_ROW]
 
 
-def test_every_golden_plan_has_its_row():
-    assert {(case.config, case.topology) for case in limits.CASES} >= {golden_plans.SHIPPED[name] for name in WITH_ROW}
-    assert len({case.name for case in limits.CASES}) == len(limits.CASES)
-
-
 @pytest.mark.parametrize("name", WITH_ROW)
 def test_stored_figures_are_those_of_the_golden_plan(name):
     golden, stored = golden_plans.load(golden_plans.path(name)), BY_NAME[name].planned
-    margins, fix = golden["margins"], f"run {limits.COMMAND}"
+    margins, fix = golden["margins"], limits.COMMAND
     assert stored["step_s"] == pytest.approx(golden["step_ms"] / 1e3, rel=margins["step"]), fix
     assert stored["peak_gib"] == pytest.approx(golden["peak_gib"], rel=margins["peak"]), fix
     assert stored["exposed_s"] / stored["step_s"] == pytest.approx(golden["exposed_share"], abs=margins["exposed_share"]), fix
@@ -65,31 +55,3 @@ def test_the_limit_of_8b_by_hand():
     seconds = matmuls / 794.5e12 + attention / 602e12 + 2.5 * attention / 561e12
     assert BY_NAME["llama3_8b"].parts["model"] == pytest.approx(seconds, rel=1e-6)
     assert BY_NAME["llama3_8b"].parts["remat"] == 0.0
-
-
-def test_fp8_counts_layers_at_the_rate_of_fp8():
-    eight, wide = (limits.model_work(BY_NAME[name].case.run_config, 8) for name in ("llama3_8b_fp8", "llama3_8b"))
-    head = 6 * 4096 * 128256 * 262_144 / 1e12
-    assert eight["bf16"] == pytest.approx(head) and eight["bf16"] + eight["fp8"] == pytest.approx(wide["bf16"])
-
-
-def test_memory_demands_remat_only_where_less_does_not_fit():
-    case = BY_NAME["llama3_70b"].case
-    run, machine = case.run_config, case.machine
-    least = least_remat(run, machine)
-    found = flops.recompute(run.model, least, run.data.seq_len).causal
-    assert 0 < found <= flops.recompute(run.model, run.remat, run.data.seq_len).causal
-    roomy = dataclasses.replace(machine, memory_bytes=2 * machine.memory_bytes)
-    assert flops.recompute(run.model, least_remat(run, roomy), run.data.seq_len).causal < found
-
-
-def test_before_and_peers_are_known():
-    names = {run.name for run in published.RUNS}
-    assert all(set(case.peers) <= names for case in limits.CASES)
-    for case in limits.CASES:
-        keys = set(case.before)
-        assert not keys or ({"commit", "layout"} & keys and {"peak_gib", "allocated_gib"} & keys), case.name
-
-
-def test_stored_numbers_are_finite():
-    json.dumps(limits.stored(), allow_nan=False)

@@ -7,66 +7,35 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtrain.config import RunConfig, resolve
+from jaxtrain.config import resolve
 from jaxtrain.train import memory
 
 GIB = 2**30
 MEMORY = {"parameters": 15.0, "optimizer state": 30.0, "batch": 0.01, "temporaries": 80.5, "peak": 125.51}
 
 
-def resolved(**section: Any) -> RunConfig:
-    """Return a resolved config with these keys of `train`."""
-    config, problems = resolve({"train": section})
-    assert not problems
-    return config
-
-
-def explained(config: RunConfig, error: Exception) -> str:
-    with pytest.raises(memory.OutOfMemory) as caught, memory.out_of_memory_explained(config, MEMORY):
-        raise error
-    assert caught.value.__cause__ is error
-    return str(caught.value)
-
-
 def test_out_of_memory_is_explained() -> None:
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
-    said = explained(resolved(global_batch=32, grad_accum=2), error)
-    assert "out of memory" in said
+    config, small = (resolve({"train": {"global_batch": batch, "grad_accum": 2}})[0] for batch in (32, 2))
+    with pytest.raises(memory.OutOfMemory) as caught, memory.out_of_memory_explained(config, MEMORY):
+        raise error
+    said = str(caught.value)
     for name, gib in MEMORY.items():
         assert re.search(rf"^  {name} +{memory.size(gib)}$", said, re.MULTILINE)
-    hints = said.partition("Settings that help:\n")[2].splitlines()
-    assert [hint.split()[0] for hint in hints] == [
-        "train.grad_accum",
-        "remat.policy=full:",
-        "dtypes.m=bf16:",
-        "optimizer.offload=moments:",
-        "mesh.fsdp",
-    ]
-
-
-def test_only_hints_that_are_left_are_given() -> None:
-    small = resolved(global_batch=2, grad_accum=2)
+    keys = ["train.grad_accum", "remat.policy", "dtypes.m", "optimizer.offload", "mesh.fsdp"]
+    assert re.findall(r"^  (\w+\.\w+)", said, re.MULTILINE) == keys
+    # Only settings that are left are listed.
     assert "grad_accum" not in memory.explain_memory(small, MEMORY, "there is")
-
-
-def test_other_errors_of_the_runtime_stay_as_they_are() -> None:
-    error = jax.errors.JaxRuntimeError("INTERNAL: something else")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.out_of_memory_explained(RunConfig(), MEMORY):
-        raise error
 
 
 @pytest.mark.parametrize(
     ("stats", "said"),
     [
         (None, ""),
-        ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 0}, ""),
         ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB}, ""),
-        ({"bytes_limit": 100 * GIB, "bytes_in_use": 61 * GIB, "largest_free_block_bytes": 0}, "free memory of GPU 0 is 39.00"),
+        ({"bytes_limit": 100 * GIB, "bytes_in_use": 61 * GIB, "largest_free_block_bytes": 0}, "39.00"),
         ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 50 * GIB}, ""),
-        (
-            {"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 30 * GIB},
-            "the largest free block of GPU 0 is 30.00",
-        ),
+        ({"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB, "largest_free_block_bytes": 30 * GIB}, "30.00"),
     ],
 )
 def test_the_step_is_compared_with_the_free_memory_that_is_left(stats: dict[str, int] | None, said: str) -> None:
@@ -87,4 +56,4 @@ def test_the_step_is_compared_with_the_free_memory_that_is_left(stats: dict[str,
         return
     with pytest.raises(memory.OutOfMemory, match=said) as caught:
         memory.check_free_memory(program, compiled, [device])
-    assert "needs 42.00 GiB beside its state" in str(caught.value) and "36.00 GiB of them by the state" in str(caught.value)
+    assert "42.00 GiB" in str(caught.value) and "36.00 GiB" in str(caught.value)

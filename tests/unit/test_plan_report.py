@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -14,12 +13,10 @@ from pages import EVIL, Read, assert_self_contained
 from rich.console import Console
 from sample_plan import sample
 
-from jaxtrain.page import charts, html, numbers
-from jaxtrain.page.sections import place, print_sections
-from jaxtrain.plan.program.traffic import Part
+from jaxtrain.page import html, numbers
+from jaxtrain.page.sections import place
 from jaxtrain.plan.report import page, sections, terminal
-from jaxtrain.plan.report.live import live
-from jaxtrain.plan.result import Buffer, Collective, Kernel, Memory, Plan
+from jaxtrain.plan.result import Collective, Memory, Plan
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -64,12 +61,10 @@ def numbers_in(shown: str) -> set[str]:
     return set(re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", shown))
 
 
-def written(plan: Plan, width: int = 110, encoding: str = "utf-8", **arguments: Any) -> str:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding=encoding)
+def written(plan: Plan, width: int = 110, **arguments: Any) -> str:
+    stream = io.StringIO()
     terminal.print_plan(plan, Console(file=stream, width=width, highlight=False), **arguments)
-    stream.flush()
-    return raw.getvalue().decode(encoding)
+    return stream.getvalue()
 
 
 def row(shown: str, start: str) -> list[str]:
@@ -118,7 +113,7 @@ def test_the_page_shows_every_number_of_the_plan():
 def test_every_number_shown_is_of_the_plan(render):
     """All numbers of the plan change, and every number of the report changes with them: the report adds none of its own."""
     same = numbers_in(render(sample(), 50_000))
-    for seed in range(12):
+    for seed in range(8):
         draw = random.Random(seed)
         plan = changed(sample(), lambda _, value, draw=draw: other(value, draw))
         same &= numbers_in(render(plan, 50_001 + 7 * seed))
@@ -130,21 +125,18 @@ def test_every_number_shown_is_of_the_plan(render):
 # ---- The text
 
 
-def test_the_verdict_comes_first_and_says_by_how_much():
-    assert written(sample()).splitlines()[0] == "fits: 40.8 of 134.4 GiB usable memory, 93.6 GiB free"
+def test_the_verdict_comes_first():
+    assert numbers_in(written(sample()).splitlines()[0]) == {"40.8", "134.4", "93.6"}
     held = sample().memory
     memory = dataclasses.replace(held, peak_gib=159.44, temp_gib=159.44 - held.arguments_gib)
-    shown = written(sample(fits=False, memory=memory, hints=("dtypes.m=bf16 makes it fit: 121.4 GiB, compiled",)))
-    lines = shown.splitlines()
-    assert lines[0] == "does not fit: needs 159.4 GiB, 134.4 GiB usable: 25.0 GiB missing"
-    assert "MFU" not in shown and "Time of a step" not in shown  # a step that does not fit has no speed
+    shown = written(sample(fits=False, memory=memory, hints=("dtypes.m=bf16: 121.4 GiB",)))
+    assert numbers_in(shown.splitlines()[0]) == {"159.4", "134.4", "25.0"}
+    assert "MFU" not in shown  # a step that does not fit has no speed
     # A step may not fit because of fragmentation alone.
     memory = dataclasses.replace(sample().memory, peak_gib=134.0, temp_gib=124.0)
-    lines = written(sample(fits=False, memory=memory)).splitlines()
-    assert lines[0] == "does not fit: needs 135.2 GiB, 134.4 GiB usable: 0.8 GiB missing"
+    assert numbers_in(written(sample(fits=False, memory=memory)).splitlines()[0]) == {"135.2", "134.4", "0.8"}
     # The fix is printed before everything else, and once.
-    assert shown.index("dtypes.m=bf16 makes it fit") < shown.index("Memory at the peak")
-    assert shown.count("dtypes.m=bf16") == 1
+    assert shown.index("dtypes.m=bf16") < shown.index("saved activations") and shown.count("dtypes.m=bf16") == 1
 
 
 def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
@@ -157,84 +149,31 @@ def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
     shown = written(plan)
     assert row(shown, "all-gather") == ["all-gather", "f32", "tensor", "4", "5", "3.22", "12.0", "10.5", "a.py:1"]
     assert row(shown, "all  ") == ["all", "5", "3.22", "12.0", "10.5"]
-    assert "network" not in shown
     # Over a network, the network's share has a column, and the network's rate is in the list of rates.
     remote = sample(collectives=(dataclasses.replace(one, network_gib=0.5),))
     assert row(written(remote), "all-gather")[5:7] == ["1.07", "0.54"]
-    assert "network 45 GB/s + 20 us" in page.html(remote)
-    assert "the GPUs do not communicate" in written(sample(collectives=()))
+    assert "45 GB/s" in page.html(remote) and "45 GB/s" not in page.html(plan)
 
 
-def test_long_tables_end_in_a_sum_of_the_rest():
-    collective = sample().collectives[0]
-    many = [dataclasses.replace(collective, count=1, wire_gib=1.0, ms=100.0 - i, exposed_ms=1.0) for i in range(20)]
-    shown = written(sample(collectives=tuple(dataclasses.replace(c, source=f"a.py:{i}") for i, c in enumerate(many))))
-    assert "a.py:4" in shown and "a.py:5" not in shown
-    assert row(shown, "15 more") == ["15", "more", "15", "16.1", "1,320", "15.0"]
-    arrays = tuple(Buffer(2.0 - i / 100, "gradients", f"f32[{i}]", "a.py:1", "scope", f"x.{i}") for i in range(50))
-    words = Read(page.html(sample(memory=dataclasses.replace(sample().memory, largest=arrays)))).words
-    assert "f32[39]" in words and "f32[40]" not in words
-    assert words[words.index("10 more") + 1] == "15.6"  # 1.60 down to 1.51
-    kernels = tuple(Kernel("gemm", f"scope {i}", "a.py:1", 2, 50.0 - i, 1.0, 3.0) for i in range(45))
-    words = Read(page.html(sample(kernels=kernels))).words
-    # Count, ms, TFLOP and GB of the five kernels that are not listed: 10.0 ms down to 6.0 ms each.
-    assert words[words.index("5 more") + 1 :][:4] == ["10", "40.0", "5.00", "15.0"]
-    small = sample().memory.by_class | {"batch": 0.001, "constants": 0.07}
-    shown = written(sample(memory=dataclasses.replace(sample().memory, by_class=small)))
-    assert row(shown, "2 others") == ["2", "others", "0.1", "0.2%"] and "constants" not in shown
-    assert row(written(sample()), "logits and loss")[3:5] == ["1.0", "2.4%"]
-
-
-@pytest.mark.parametrize("width", [100, 120])
-def test_the_text_keeps_to_the_width(width: int):
-    shown = written(sample(), width, steps=50_000)
-    report_lines, command = shown.split("Command of this plan\n")
-    assert max(map(len, report_lines.splitlines())) <= width
-    # The list is on one line, so that it can be copied.
-    assert command.splitlines() == [
-        "python -m jaxtrain.plan --config=configs/llama3_8b.py --config.train.global_batch=8 --config.train.grad_accum=1"
-        " --topology=h200:8"
-    ]
-
-
-def test_a_narrow_terminal_loses_no_digit_and_no_name():
-    """Bars and source lines are left out. If a table is still too wide, it exceeds the terminal's width."""
-    shown = written(sample(), 60)
-    assert ["reduce-scatter", "bf16", "fsdp", "8", "32", "13.1", "38.1", "12.3"] in [r.split() for r in shown.splitlines()]
-    assert "attention.py" not in shown
-
-
-def test_the_text_suits_a_terminal_without_unicode_and_names_with_brackets():
-    plan = sample(warnings=("bf16[layers] is [bold]replicated[/bold]",))
-    assert "bf16[layers] is [bold]replicated[/bold]" in written(plan, encoding="ascii")
-    assert "####" in written(plan, encoding="ascii")
-
-
-def test_traffic_stands_beside_the_least_in_a_step_and_in_a_layer():
-    raw = io.StringIO()
-    parts = (Part("norms", 52.24, 38.99, 32), Part("optimizer", 31.9, 32.1), Part("copies and others", 11.7, 0.0))
-    print_sections([sections.traffic_section(parts)], Console(file=raw, width=110))
-    assert row(raw.getvalue(), "norms") == ["norms", "52.2", "39.0", "1.34", "1,632", "1,218"]
-    assert row(raw.getvalue(), "optimizer") == ["optimizer", "31.9", "32.1", "0.99"]
-    assert row(raw.getvalue(), "copies")[-3:] == ["11.7", "0", "-"]
-    assert row(raw.getvalue(), "all") == ["all", "95.8", "71.1", "1.35"]
+def test_the_text_keeps_to_the_width():
+    """The command is on one line, so that it can be copied."""
+    *lines, command = written(sample(), 100, steps=50_000).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert {"--config=configs/llama3_8b.py", "--config.train.grad_accum=1", "--topology=h200:8"} < {*command.split()}
 
 
 def test_published_runs_bound_what_is_believed():
-    """The range from published runs precedes the roofline's step time. Without comparable runs, the report says so."""
-    expected = "expected: step 746 to 824 ms, 9,940 to 11,000 tokens/s/GPU, MFU 51.7% to 57.1% causal"
-    expected += " of the bf16 peak, 25.8% to 28.5% of the FP8 peak"
-    shown = " ".join(written(sample(), 120).split())
-    assert f"{expected}; roofline: step 709 ms" in shown
-    assert "0.86 to 0.95 of the measured time" in page.html(sample())
-    assert "60.1% causal of the bf16 peak, 30.0% of the FP8 peak" in shown
+    """The range from published runs precedes the roofline's step time. Without comparable runs, there is none."""
+    shown = written(sample(), 120)
+    assert shown.index("746 to 824 ms") < shown.index("709 ms") and "746 to 824 ms" in page.html(sample())
+    assert {"60.1%", "30.0%", "51.7%", "57.1%"} <= {word.strip(",;") for word in shown.split()}
+    assert "0.86 to 0.95" in page.html(sample())
     none = dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None)
     for text in (written(sample(time=none), 120), page.html(sample(time=none))):
-        assert "no comparable published run" in text and "expected: step" not in text
-    assert "746 to 824 ms" in page.html(sample())
+        assert "746 to" not in text and "709" in text
     nan = dict.fromkeys(("mfu_causal", "mfu_full", "hfu"), float("nan"))
     unknown = sample(time=dataclasses.replace(sample().time, **nan, mfu_fp8_peak=None))
-    assert "MFU - causal" in written(unknown) and "MFU - full; HFU -" in written(unknown)
+    assert "nan" not in written(unknown) and "MFU - " in written(unknown)
 
 
 def test_time_to_train():
@@ -244,23 +183,7 @@ def test_time_to_train():
     assert row(written(sample(), steps=50_000), "this config") == ["this", "config", "3.28", "B", "50,000", *spans]
     none = sample(time=dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None))
     assert row(written(none, steps=50_000), "this config") == ["this", "config", "3.28", "B", "50,000", "0.410", "78.8"]
-    calibrated = dataclasses.replace(none, rates=dataclasses.replace(none.rates, source="calibrated on NVIDIA H200"))
-    assert "calibrated rates, whose error is not known" in written(calibrated, 120).replace("\n", " ")
     assert "this config" not in written(sample())
-
-
-@pytest.mark.parametrize(
-    "values, shown",
-    [
-        ([708.8, 0.3], ["708.8", "0.3"]),
-        ([24310.4, 12.0, 0.2], ["24,310", "12", "<1"]),
-        ([40.78, 0.0], ["40.8", "0"]),
-        ([3.14159, 0.001], ["3.14", "<0.01"]),
-        ([float("nan"), 1.0], ["-", "1.00"]),
-    ],
-)
-def test_a_column_has_the_digits_of_its_largest(values: list[float], shown: list[str]):
-    assert numbers.column(values) == shown
 
 
 def test_sizes_and_places():
@@ -297,80 +220,3 @@ def test_names_in_a_plan_cannot_write_the_page():
     assert_self_contained(plain)
     assert len(read.named("script")) == len(Read(plain).named("script")) == 2
     assert " ".join(read.words).count(EVIL) > 50
-
-
-def test_the_chart_marks_peak_and_limit_and_says_what_gaps_add():
-    plan = sample()
-    shown = page.html(plan)
-    assert ">peak 40.8 GiB<" in shown
-    assert ">usable 134.4 GiB<" in shown
-    assert "other memory 29.6 GiB with 0 GiB fragmentation" in shown
-    gaps = dataclasses.replace(plan.memory, temp_gib=31.0)
-    assert "other memory 31.0 GiB with 1.4 GiB fragmentation" in page.html(sample(memory=gaps))
-    # A phase too short for its name is named in the table only.
-    assert ">forward</text>" in shown
-    assert ">loss</text>" not in shown
-    assert ">loss</th>" in shown
-
-
-@pytest.mark.parametrize("held", [(), ((0.3, ""),), ((0.3, "forward"), (0.2, "backward"))])
-def test_plans_with_little_in_them_have_a_page(held: tuple[tuple[float, str], ...]):
-    memory = dataclasses.replace(sample().memory, timeline=held, over_time=(), largest=(), saved={}, peak_gib=0.3, host_gib=1.5)
-    plan = sample(memory=memory, collectives=(), kernels=(), trip_counts={}, hints=(), warnings=(), overrides=())
-    words = " ".join(Read(page.html(plan)).words)
-    assert "the GPUs do not communicate" in words
-    assert "pinned host memory for each GPU: 1.50 GiB" in words
-    assert "Warnings" not in words
-
-
-@pytest.mark.parametrize(
-    "top, expected", [(150.5, [0, 25, 50, 75, 100, 125, 150]), (0.9, [0, 0.2, 0.4, 0.6, 0.8]), (4, [0, 1, 2, 3, 4])]
-)
-def test_ticks_are_round(top: float, expected: list[float]):
-    assert charts.ticks(0, top, 7) == pytest.approx(expected)
-
-
-def test_the_script_names_what_the_page_has():
-    """The elements that page.js looks up exist on the page. This check needs no browser."""
-    text = page.html(sample())
-    read = Read(text)
-    script = (REPO / "jaxtrain/page/assets/page.js").read_text()
-    looked_for = re.findall(r'(?:querySelector(?:All)?|getElementById|matches)\("([^"]+)"\)(?!\?)', script)
-    assert len(looked_for) == 6
-    classes = {c for _, attributes in read.elements for c in (attributes.get("class") or "").split()}
-    tags = {tag for tag, _ in read.elements}
-    for selector in looked_for:
-        tag, _, name = selector.partition(".")
-        assert selector == ":focus-visible" or not tag or tag in tags, selector
-        assert not name or name in classes, selector
-    points = json.loads(read.code[-2] if read.code[-2].startswith("[") else "null")
-    assert len(points) == len(sample().memory.timeline)
-    assert points[0] == "12.1 GiB, forward"
-    # The sorting script reads these attributes.
-    for body in re.findall(r'<table class="sortable">.*?<tbody>(.*?)</tbody>', text):
-        cells = re.findall(r'<td class="number"[^>]*>', body)
-        assert cells
-        assert all("data-value=" in cell for cell in cells)
-
-
-# ---- Progress while plans are made
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_count_and_clock_stand_whatever_is_told_beside_them(width):
-    console = Console(record=True, width=width, force_terminal=True)
-    with live(console, "published runs [all]") as show:
-        show(3, 56, "2 compiling; best 20,800 ms, 118.5 GiB: fsdp=8, remat keep [q] k v " + "attention_out " * 20)
-    text = console.export_text()
-    assert "3/56" in text and "0:00:0" in text
-    assert "published runs [all]" in text or width < 80
-    assert "[q]" in text or width < 120
-
-
-def test_off_a_terminal_each_plan_is_a_line():
-    console = Console(record=True, width=40, force_terminal=False)
-    with live(console) as show:
-        show(0, 2)
-        show(1, 2, "not shown", ["1: run [tiny]: " + "long " * 20])
-        show(2, 2, lines=["2: b"])
-    assert console.export_text().splitlines() == ["1: run [tiny]: " + "long " * 20, "2: b"]

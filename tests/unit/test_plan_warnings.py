@@ -1,12 +1,17 @@
-"""Every warning of a plan, on a program that triggers it and on a similar program that does not."""
+"""Warnings of a plan, on programs with and without a cause; and of a run that is not as planned."""
 
 import dataclasses
+import re
 
 import jax
+import pytest
 from helpers import program, tiny
 
+from jaxtrain import launch
+from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.rates import PUBLISHED
 from jaxtrain.plan.result import Collective
 from jaxtrain.sharding import replicated
 
@@ -103,27 +108,26 @@ def test_float32_gathers_are_named_once_for_each_line():
     unrolled = [changed(dtype="f32", instruction=f"gather.{i}") for i in range(3)]
     elsewhere = changed(dtype="s32+f32", source="jaxtrain/models/attention.py:78", wire_bytes=16e6)
     first, second = judged([*unrolled, elsewhere])
-    assert "float32 all-gather over fsdp (12 a step, 0.10 GB on the wire a GPU)" in first
-    assert "from jaxtrain/models/layers.py:65" in first and "Fix: cast before the gather" in first
-    assert "float32 all-gather" in second and "jaxtrain/models/attention.py:78" in second
+    assert first.startswith("float32 all-gather over fsdp (12 a step, 0.10 GB") and "jaxtrain/models/layers.py:65" in first
+    assert second.startswith("float32 all-gather") and "jaxtrain/models/attention.py:78" in second
     assert judged(unrolled, run=tiny({**SIZES, "precision": "f32"})) == ()
 
 
 def test_float32_reductions_are_named_unless_asked_for():
+    """Gradients of keys add up in float32 over a ring, as inside one device."""
     found = [changed(kind="reduce-scatter", dtype="f32"), changed(kind="all-reduce", dtype="f32")]
     said = judged(found)
     assert [w.split(" over")[0] for w in said] == ["float32 reduce-scatter", "float32 all-reduce"]
-    assert all("dtypes.reduce is bf16" in w for w in said)
+    assert all("dtypes.reduce" in w for w in said)
     assert judged(found, run=tiny({**SIZES, "dtypes.reduce": "f32"})) == ()
     ring = [dataclasses.replace(f, source="jaxtrain/kernels/context/ring.py:9") for f in found]
-    assert judged(ring) == (), "gradients of keys add up in float32 over a ring, as inside one device"
+    assert judged(ring) == ()
 
 
 def test_a_gather_that_could_be_outside_its_loop():
     for operand in ("%same", "%tied"):  # %tied is %same behind a barrier with the counter, which returns a tuple
         (warning,) = looped(operand)
-        assert "of an array that does not change in the loop around it (4 a step" in warning
-        assert "gather it once, before the loop" in warning
+        assert "4 a step" in warning
     assert looped("%other") == ()
     assert looped("%sliced") == ()
     # Elements that swap places in each round do change.
@@ -155,20 +159,19 @@ ENTRY %main (a: f32[512,2048]) -> f32[512,2048] {
         return warnings.program_warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8).values(), [], 100.0)
 
     (warning,) = of('frontend_attributes={is_spmd_generated="true"},')
-    assert "all-to-all over fsdp that the compiler inserted" in warning and "mlp/dot" in warning
+    assert warning.startswith("all-to-all over fsdp") and "mlp/dot" in warning
     assert of("") == ()
 
 
 def test_replicated_moments_are_named_with_what_they_cost():
+    """Largest first: 16 MiB each, then four layers of 4 MiB."""
     made = program(RUN)
     whole = replicated(made.placement)
     moments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), made.state.optimizer)
     broken = dataclasses.replace(made, state=dataclasses.replace(made.state, optimizer=moments))
     (warning,) = judged(made=broken)
-    assert warning.startswith("replicated, every GPU holds all of it (0.") and "by sharding.rules" in warning
-    # Largest first: 16 MiB each, then four layers of 4 MiB.
+    assert "sharding.rules" in warning and ".layers.0." not in warning
     assert "optimizer.mu.embed.embedding, optimizer.mu.head, optimizer.nu.embed.embedding, optimizer.nu.head" in warning
-    assert ".layers.0." not in warning
 
 
 def test_exposed_communication_is_added_up_by_line():
@@ -176,5 +179,44 @@ def test_exposed_communication_is_added_up_by_line():
     assert judged(moved=[one]) == ()
     other = dataclasses.replace(one, kind="all-reduce", exposed_ms=5.0, instruction="c")
     (warning,) = judged(moved=[one, dataclasses.replace(one, instruction="b"), other])
-    assert warning.startswith("exposed communication, 8 ms a step (8%): all-reduce over fsdp")
-    assert "all-gather over fsdp (jaxtrain/models/layers.py:65) 3 ms. Fix: " in warning
+    assert warning.index("8 ms") < warning.index("all-reduce over fsdp") < warning.index("(jaxtrain/models/layers.py:65) 3 ms")
+
+
+def test_too_few_microbatches_for_the_stages():
+    def bubble(*overrides: str) -> list[str]:
+        asked = ("mesh.stage=4", "mesh.fsdp=1", *overrides)
+        run = launch.load([f"--config={launch.REPO}/configs/llama3_8b.py", *(f"--config.{o}" for o in asked)]).run
+        return list(warnings._bubble(run, run.mesh.stage))
+
+    (warning,) = bubble("train.global_batch=64", "train.grad_accum=8")
+    assert "27%" in warning and "pipeline.groups=2" in warning
+    accum, batch = (int(re.findall(rf"{key}=(\d+)", warning)[-1]) for key in ("grad_accum", "global_batch"))
+    assert batch == 8 * accum and not bubble(f"train.grad_accum={accum}", f"train.global_batch={batch}")
+    (uneven,) = bubble("train.global_batch=60", "train.grad_accum=10")
+    assert "interleaved" not in uneven
+    groups = ("pipeline.schedule=interleaved", "pipeline.groups=4")
+    assert not bubble("train.global_batch=64", "train.grad_accum=8", *groups)
+    assert not bubble("mesh.stage=1", "train.grad_accum=1", "train.global_batch=8")
+
+
+# ---- A run that is not as planned: 1 s and 100 GiB, or a range of seconds
+
+
+@pytest.mark.parametrize(
+    ("step_s", "peak_gib", "rates", "range_s", "warned"),
+    [
+        (1.1, 95.0, "calibrated", None, 0),
+        (1.3, 100.0, "calibrated", None, 1),
+        (1.0, 80.0, "calibrated", None, 1),
+        (1.3, 120.0, "calibrated", None, 2),
+        # At published kernel rates, without comparable runs, no step time is unexpected.
+        (1.3, 100.0, PUBLISHED, None, 0),
+        (1.2, 100.0, PUBLISHED, (1.07, 1.28), 0),
+        (1.3, 100.0, PUBLISHED, (1.07, 1.28), 1),
+    ],
+)
+def test_a_run_that_is_not_as_planned_is_told_once(step_s, peak_gib, rates, range_s, warned):
+    watch = Watch(Expected(1.0, 100.0, rates, range_s))
+    said = [watch.note(9.0 if n < FIRST else step_s, peak_gib) for n in range(FIRST + ENOUGH + 3)]
+    assert [len(lines) for lines in said] == [0] * (FIRST + ENOUGH - 1) + [warned] + [0] * 3
+    assert watch.record()["measured"] == {"step_s": step_s, "peak_gib": peak_gib}
