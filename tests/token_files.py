@@ -7,24 +7,27 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxtrain import config
 from jaxtrain.data import pipeline
-from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.mixture import interleave
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 
-BYTE = tokenizers.ByteTokenizer()
+BYTE = text_tokenizers.ByteTokenizer()
 
 
-def write_file(path: Path, documents: Sequence[Sequence[int]], **info: object) -> Path:
-    """Write a token file with these documents of ids. Each id counts as one byte of text."""
-    with TokenWriter(path, {**tokenizers.info(BYTE), **info}) as writer:
+def write_file(path: Path, documents: Sequence[Sequence[int]], loss: bool = False, **info: object) -> Path:
+    """Write a token file with these documents of ids. Each id counts as one byte of text. With `loss`, even ids count."""
+    with TokenWriter(path, {**text_tokenizers.info(BYTE), **info}, loss=loss) as writer:
         for ids in documents:
-            writer.write(list(ids), len(ids))
+            flags = np.asarray(ids, np.int64) % 2 == 0 if loss else None
+            writer.write(list(ids), len(ids), flags, int(np.sum(flags)) if loss else 0)
             writer.end_document()
     return path
 
@@ -34,7 +37,7 @@ def write_conversations(path: Path, lengths: Sequence[int], loss: bool = True, f
 
     With `loss`, the tokens of the second half of each conversation count in the loss.
     """
-    with TokenWriter(path, tokenizers.info(BYTE), loss=loss) as writer:
+    with TokenWriter(path, text_tokenizers.info(BYTE), loss=loss) as writer:
         for k, n in enumerate(lengths):
             ids = [(first + k) % 256] * (n - 1)
             writer.write(ids, n - 1, np.arange(n - 1) >= n // 2 if loss else None, (n - 1 - n // 2) * loss)
@@ -69,6 +72,20 @@ def finished(folder: Path) -> list[Path]:
     return sorted((folder / "a.tok.partial").glob("*/*.json"))
 
 
+def train_bpe(folder: Path, special: Sequence[str | AddedToken], **parts: Any) -> Path:
+    """Train a tokenizer.json of 700 tokens, byte-level unless `parts` are given, on a module of the standard library."""
+    tok = Tokenizer(models.BPE(unk_token="<unk>" if "<unk>" in special else None))
+    parts = parts or {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": decoders.ByteLevel()}
+    for name, part in parts.items():
+        setattr(tok, name, part)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
+    tok.train_from_iterator([Path(json.__file__).read_text()], trainer)
+    folder.mkdir(exist_ok=True)
+    tok.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 def command(folder: Path, *arguments: str) -> tuple[int, str]:
     """Run `python -m jaxtrain.data` in this process, in a folder. Returns (exit code, output)."""
     out = io.StringIO()
@@ -94,12 +111,6 @@ def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int,
                 found.setdefault(block, step)
     del found[max(found)]  # the last block may also hold loss bits or offsets
     return found
-
-
-def header_and_end(path: Path) -> tuple[dict, int]:
-    """Return the header of a file, and the offset in bytes at which its checksums start."""
-    file = TokenFile.open(path)
-    return file.header, file.blocks.end
 
 
 def poke(path: Path, at: int, byte: int) -> None:

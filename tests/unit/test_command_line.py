@@ -1,5 +1,7 @@
 """Command lines as users type them: values, mistakes, --help, and the exit code of each way to end."""
 
+import re
+
 import pytest
 
 from jaxtrain.command_line import ArgumentParser, Command, Option, run_command
@@ -35,41 +37,43 @@ def test_values_come_from_the_defaults_and_from_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "key", "right"),
     [
-        ([], "RUN: is missing. Name a run's folder."),
-        (["r", "--rows=0"], "--rows = '0': must be a whole number, 1 or more. For example --rows=10."),
-        (["r", "--rows="], "--rows = '': has no value. For example --rows=10, or leave it out."),
-        (["r", "--shape=round"], "--shape = 'round': must be one of rows, columns. For example --shape=rows."),
-        (["r", "--list=all"], "--list = 'all': takes no value. Write --list."),
-        (["r", "--list", "--watch"], "--list --watch: each of these is an action of its own. Leave out --watch."),
-        (["r", "--list", "--shape=rows"], "--shape: --list does not use it. Leave it out."),
-        (["r", "--html=/no/such/folder/x.html"], "there is no folder /no/such/folder. Name another file."),
-        (["r", ""], "RUN = '': is empty. Name a run's folder."),
-        (["r", "--html"], "--html: needs a value. For example --html=report.html."),
-        (["r", "--row=3"], "--row: no such option. Did you mean --rows?"),
-        (["r", "--config.train.steps=3"], "--config.train.steps: no such option."),
-        (["r", "-x"], "argument '-x': left over: it belongs to no option. Options start with --; see --help."),
+        # with what the message says instead, which is tried
+        ([], "RUN", None),
+        (["r", ""], "RUN", None),
+        (["r", "--rows=0"], "--rows", "--rows=10"),
+        (["r", "--rows="], "--rows", "--rows=10"),
+        (["r", "--shape=round"], "--shape", "--shape=rows"),
+        (["r", "--list=all"], "--list", "--list"),
+        (["r", "--list", "--watch"], "--list --watch", None),
+        (["r", "--list", "--shape=rows"], "--shape", None),
+        (["r", "--html=/no/such/folder/x.html"], "--html", None),
+        (["r", "--html"], "--html", "--html=report.html"),
+        (["r", "--row=3"], "--row", "--rows"),
+        (["r", "--config.train.steps=3"], "--config.train.steps", None),
+        (["r", "-x"], "argument '-x'", None),
     ],
 )
-def test_one_mistake_is_one_problem_with_a_remedy(argv: list[str], message: str):
+def test_a_mistake_is_one_problem(argv: list[str], key: str, right: str | None):
     (problem,) = FILES.parse(argv).problems
-    assert message in str(problem)
+    assert problem.key == key and problem.remedy
+    if right:
+        assert right in problem.remedy and not FILES.parse(["r", right, *(["3"] if right == "--rows" else [])]).problems
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "answer"),
     [
-        (["write", "in", "--ouput=x"], "--ouput: no such option. Did you mean --output?"),
-        (["write", "in", "--out=x"], "--out: no such option. Did you mean --output?"),
-        (["write", "in", "--no-such"], "--no-such: no such option. Known: --output, --mark, --force, --help."),
-        (["write", "in"], "the following arguments are required: --output"),
-        (["write", "in", "--output="], "--output has no value"),
-        (["wirte"], "command = 'wirte': is unknown. Fix: files write."),
-        (["wirte", "in", "--output=x"], "command = 'wirte': is unknown. Fix: files write."),
+        (["write", "in", "--ouput=x"], "--output?"),
+        (["write", "in", "--out=x"], "--output?"),
+        (["write", "in", "--no-such"], "--output, --mark, --force, --help"),
+        (["write", "in"], "--output"),
+        (["write", "in", "--output="], "--output"),
+        (["wirte", "in", "--output=x"], "files write"),
     ],
 )
-def test_mistakes_in_a_subcommand(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_in_a_subcommand(argv: list[str], answer: str, capsys: pytest.CaptureFixture[str]):
     top = ArgumentParser("files")
     write = top.add_subparsers(dest="command").add_parser("write")
     write.add_argument("folder")
@@ -85,24 +89,21 @@ def test_mistakes_in_a_subcommand(argv: list[str], message: str, capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         top.parse_args(argv)
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and message in said and "1 problem; nothing was started" in said
+    assert ended.value.code == 2 and said.count("error:") == 1 and answer in said
 
 
 def test_a_command_with_a_config_reports_mistakes_of_both_at_once():
     parsed = TRAIN.parse(["--topology=", "--config.train.step=3"])
     assert [p.key for p in parsed.problems] == ["train.step", "--topology"]
     assert TRAIN.parse(["--config.train.steps=3"]).config.run.train.steps == 3
-    with pytest.raises(ValueError, match="takes no --config"):
+    with pytest.raises(ValueError, match="--config"):
         _ = FILES.parse(["r"]).config
 
 
 def test_help_shows_every_option_within_the_width(capsys: pytest.CaptureFixture[str]):
     assert run_command(FILES, ["--help"], lambda _: 1) == 0
     text = capsys.readouterr().out
-    assert all(
-        usage in text for usage in ("--html=FILE", "--json[=FILE]", "--list ", "RUN...", "--help", "Exit codes: 0 done.")
-    )
-    assert "python -m jaxtrain.report runs/tiny" in text
+    assert all(usage in text for usage in ("--html=FILE", "--json[=FILE]", "--list ", "RUN...", "--help", FILES.notes))
     assert max(map(len, text.splitlines())) <= 126
 
 
@@ -116,18 +117,15 @@ def _fail(error: BaseException):
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [
-        (ConfigError([Problem("train.steps", 0, "must be at least 1", "Write 1.")]), 2, "train.steps = 0"),
-        (KeyError("no trace"), 2, "error: 'no trace'"),
-        (FileNotFoundError(2, "No such file or directory", "x"), 1, "error: [Errno 2]"),
-        (KeyboardInterrupt(), 130, "interrupted"),
+        (ConfigError([Problem("train.steps", 0, "must be at least 1", "Write 1.")]), 2, "train.steps"),
+        (KeyError("no-trace"), 2, "no-trace"),
+        (FileNotFoundError(2, "No such file", "x"), 1, "x"),
+        (KeyboardInterrupt(), 130, ""),
     ],
 )
 def test_exceptions_become_exit_codes(error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str]):
     assert run_command(FILES, ["r"], _fail(error), errors=(KeyError,)) == code
     assert printed in capsys.readouterr().err
-
-
-def test_an_unexpected_exception_is_not_hidden():
     with pytest.raises(ZeroDivisionError):
         run_command(FILES, ["r"], _fail(ZeroDivisionError()))
 
@@ -135,4 +133,4 @@ def test_an_unexpected_exception_is_not_hidden():
 def test_further_checks_are_reported_with_those_of_the_options(capsys: pytest.CaptureFixture[str]):
     more = [Problem("RUN", "r", "is no run", "Name a run's folder.")]
     assert run_command(FILES, ["r", "--rows=0"], lambda _: 0, check=lambda _: more) == 2
-    assert capsys.readouterr().err.endswith("2 problems; nothing was started and nothing written\n")
+    assert re.findall("error: (.+?) = ", capsys.readouterr().err) == ["--rows", "RUN"]

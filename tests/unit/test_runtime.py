@@ -1,7 +1,6 @@
 """The supervisor's decisions: restarts and their pauses, exit codes of all nodes, options, the command for another node."""
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -41,22 +40,14 @@ def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: f
     assert (restarts.take(), restarts.row, restarts.total) == (pause_s, row, 3)
 
 
-@pytest.mark.parametrize(
-    ("code", "becomes", "text"),
-    [
-        (0, 0, "exit 0"),
-        (76, 76, "exit 76"),
-        (130, 130, "exit 130"),
-        (75, 75, "exit 75 (restart requested: a process was lost, the time limit, or a signal)"),
-        (134, 75, "exit 134 (killed by signal 6, ABRT, as jax ends a run with a lost process)"),
-        (138, 75, "exit 138 (killed by signal 10, USR1, before or after the run)"),
-        (129, 129, "exit 129 (killed by signal 1, HUP)"),
-        (137, 137, "exit 137 (killed by signal 9, KILL: out of memory (dmesg tells), or a kill -9)"),
-        (255, 255, "exit 255"),
-    ],
-)
-def test_the_meaning_of_an_exit_code(code: int, becomes: int, text: str):
-    assert explain(code) == (becomes, text)
+EXITS = {134: (75, "ABRT"), 138: (75, "USR1"), 129: (129, "HUP"), 137: (137, "KILL")}
+
+
+@pytest.mark.parametrize("code", [0, 75, 76, 130, 255, *EXITS])
+def test_the_meaning_of_an_exit_code(code: int):
+    becomes, signal = EXITS.get(code, (code, ""))
+    status, text = explain(code)
+    assert status == becomes and f"exit {code}" in text and signal in text
 
 
 def test_gpus_that_the_user_hides():
@@ -69,25 +60,27 @@ def test_gpus_that_the_user_hides():
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("given", "fix"),
     [
-        (["--nodes=a"], "--nodes = a: names one node. Fix: leave --nodes out"),
-        (["--nodes=a,b;rm"], "'b;rm' is no host. Fix: --nodes=node1,node2."),
-        (["--nodes=a,"], "'' is no host"),
-        (["--nodes=a,-oProxyCommand=x"], "'-oProxyCommand=x' is no host"),
-        (["--nodes=a,b:22"], "only the first node has a port"),
-        (["--nodes"], "--nodes: needs a value. Fix: --nodes=node1,node2."),
-        (["--nodes=a,b,a"], "names a twice"),
-        (["--nodes=a:65536,b"], "65536 is no port. Fix: --nodes=a:12321,b."),
-        (["--nodes=a:0,b"], "0 is no port"),
-        (["--no-preflight=1"], "--no-preflight = 1: takes no value"),
-        *((["--nodes=a,b", f"--{name}=1"], "contradicts --nodes") for name in ("process-id", "num-processes", "coordinator")),
+        # with the options of the fix, which are tried
+        (["--nodes=a"], ""),
+        (["--nodes=a,b;rm"], "--nodes=node1,node2"),
+        (["--nodes=a,"], ""),
+        (["--nodes=a,-oProxyCommand=x"], ""),
+        (["--nodes=a,b:22"], ""),  # only the first node has a port
+        (["--nodes"], "--nodes=node1,node2"),
+        (["--nodes=a,b,a"], ""),
+        (["--nodes=a:65536,b"], "--nodes=a:12321,b"),
+        (["--nodes=a:0,b"], "--nodes=a:12321,b"),
+        (["--no-preflight=1"], ""),
+        *((["--nodes=a,b", f"--{name}=1"], "") for name in ("process-id", "num-processes", "coordinator")),
     ],
 )
-def test_mistakes_in_options_are_refused(given: list[str], why: str):
-    with pytest.raises(Refusal) as refusal:
+def test_mistakes_in_options_are_refused(given: list[str], fix: str):
+    with pytest.raises(Refusal, match=given[-1].partition("=")[0]) as refusal:
         Options(given)
-    assert why in str(refusal.value) and refusal.value.code == 2
+    assert refusal.value.code == 2 and f"Fix: {fix}" in str(refusal.value)
+    Options([fix])
 
 
 def test_options_of_the_supervisor_are_taken_out_of_the_trainers():
@@ -105,9 +98,9 @@ def test_questions_are_told_from_training():
     assert not Options(["--config=x.py", "-host", "--config.log.explain=1"]).answers
 
 
-@pytest.mark.parametrize("text", ["-1", "two", "1.5", "9999999", " 1"])
+@pytest.mark.parametrize("text", ["-1", "two", "9999999", " 1"])
 def test_a_variable_that_is_no_number_is_refused(text: str):
-    with pytest.raises(Refusal, match=rf"^N = {text}: is no whole number from 0 to 999999\. Fix: N=3\.$"):
+    with pytest.raises(Refusal, match=rf"^N = {text}: .* Fix: N=3\.$"):
         whole_number({"N": text}, "N", 3)
 
 
@@ -119,25 +112,16 @@ def test_numbers_in_variables():
 
 
 @pytest.mark.parametrize(
-    ("code", "ends", "stopped", "verdict_of_all"),
+    ("code", "a", "b", "verdict_of_all"),
     [
-        (0, {"a": 0, "b": 0}, False, 0),
-        (75, {"a": 2, "b": 0}, False, 2),
-        (75, {"a": 3}, False, 3),
-        (75, {"a": 124}, False, 124),
-        (76, {"a": 76}, False, 76),
-        (0, {"a": 0, "b": 1}, False, 1),
-        (75, {"a": 1}, False, 75),
-        (0, {"a": 255}, False, 75),
-        (143, {"a": 255}, False, 75),
-        (76, {"a": 255}, False, 76),
-        (143, {"a": 1}, False, 1),  # this node ended its attempt because the other node failed
-        (143, {"a": 1}, True, 143),  # the same, but a user's signal ended it
-        (0, {"a": None}, False, 0),
+        *((0, 0, 0, 0), (75, 2, 0, 2), (75, 3, None, 3), (75, 124, None, 124), (76, 76, None, 76), (0, 0, 1, 1)),
+        *((75, 1, None, 75), (0, 255, None, 75), (143, 255, None, 75), (76, 255, None, 76), (0, None, None, 0)),
+        (143, 1, None, 1),  # this node ended its attempt because the other node failed
     ],
 )
-def test_the_verdict_of_all_nodes(code: int, ends: dict[str, int | None], stopped: bool, verdict_of_all: int):
-    assert verdict(code, ends, stopped) == verdict_of_all
+def test_the_verdict_of_all_nodes(code: int, a: int | None, b: int | None, verdict_of_all: int):
+    assert verdict(code, {"a": a, "b": b}, False) == verdict_of_all
+    assert verdict(143, {"a": 1}, True) == 143, "a user's signal ended it"
 
 
 def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -145,13 +129,7 @@ def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    environ = {
-        "JAXTRAIN_COMMIT": "abc",
-        "JAXTRAIN_DIRTY": "no",
-        "JAXTRAIN_RESTART": "2",
-        "JAXTRAIN_NOTE": "/mine",
-        "HOME": "/me",
-    }
+    environ = {"JAXTRAIN_COMMIT": "abc", "JAXTRAIN_DIRTY": "no", "JAXTRAIN_RESTART": "2", "JAXTRAIN_NOTE": "/m", "HOME": "/me"}
     line = remote_line(Path("/a root"), ["main", "--config=a b.py", "$HOME"], environ)
     assert line == (
         f"cd '{folder}' && env JAXTRAIN_RESTARTS=0 JAXTRAIN_EXPECTED='abc no' JAXTRAIN_RESTART=2 "
@@ -166,9 +144,10 @@ def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, 
     Nodes("node1,node2").announce()
     assert capfd.readouterr().err == ""
     Nodes("192.0.2.1,node2").announce()
-    assert "process 0 runs here, on node1.lan, and the others look for it at 192.0.2.1" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "node1.lan" in said and "192.0.2.1" in said
     Nodes("localhost,node2").announce()
-    assert "Fix: name this node node1.lan." in capfd.readouterr().err
+    assert "node1.lan" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -184,11 +163,6 @@ def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, 
 )
 def test_the_first_process_speaks_for_all(environ: dict[str, str], expected: bool):
     assert provenance.prints_common_messages(environ) == expected
-
-
-def test_the_class_of_a_host():
-    assert provenance.host_class(["A", "A", "B"]) == "2 A+1 B"
-    assert " CPUs" in provenance.host_class([])
 
 
 # ---- The package
@@ -212,19 +186,15 @@ def test_files_for_any_python_have_the_syntax_of_3_8():
         ast.parse("match x:\n    case 1: pass\n", feature_version=(3, 8))
 
 
-@pytest.mark.parametrize("version", [(3, 8, 18), (3, 11, 2)])
-def test_an_old_python_is_refused_with_a_sentence(
-    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(sys, "version_info", version)
-    said = "Python = {}.{}.{}: jaxtrain needs 3.12 or later. Fix: ./run.sh COMMAND".format(*version)
+def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 2))
     source = compile(Path(jaxtrain.__file__).read_text(), jaxtrain.__file__, "exec")
-    with pytest.raises(ImportError, match=re.escape(said)):
+    with pytest.raises(ImportError, match=r"3\.11\.2: .* 3\.12 .*\./run\.sh"):
         exec(source, {})
     monkeypatch.setattr(sys, "argv", ["-m", "--config=x.py"])  # the module's name while python -m looks it up
     with pytest.raises(SystemExit) as end:
         exec(source, {})
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: " + said)
+    assert end.value.code == 2 and "3.11.2" in capsys.readouterr().err
 
 
 # ---- Commands
@@ -235,20 +205,17 @@ def test_the_table_names_the_modules_that_run():
     runs = {path.parent.name for path in package.glob("*/__main__.py")}
     runs |= {path.stem for path in package.glob("[a-z]*.py") if "\nif __name__ ==" in path.read_text()}
     assert set(commands.table()) == runs - {"runtime", "commands"}
-    assert all(purpose and "`" not in purpose and not purpose.endswith(".") for purpose in commands.table().values())
 
 
 def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     text = "Check it with: python -m jaxtrain.data verify FILE"
-    monkeypatch.delenv(commands.PREFIX, raising=False)
-    assert commands.spelled(text) == text
-    assert commands.main([]) == 0 and "\n  python -m jaxtrain.main        train a model" in capsys.readouterr().out
-    assert commands.main(["lint"]) == 2 and "Fix: python -m jaxtrain.lint" not in capsys.readouterr().err
-    monkeypatch.setenv(commands.PREFIX, "./run.sh")
-    assert commands.spelled(text) == "Check it with: ./run.sh data verify FILE"
-    assert commands.main([]) == 0 and "\n  ./run.sh main        train a model" in capsys.readouterr().out
-    for word, fix in (("train", "--config=FILE"), ("configs/a.py", "--config=configs/a.py")):
-        assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"Fix: ./run.sh {fix}.\n")
+    for prefix, line in ((None, "python -m jaxtrain."), ("./run.sh", "./run.sh ")):
+        monkeypatch.delenv(commands.PREFIX, raising=False)
+        if prefix:
+            monkeypatch.setenv(commands.PREFIX, prefix)
+        assert commands.spelled(text) == text.replace("python -m jaxtrain.", line)
+        assert commands.main([]) == 0 and f"\n  {line}main " in capsys.readouterr().out
+    assert commands.main(["configs/a.py"]) == 2 and capsys.readouterr().err.endswith("./run.sh --config=configs/a.py.\n")
 
 
 @pytest.mark.parametrize(
@@ -258,4 +225,5 @@ def test_an_unknown_command_is_answered_with_the_nearest(
     word: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.delenv(commands.PREFIX, raising=False)
-    assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"Fix: python -m jaxtrain.{nearest}.\n")
+    assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"python -m jaxtrain.{nearest}.\n")
+    assert commands.main(["lint"]) == 2 and "jaxtrain.lint" not in capsys.readouterr().err  # no module of run.sh's commands

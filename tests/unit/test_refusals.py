@@ -1,0 +1,428 @@
+"""What a training command refuses: each rule's key, and the fix that its message names, which is tried.
+
+The exit code is 2, all mistakes are told at once, a mistake is told once, JAX is not started and nothing is written.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import textwrap
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from token_files import command, write_conversations
+
+from jaxtrain import config, environment, hardware, launch, main, sample
+from jaxtrain.config import Problem, declared
+from jaxtrain.data import pipeline, prepare
+from jaxtrain.hardware import Devices
+from jaxtrain.hf import __main__ as hf
+from jaxtrain.validate import validate
+
+REPO = Path(__file__).resolve().parents[2]
+TINY = f"--config={REPO}/configs/tiny.py"
+EIGHT_CPUS = Devices("cpu", "cpu", 8, 4.0, "test")
+EIGHT_H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
+
+# 4 layers, two to a stage: stages have different kinds of layers at the same position, unless the pattern repeats after two.
+RING = "mesh.stage=2 mesh.seq=2 mesh.data=1 mesh.fsdp=2 train.grad_accum=4 model.sliding_window=8 model.attention_pattern="
+
+# Wrong settings for configs/tiny.py on 8 CPUs, the keys that are told, and a fix for the first: "" is the one that the message
+# names. Tiny has 4 layers, d_model 128, 4 heads, 700 steps with 50 of warm-up, and batch 16.
+REFUSED = [
+    # Keys and their types
+    ("model.num_layer=3", "model.num_layer", ""),
+    ("dropout_rate=0.1", "dropout_rate", ""),
+    ("train.steps=1e3", "train.steps", ""),
+    ("log.tensorboard=maybe", "log.tensorboard", ""),
+    ("optimizer.lr=nan", "optimizer.lr", ""),
+    ("data.seq_len", "data.seq_len", "data.seq_len=256"),
+    ("model=llama", "model", "model.family=llama"),
+    ("data.tokenizer=None", "data.tokenizer", "data.tokenizer=byte"),
+    # Names
+    ("precision=fp16", "precision", ""),
+    ("precision=mxfp8", "precision", ""),
+    ("fp8.exclude=wo", "fp8.exclude", ""),
+    ("precision=fp8 fp8.exclude=mlp.dwon", "fp8.exclude", ""),
+    ("precision=fp8 fp8.exclude=attention,mlp", "fp8.exclude", "fp8.exclude=mlp"),
+    ("model.family=lama", "model.family", ""),
+    ("loss.name=nothere.losses:mine", "loss.name", "loss.name=cross_entropy"),
+    # Ranges
+    ("model.num_layers=0", "model.num_layers", ""),
+    ("train.memory_fraction=1.5", "train.memory_fraction", ""),
+    ("optimizer.beta2=1", "optimizer.beta2", "optimizer.beta2=0.9999"),
+    ("model.norm_eps=0", "model.norm_eps", "model.norm_eps=1e-9"),
+    # The model
+    ("model.num_heads=5", "model.num_kv_heads model.d_model", "model.num_kv_heads=1 model.head_dim=32"),
+    ("model.rope_scaling=yarn model.rope_beta_fast=1.0", "model.rope_beta_fast", "model.rope_beta_fast=32"),
+    ("model.rope_scaling=yarn model.rope_base=1.0", "model.rope_base", ""),
+    ("model.head_dim=47", "model.head_dim", "model.head_dim=48"),
+    ("model.vocab_size=200", "model.vocab_size", ""),
+    ("dtypes.v=bf16 optimizer.beta2=0.981", "dtypes.v", ""),
+    # The mesh and what divides over it
+    ("mesh.data=2 mesh.fsdp=2", "mesh", "mesh.fsdp=4"),
+    ("mesh.seq=-1", "mesh", "mesh.data=1 mesh.fsdp=8"),
+    ("mesh.tensor=0", "mesh.tensor", ""),
+    ("mesh.fsdp=3", "mesh", "mesh.fsdp=4"),
+    ("mesh.tensor=8", "model.num_heads", "mesh.tensor=4"),
+    ("mesh.tensor=4 model.num_heads=12 model.num_kv_heads=6 model.head_dim=32", "model.num_kv_heads", "model.num_kv_heads=2"),
+    ("mesh.seq=2 data.seq_len=254", "data.seq_len", ""),
+    ("model.d_model=204 model.head_dim=48", "model.d_model", ""),
+    ("train.global_batch=13", "train.global_batch", ""),
+    ("train.grad_accum=3", "train.global_batch", ""),
+    ("train.grad_accum=4", "train.global_batch", ""),
+    # The rules of logical axes
+    ("sharding.rules.embed=fsdp+tensr", "sharding.rules.embed", "sharding.rules.embed=fsdp"),
+    ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed sharding.rules.embed", "sharding.rules.embed=fsdp"),
+    ("sharding.rules.vocab=fsdp", "sharding.rules.vocab", ""),
+    ("mesh.tensor=2 sharding.rules.kv_heads=", "sharding.rules.kv_heads", "sharding.rules.kv_heads=tensor"),
+    ("sharding.rules.batch=data", "sharding.rules.embed", "sharding.rules.embed=data"),
+    # Steps
+    ("optimizer.warmup_steps=701", "optimizer.warmup_steps", ""),
+    ("optimizer.decay_steps=651", "optimizer.decay_steps", "optimizer.decay_steps=650"),
+    ("optimizer.lr_min=1", "optimizer.lr_min", "optimizer.lr_min=0.001"),
+    ("checkpoint.step=7", "checkpoint.step", ""),
+    ("profile.start=699", "profile.start", "profile.start=697"),
+    # Activation checkpointing and attention
+    ("remat.policy=custom", "remat.tensors", "remat.tensors=q=keep,mlp_up=offload"),
+    ("remat.tensors=q=keep", "remat.tensors", ""),
+    ("remat.policy=custom remat.tensors=qq=keep", "remat.tensors", "remat.tensors=q=keep"),
+    ("remat.policy=full remat.every=5", "remat.every", ""),
+    ("attention.impl=cudnn precision=bf16", "attention.impl", ""),
+    # Stages with different kinds of layers around a ring would deadlock.
+    (f"{RING}lggg", "mesh.stage", ""),
+    (f"{RING}lg model.num_layers=3", "mesh.stage", ""),
+    (f"{RING}lggg mesh.seq=4 mesh.fsdp=1 parallel.context=ulysses attention.ulysses=2", "mesh.stage", ""),
+    # The pattern fits two stages, but not four groups of one layer.
+    (f"{RING}lg pipeline.schedule=interleaved pipeline.groups=2", "mesh.stage", ""),
+    (f"{RING}lg", "", ""),
+    # Files and folders
+    ("data.eval_source=gone.tok", "data.eval_source", "data.eval_source="),
+    ("data.source=s3://a/b.tok eval.every_steps=0", "data.source", "data.source=synthetic"),
+    ("checkpoint.dir=az://bucket/run", "checkpoint.dir", "checkpoint.dir=gs://bucket/run"),
+    ("checkpoint.dir=s3:/a/run", "checkpoint.dir", ""),
+    ("checkpoint.dir=gs://bucket/run#2", "checkpoint.dir", "checkpoint.dir=gs://bucket/run2"),
+    ("paths.cache=/proc/cache", "paths.cache", "paths.cache="),
+    ("--workdir=/proc/jaxtrain", "--workdir", "--workdir=runs/test"),
+    # What a resumed run may change
+    ("checkpoint.allow_change=model.rop_*", "checkpoint.allow_change", "checkpoint.allow_change=model.rope_*"),
+    ("checkpoint.allow_change=model.d_model", "checkpoint.allow_change", "checkpoint.allow_change="),
+]
+
+
+@pytest.fixture(autouse=True)
+def a_plain_shell():
+    """Remove the variables for fake CPU devices, which a run on GPUs refuses, and restore the environment afterwards."""
+    with patch.dict(os.environ):
+        for name in environment.select_variables(os.environ):
+            del os.environ[name]
+        yield
+
+
+def arguments(settings: str) -> list[str]:
+    """Split settings at blanks, except in quotes. Options stay as they are, and KEY=VALUE becomes --config.KEY=VALUE."""
+    return [word if word.startswith("--") else f"--config.{word}" for word in shlex.split(settings)]
+
+
+def problems(settings: str = "", devices: Devices = EIGHT_CPUS, workdir: object = "runs/test", base: str = TINY):
+    """Return every problem of a command line, without starting a process."""
+    loaded = launch.load([base, *arguments(settings)], options={"workdir": str(workdir)})
+    checked = validate(loaded.run, devices, Path(loaded.options["workdir"])) if loaded.file_read else []
+    return [*loaded.problems, *checked]
+
+
+def keys(*args: object, **how: object) -> list[str]:
+    return [problem.key for problem in problems(*args, **how)]  # pyright: ignore[reportArgumentType]
+
+
+def named_fix(problem: Problem) -> str:
+    """Return the settings that a message names: KEY=VALUE, a value for its key, or a multiple of a number."""
+    remedy = problem.remedy
+    if pairs := re.findall(r"(\w+\.\w+=[^ ,;]+?)[.,;]?(?= |$)", remedy):
+        return " ".join(pairs)
+    if (other := re.match(r"Set ([\w.]+) to ([\w']+)", remedy)) and other[1] in declared():
+        return f"{other[1]}={other[2]}"
+    if whole := re.match(r"Make it a multiple of (\d+)", remedy):
+        return f"{problem.key}={problem.value + -problem.value % int(whole[1])}"
+    value = re.search(r"such as ([^ ,]*[^ ,.])", remedy)
+    value = value or re.match(r"(?:Set one of|Set|Write|Use|Did you mean) ('[^']*'|[^ ,?]*[^ ,?.])", remedy)
+    if value and value[1] in declared() and problem.key not in declared():
+        return f"{value[1]}={problem.value}"
+    return f"{problem.key}={value[1]}" if value else ""
+
+
+def mended(settings: str, fix: str) -> str:
+    """Return the settings with a fix, which replaces settings of the same keys. Unknown keys are left out."""
+    known = {*declared(), "--workdir"} | {f"sharding.rules.{axis}" for axis, _ in config.RunConfig().sharding.rules}
+    replaced = {word.partition("=")[0] for word in fix.split()}
+    words = [(word.partition("=")[0], word) for word in settings.split()]
+    return " ".join([word for key, word in words if key in known and key not in replaced] + [fix])
+
+
+@pytest.mark.parametrize(("wrong", "told", "fix"), REFUSED, ids=[wrong for wrong, *_ in REFUSED])
+def test_a_mistake_is_told_once_with_its_key_and_a_fix(wrong: str, told: str, fix: str):
+    """A fix leaves no problem. Consequences of a mistake, such as those of a wrong mesh, are not told."""
+    found = problems(wrong)
+    assert [problem.key for problem in found] == told.split(), found
+    for problem in found:
+        assert problem.rule and problem.remedy and str(problem).startswith((f"{problem.key} = ", f"{problem.key}: "))
+    if found:
+        assert problems(mended(wrong, fix or named_fix(found[0]))) == []
+
+
+# ---- Commands: all mistakes at once, and nothing is started or written
+
+
+@pytest.fixture
+def no_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Make a start of JAX an error, and work in an empty folder."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("JAX was started")
+
+    for module in (main, sample, hf):
+        monkeypatch.setattr(module, "start_jax", start)
+    monkeypatch.chdir(tmp_path)
+
+
+def listing(*folders: Path) -> list[str]:
+    return sorted(str(p) for folder in folders for p in folder.rglob("*"))
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the keys of the mistakes on stderr. Nothing may be on stdout."""
+    said = capsys.readouterr()
+    assert said.out == ""
+    return re.findall(r"^error: (.+?)(?: = .*)?: ", said.err, re.MULTILINE)
+
+
+def test_all_mistakes_are_told_at_once_and_nothing_is_written(no_jax, tmp_path, monkeypatch, capsys):
+    """Not even a __pycache__ is written beside the config. A config that is missing hides no other mistake."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    before = listing(tmp_path, REPO / "configs")
+    wrong = "model.num_layer=3 train.steps=1e3 mesh.tensor=8 model.vocab_size=200 data.eval_source=gone.tok remat.policy=x"
+    assert main.main([TINY, *arguments(wrong), "config.model.num_layers=9"]) == 2
+    expected = {word.partition("=")[0] for word in wrong.split()} - {"mesh.tensor"}
+    assert {*told(capsys)} == expected | {"model.num_heads", "argument 'config.model.num_layers=9'"}
+    assert main.main(["--config=configs/lama3_8b.py", "--config.model.dpeth=2", "stray", "--steps=3"]) == 2
+    assert {*told(capsys)} == {"--config", "model.dpeth", "argument 'stray'", "--steps"}
+    assert main.main([TINY, "--explain=html"]) == 2
+    assert listing(tmp_path, REPO / "configs") == before
+
+
+@pytest.mark.parametrize(
+    ("program", "argv", "key"),
+    [
+        (main, [TINY, "--config.init.from=runs/gone"], "init.from"),
+        (sample, ["--workdir=runs/gone"], "--workdir"),
+        (hf, ["import", "/tmp/gone", "--out=x"], "/tmp/gone"),
+        (hf, ["export", "runs/gone", "--out=x"], "runs/gone"),
+    ],
+)
+def test_folders_and_files_that_do_not_exist(program, argv, key, no_jax, capsys, tmp_path):
+    assert program.main(argv) == 2
+    assert told(capsys) == [key] and not listing(tmp_path)
+
+
+def checkpoint(step: int, **changes: object) -> Path:
+    """Write the meta.json of a step of the folder `run`, whose config is tiny.py's with some keys changed."""
+    loaded = launch.load([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
+    meta = Path(f"run/checkpoints/{step}/meta.json")
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({"config": config.to_dict(loaded.run)}))
+    return meta
+
+
+def starts(*argv: str) -> None:
+    """Check that a command is taken: it goes on to start JAX."""
+    with pytest.raises(AssertionError, match="JAX was started"):
+        main.main([TINY, "--workdir=run", *argv])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key", "right"),
+    [
+        ("model.d_ff=384", "model.d_ff", "model.d_ff=96"),  # another model than the checkpoint's
+        ("model.d_ff=96 train.steps=19 optimizer.warmup_steps=5", "train.steps", "model.d_ff=96"),  # the run is at step 20
+        ("model.d_ff=96 checkpoint.step=15", "checkpoint.step", "model.d_ff=96 checkpoint.step=10"),
+        ("model.d_ff=96 data.seq_len=64", "data.seq_len", "model.d_ff=96 data.seq_len=64 checkpoint.allow_change=data.seq_len"),
+    ],
+)
+def test_a_resume_that_its_checkpoint_forbids(wrong, key, right, no_jax, capsys, monkeypatch):
+    """A warm-up that was fitted to a shorter run may change."""
+    checkpoint(9, model__num_layers=2)  # the newest counts
+    checkpoint(10, model__d_ff=96, train__steps=20)
+    checkpoint(20, model__d_ff=96, train__steps=20)
+    assert main.main([TINY, "--workdir=run", *arguments(wrong)]) == 2
+    assert told(capsys) == [key]
+    starts(*arguments(right))
+    if key == "checkpoint.step":
+        monkeypatch.setenv("JAXTRAIN_RESTART", "1")  # an earlier attempt has rolled back to step 15 and deleted it later
+        starts(*arguments(wrong))
+
+
+def test_a_damaged_meta_is_left_to_the_start_of_the_run(no_jax):
+    meta = checkpoint(20)
+    for text in ("", '{"config": 3}'):
+        meta.write_text(text)
+        starts()
+
+
+def test_a_folder_in_which_a_run_is_at_work(no_jax, capsys):
+    Path("run").mkdir()
+    handle = os.open("run", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main.main([TINY, "--workdir=run"]) == 2
+    assert told(capsys) == ["--workdir"]
+    assert main.main([TINY, "--workdir=run", "--explain"]) == 0, "reading a config disturbs no run"
+    os.close(handle)
+    starts()
+
+
+def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path, capsys):
+    """A command without --config is refused if a key that it does not set differs from the run in the folder."""
+
+    def resume(past: str, *given: str) -> int:
+        stored = config.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
+        (tmp_path / "receipt.json").write_text(json.dumps({"command": past, "resolved": stored}))
+        return main.main([f"--workdir={tmp_path}", *given, "--explain"])
+
+    past = f"python -m jaxtrain.main {TINY} --config.data.source=synthetic --workdir=w"
+    assert resume(past) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: --workdir = ") == said.count("error:") == 1 and f"{TINY} --config.data.source=synthetic" in said
+    assert resume(past, TINY) == 0, "a change that the user asks for"
+    assert resume(past, "--config.data.source=synthetic", "--config.train.steps=9") == 0, "the same but for one key"
+    assert resume("python -m jaxtrain.main --workdir=w") == 0, "a change in the default config's file"
+
+
+# ---- The machine
+
+
+def test_machines_that_cannot_run_it(monkeypatch, tmp_path):
+    assert keys(devices=hardware.probe({"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""})) == ["JAX_PLATFORMS"]
+    (tmp_path / "taken").write_text("")
+    assert keys(workdir=tmp_path / "taken" / "run") == ["--workdir"]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert keys(devices=EIGHT_CPUS) == []
+    assert keys(devices=EIGHT_H200) == ["XLA_PYTHON_CLIENT_PREALLOCATE"]
+
+
+def llama3_8b(monkeypatch, settings: str, devices: Devices) -> list[Problem]:
+    """Return the problems with the memory of the devices. The config's token files are taken for present."""
+    monkeypatch.setattr(pipeline, "check", lambda *args, **how: [])
+    found = problems(settings, devices, base=f"--config={REPO}/configs/llama3_8b.py")
+    return [problem for problem in found if problem.key == "devices"]
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "each"),
+    [(1, "", 16), (8, "mesh.data=8 mesh.fsdp=1", 8 * 16), (1, "lora.rank=8 precision=f32", 4)],
+)
+def test_a_cpu_without_the_memory_for_the_state_is_refused(monkeypatch, count, settings, each):
+    """There are 8.030e9 parameters of `each` bytes."""
+    (problem,) = llama3_8b(monkeypatch, settings, Devices("cpu", "cpu", count, 24.0 / count, "test"))
+    assert f"{8.030 * each / 1.073742:.1f} GiB" in problem.rule and "24.0 GiB" in problem.rule
+
+
+def test_the_memory_of_cpus_is_that_of_this_process(monkeypatch):
+    """Half of the state fits into the memory of each of two processes, so no lack of memory is reported."""
+    assert llama3_8b(monkeypatch, "mesh.fsdp=2", Devices("cpu", "cpu", 2, 100.0, "test", node=1)) == []
+    assert keys(devices=Devices("cpu", "cpu", 1, 0.1, "test")) == []
+
+
+def test_a_mesh_for_several_devices_on_one_cpu_device():
+    """A machine without GPUs has one CPU device, unless JAX_NUM_CPU_DEVICES is higher."""
+    settings = "mesh.tensor=2 mesh.seq=2"
+    (problem,) = problems(settings, hardware.probe({"JAX_PLATFORMS": "cpu"}))
+    assert problem.key == "mesh" and "JAX_NUM_CPU_DEVICES=4" in problem.remedy
+    assert problems(settings, hardware.probe({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"})) == []
+
+
+@pytest.mark.parametrize(("name", "gpus", "fix"), [("llama3_405b", 32, "gpus=64"), ("llama3_70b", 1000, "gpus=512")])
+def test_numbers_of_gpus_without_a_layout_are_refused(name: str, gpus: int, fix: str):
+    (problem,) = launch.load([f"--config={REPO}/configs/{name}.py:gpus={gpus}"]).problems
+    assert problem.key == "--config=FILE:gpus" and fix in problem.remedy
+    assert not launch.load([f"--config={REPO}/configs/{name}.py:{fix}"]).problems
+
+
+# ---- Config files
+
+
+def config_file(folder: Path, body: str) -> str:
+    """Write a config file whose get_config has this body, and return its --config option."""
+    head = "from jaxtrain.config import default_config, parse_arg\n\ndef get_config(arg=None):\n    config = default_config()\n"
+    (folder / "mine.py").write_text(head + textwrap.indent(body, "    ") + "\n    return config\n")
+    return f"--config={folder}/mine.py"
+
+
+def test_mistakes_in_a_file(tmp_path):
+    base = config_file(tmp_path, "config.model.num_layer = 3\nconfig.model.dropout = 0.1\nconfig.data.source = None")
+    assert {"model.num_layer", "model.dropout", "data.source"} <= {*keys(base=base)}
+    variant = config_file(tmp_path, "v = parse_arg(arg, deep=False, seq=256)")
+    assert len(problems(base=f"{variant}:dep,seq=long")) == 2 and len(problems(base=f"{TINY}:big")) == 1
+    wide = config_file(tmp_path, "config.model.d_model = 'wide'")
+    (tmp_path / "bad.py").write_text("def get_config(:\n")
+    (tmp_path / "dict.py").write_text("def get_config():\n    return {}\n")
+    for base, line in ((wide, "line 5"), (f"--config={tmp_path}/bad.py", "line 1"), (f"--config={tmp_path}/dict.py", "")):
+        (problem,) = problems(base=base)
+        assert problem.key == "--config" and line in problem.rule
+
+
+# ---- Data
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    """Write token files of bytes (text, text.val, chat) and an own.json without settings into a new folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("a text of some length. " * 400)
+    prepare.prepare([str(tmp_path / "in.txt")], tmp_path / "text.tok")
+    shutil.copy(tmp_path / "text.tok", tmp_path / "text.val.tok")
+    (tmp_path / "own.json").write_text("{}")
+    write_conversations(tmp_path / "chat.tok", [200] * 40)
+    return tmp_path
+
+
+TEXT, HELD = "data.source=text.tok", "data.eval_source=text.val.tok"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        # with the value that the message names in the key's place
+        (f"{TEXT} {HELD} model.vocab_size=8", "model.vocab_size", "264"),
+        (f"{TEXT} {HELD} data.seq_len=65536", "data.seq_len", "data.packing=best_fit"),
+        (f"{TEXT} {HELD} data.tokenizer=own.json", "data.tokenizer", ""),
+        (f"{TEXT} {HELD} data.tokenizer={'x' * 300}", "data.tokenizer", ""),  # too long to be opened, even by root
+        ("data.tokenizer=own.json", "data.tokenizer", "byte"),
+        (f"data.source=txt.tok {HELD}", "data.source", "text.tok"),
+        (f"{TEXT} data.eval_source=txt.val.tok", "data.eval_source", "text.val.tok"),
+        (f"'data.source=text.tok text.val.tok' {HELD}", "data.source", "text.tok,text.val.tok"),
+        (f"{TEXT} 'data.eval_source=text.tok;b/x.val.tok'", "data.eval_source", "text=text.tok;x=b/x.val.tok"),
+        ("data.source=chat.tok eval.every_steps=0 loss.name=dpo init.from=.", "data.source", ""),
+    ],
+)
+def test_a_mistake_in_data_is_one_problem(files, settings, key, value):
+    (problem,) = problems(settings)
+    assert problem.key == key and value in problem.remedy
+
+
+def test_the_command_that_makes_a_token_file_is_named_once(files):
+    """The command of the message for a text is run: with its file, the problem is gone."""
+    (problem,) = problems(f"data.source=in.txt {HELD}")
+    (words,) = re.findall(r"python -m jaxtrain.data (prepare --input=\S+ --output=in.tok)", problem.remedy)
+    assert problem.key == "data.source" and command(files, *words.split())[0] == 0
+    assert problems(f"data.source=in.tok {HELD}") == []
+    (problem,) = problems(f"data.source=corpus/web.jsonl.gz {HELD}")
+    assert problem.remedy.endswith("--output=corpus/web.tok")
+
+
+def test_a_held_out_file_is_not_answered_with_the_one_that_is_learnt(files):
+    (files / "text.val.tok").unlink()
+    (problem,) = problems(f"{TEXT} {HELD}")
+    assert problem.key == "data.eval_source" and "text.tok?" not in problem.remedy and "prepare" in problem.remedy
