@@ -329,7 +329,7 @@ def pipeline() -> str:
 
 def experts() -> str:
     """Return the picture of dispatch and combine: tokens of four GPUs are sent to their experts and back."""
-    two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}}
+    two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}, "moe": {"impl": "ragged"}}  # traced in a second
     row: Any = jaxtrain.shardings("mixtral_8x7b", "h200:4", mesh={"expert": 4}, **two).row("layers.mlp.gate", "parameter")
     count, each = row.shape[1], row.local_shape[1]
     top = {each * at[1] + i: 114 + 84 * gpu + 34 * i for gpu, at in shards(row).items() for i in range(each)}

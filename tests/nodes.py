@@ -26,8 +26,9 @@ def judged(folder: Path, capsys, *more: str) -> tuple[int, dict, str]:
     return code, json.loads(said.out), said.err.strip()
 
 
-def faults(found: dict) -> list[dict]:
-    return [check for node in found["nodes"] for check in node["checks"] if check["state"] == FAULT]
+def faults(found: dict) -> dict[str, dict]:
+    """Return name -> check of each check that is a fault."""
+    return {check["name"]: check for node in found["nodes"] for check in node["checks"] if check["state"] == FAULT}
 
 
 def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
@@ -54,27 +55,19 @@ def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
     return answer(nvidia_smi.GPUS, "\n".join([heading, *(", ".join(row.values()) for row in rows)]) + "\n")
 
 
+def some_gpus(count: int) -> dict[str, str]:
+    """Return the healthy node's GPU table cut to `count` GPUs, or continued to 16."""
+    heading, *lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
+    lines += [f"{int(line[0]) + 8}{line[1:]}" for line in lines]
+    return answer(nvidia_smi.GPUS, "\n".join([heading, *lines[:count]]) + "\n")
+
+
 def sliders(*values: int | str) -> str:
     """Return the table of `nvidia-smi boost-slider --list` with vboost at these values, as CSCS's manual prints it (GH200)."""
     line = "+-------------------------------------------------+\n"
     heading = "| GPU Boost Slider                                |\n| GPU     Slider       Max Value    Current Value |\n"
     rows = [f"| {i:3}     vboost           4            {value:>3}       |\n{line}" for i, value in enumerate(values)]
     return f"{line}{heading}|{'=' * 49}|\n{''.join(rows)}"
-
-
-def of_makers(mhz: str) -> dict[str, str]:
-    """Return nvidia-smi's table for one unknown product.
-
-    The first GPU's highest SM clock is `mhz`, all others have 2900 MHz.
-    """
-    lines = next(iter(gpu_table(name="Mystery", clocks__max__sm="2900").values())).splitlines()
-    lines[3] = lines[3].replace("2900", mhz)
-    return answer(nvidia_smi.GPUS, "\n".join(lines[2:]) + "\n")
-
-
-def check_of(folder: Path, name: str, capsys, *more: str) -> dict:
-    found = judged(folder, capsys, *more)[1]
-    return next(check for node in found["nodes"] for check in node["checks"] if check["name"] == name)
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,10 @@ class Nvml:
         return SimpleNamespace(gpu=gpu.utilization, memory=0)
 
     def DeviceGetMemoryInfo(self, gpu: Gpu) -> Any:
-        return SimpleNamespace(used=gpu.used)
+        return SimpleNamespace(used=gpu.used, total=141 * GIB)
+
+    def DeviceGetCudaComputeCapability(self, gpu: Gpu) -> tuple[int, int]:
+        return 9, 0
 
     def DeviceGetPowerUsage(self, gpu: Gpu) -> int:
         return gpu.power_mw

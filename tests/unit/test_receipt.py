@@ -3,21 +3,21 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import runs
 from made_runs import train_line
 from played_nvml import AT_ITS_CAP, HW_THERMAL, IDLE, Gpu, Nvml
 
-from jaxtrain import config, metrics, receipt
+from jaxtrain import config, metrics
 from jaxtrain.receipt import Receipt, collect, figures, machine
 from jaxtrain.receipt import __main__ as command
 from jaxtrain.receipt.diff import GROUPS, compare, differences
-from jaxtrain.receipt.format import FORMAT, ReceiptError, flatten, load, open_run
+from jaxtrain.receipt.format import FORMAT, ReceiptError, load, open_run
 
 RESOLVED = config.to_dict(config.RunConfig())
 
@@ -29,11 +29,9 @@ def known_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "source", lambda *args: known)
 
 
-def driver(*gpus: Gpu, **options: Any) -> Nvml:
+def driver(count: int = 1) -> Nvml:
     """Return a driver whose GPUs are idle."""
-    for gpu in gpus:
-        gpu.reasons = IDLE
-    return Nvml(*gpus, **options)
+    return Nvml(*(Gpu(reasons=IDLE) for _ in range(count)))
 
 
 # ---- Contents
@@ -44,37 +42,21 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
     checks = [{"name": "driver", "state": "ok", "seen": "580"}, *kept]
     fit = {"verdict": "fit", "seconds": 3.0, "nodes": [{"host": "a", "checks": checks, "measured": {"h2d_gb_s": [55.0]}}]}
     (tmp_path / "preflight.json").write_text(json.dumps(fit))
-    given = {"JAXTRAIN_PREFLIGHT": str(tmp_path / "preflight.json"), "JAXTRAIN_HOST_CLASS": "8 x NVIDIA H200"}
-    for name, value in {**given, "JAXTRAIN_COMMIT": "abc", "JAXTRAIN_DIRTY": "no"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "preflight.json"))
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {3, 5, 7})
-    written = Receipt(tmp_path, nvml=driver(Gpu(), Gpu(), Gpu()))
-    devices = machine.device_facts(jax.devices())
-    written.start({"resolved": RESOLVED, "devices": devices}, runs.REPO / "configs" / "tiny.py")
+    written = Receipt(tmp_path, nvml=driver(3))
+    written.start({"resolved": RESOLVED, "devices": machine.device_facts(jax.devices())})
     found = load(tmp_path / "receipt.json")
     assert (found["format"], found["exit_code"], found["resolved"]) == (FORMAT, None, json.loads(json.dumps(RESOLVED)))
     assert written.preflight == fit and found["preflight"]["nodes"] == [{**fit["nodes"][0], "checks": kept}]
-    assert found["launch"] == {"commit": "abc", "dirty": False, "host_class": "8 x NVIDIA H200"}
     assert (found["versions"]["driver"], found["versions"]["driver_cuda"]) == ("580.65.06", "13.0")
-    assert found["packages"]["jax"] == jax.__version__
-    assert found["devices"]["count"] == jax.device_count() and found["devices"]["platform"] == ["cpu"]
+    assert found["packages"]["jax"] == jax.__version__ and found["devices"]["count"] == jax.device_count()
     assert found["host"]["cpus"] == 3, "those that the process may use"
-    assert found["hardware"]["topology"] == {"nvlinks": [16, 16, 16], "pairs": {"NVLink": 1, "PHB": 2}}
-    assert found["hardware"]["gpus"][1] == {
-        "index": 1,
-        "name": "NVIDIA H200",
-        "uuid": "GPU-10ac6aa1",
-        "pci": "0000:18:00.0",
-        "power_limit_w": 700.0,
-        "power_limit_default_w": 700.0,
-        "max_sm_clock_mhz": 1980,
-        "max_memory_clock_mhz": 1980,
-        "ecc": True,
-    }
-    assert found["hardware"]["before"][0]["throttle_reasons"] == "" and "after" not in found["hardware"]
-    assert found["hardware"]["before"][0]["ecc_uncorrected"] == 0 and found["hardware"]["before"][0]["power_w"] == 650.0
-    with pytest.raises(ValueError, match="packages"):
-        Receipt(tmp_path / "other").start({"packages": {}})
+    hardware = found["hardware"]
+    assert hardware["topology"] == {"nvlinks": [16, 16, 16], "pairs": {"NVLink": 1, "PHB": 2}} and "after" not in hardware
+    limits = {"power_limit_w": 700.0, "power_limit_default_w": 700.0, "max_sm_clock_mhz": 1980, "max_memory_clock_mhz": 1980}
+    assert hardware["gpus"][1].items() >= ({"index": 1, "name": "NVIDIA H200", "ecc": True} | limits).items()
+    assert hardware["before"][0].items() >= {"throttle_reasons": "", "ecc_uncorrected": 0, "power_w": 650.0}.items()
 
 
 def test_the_end_adds_clocks_and_figures(tmp_path: Path) -> None:
@@ -98,43 +80,18 @@ def test_the_end_adds_clocks_and_figures(tmp_path: Path) -> None:
 
 def test_an_error_at_the_end_costs_the_figures_and_not_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(nvml: Any) -> None:
-        raise OverflowError("an error of the driver's own")
+        raise OverflowError("driver")
 
     monkeypatch.setattr(machine, "clocks", fail)
-    for folder, text in ((tmp_path / "damaged", "x\n{}\n"), (tmp_path / "broken", metrics.encode(lines(1)[0]) + "\n")):
-        written = Receipt(folder, nvml=driver(Gpu()))
+    texts = {"damaged": ("x\n{}\n", "metrics.jsonl:1"), "broken": (metrics.encode(lines(1)[0]) + "\n", "OverflowError: driver")}
+    for name, (text, why) in texts.items():
+        written = Receipt(tmp_path / name, nvml=driver())
         written.start({})
-        (folder / "metrics.jsonl").write_text(text)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
         written.finish(75, "SIGTERM")
-        found = load(folder / "receipt.json")
-        assert (found["exit_code"], found["reason"]) == (75, "SIGTERM")
-    assert found["no_figures"] == "OverflowError: an error of the driver's own" and found["loss_at"] == {"1": 10.0}
-    assert "metrics.jsonl:1" in load(tmp_path / "damaged" / "receipt.json")["no_figures"]
-
-
-def test_a_lost_gpu_costs_neither_the_receipt_nor_the_exit_code(tmp_path: Path) -> None:
-    nvml = driver(Gpu(), Gpu(lost=True), Gpu())
-    written = Receipt(tmp_path, nvml=nvml)
-    written.start({})
-    found = load(tmp_path / "receipt.json")["hardware"]
-    assert found["gpus"][1] == found["before"][1] == {"index": 1, "lost": True}
-    assert found["gpus"][2]["index"] == 2 and found["topology"]["nvlinks"] == [16, 16]
-    nvml.gpus[0].lost = True
-    written.finish(75, "another process died")
-    found = load(tmp_path / "receipt.json")
-    assert found["exit_code"] == 75 and [gpu.get("lost", False) for gpu in found["hardware"]["after"]] == [True, True, False]
-    assert dict(flatten(found))["hardware.gpus.name"] == "2 x NVIDIA H200"
-    assert command.main(["show", str(tmp_path)]) == 0
-
-
-def test_a_fact_that_is_not_reported_is_null() -> None:
-    found, versions = machine.node_facts(Nvml(driver=False))
-    assert found["gpus"] == [] and found.keys() == {"cpu", "gpus"} and found["cpu"]["memory_gib"] > 0
-    assert machine.clocks(Nvml(driver=False)) == [] and versions == {"driver": None, "driver_cuda": None}
-    asked = frozenset(f"nvmlDeviceGet{name}" for name in ("EccMode", "PowerUsage", "CurrentClocksThrottleReasons"))
-    found, _ = machine.node_facts(Nvml(Gpu(broken=asked)))
-    assert found["gpus"][0]["ecc"] is None
-    assert (found["before"][0]["power_w"], found["before"][0]["throttle_reasons"]) == (None, None)
+        found = load(tmp_path / name / "receipt.json")
+        assert (found["exit_code"], found["reason"]) == (75, "SIGTERM") and why in found["no_figures"]
+    assert found["loss_at"] == {"1": 10.0}
 
 
 def test_no_secret_and_no_variable_of_one_attempt_is_kept() -> None:
@@ -144,20 +101,11 @@ def test_no_secret_and_no_variable_of_one_attempt_is_kept() -> None:
     assert collect.select_environment(kept | others) == kept
 
 
-def test_the_container_is_named_by_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "CONTAINERS", (tmp_path / "podman", tmp_path / "docker"))
-    assert collect.container({}) is None
-    (tmp_path / "docker").touch()
-    assert collect.container({}) == "unnamed image"
-    assert collect.container({"JAXTRAIN_IMAGE": "jaxtrain@sha256:9"}) == "jaxtrain@sha256:9"
-
-
 # ---- Attempts
 
 
 def attempt(folder: Path, saves: bool, loaded: dict[str, Any] | None = None, **optimizer: Any) -> Receipt:
-    """Add an attempt to a run, with these keys of the optimizer's config."""
-    written = Receipt(folder, nvml=driver(Gpu()))
+    written = Receipt(folder, nvml=driver())
     written.start({"resolved": {**RESOLVED, "optimizer": RESOLVED["optimizer"] | optimizer}})
     written.began(loaded)
     if saves:
@@ -189,14 +137,13 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     assert found_in(resumed, plain) == []
     attempt(resumed, saves=True, loaded=read_from(third.id, step=20), lr=0.9)
     attempt(plain, saves=True, lr=0.9)  # a new start in the same folder
-    was = f"from {RESOLVED['optimizer']['lr']} to 0.9"
-    assert found_in(resumed, plain) == [("config", "optimizer.lr (changed on resume)", was, "absent")]
+    assert [found[:2] for found in found_in(resumed, plain)] == [("config", "optimizer.lr (changed on resume)")]
 
 
 def test_an_attempt_that_finds_all_steps_done_leaves_the_receipt_of_the_run(tmp_path: Path) -> None:
     trained = attempt(tmp_path, saves=True)
     before = load(tmp_path / "receipt.json")
-    idle = Receipt(tmp_path, nvml=driver(Gpu()))
+    idle = Receipt(tmp_path, nvml=driver())
     idle.start({"resolved": {**RESOLVED, "optimizer": RESOLVED["optimizer"] | {"lr": 0.9}}})
     idle.began(read_from(trained.id))
     idle.took_no_step = True
@@ -206,19 +153,16 @@ def test_an_attempt_that_finds_all_steps_done_leaves_the_receipt_of_the_run(tmp_
     assert after == {k: v for k, v in before.items() if k != "attempts"}
     assert (summary["id"], summary["attempt"], summary["exit_code"]) == (idle.id, 2, 0)
     assert summary["changed"][0][1] == "optimizer.lr" and "resolved" not in summary
-    attempt(tmp_path, saves=True, loaded=read_from(trained.id))  # with more steps
-    assert [one["attempt"] for one in open_run(tmp_path).attempts] == [1, 2, 3]
-    assert load(tmp_path / "receipt.json")["changed"] == []
 
 
-def test_a_run_that_began_from_another_state_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_began_from_another_state_differs(tmp_path: Path) -> None:
     for name, saver, digest in (("a", "x", "d"), ("moved", "y", "d"), ("other", "x", "e")):
         first = attempt(tmp_path / name, saves=True, loaded=read_from(saver, digest * 64))
         attempt(tmp_path / name, saves=True, loaded=read_from(first.id, "own" + name))
     attempt(tmp_path / "seed", saves=True)
     assert found_in(tmp_path / "a", tmp_path / "moved") == []
     assert found_in(tmp_path / "a", tmp_path / "other") == [("data", "first state", "d" * 64, "e" * 64)]
-    assert found_in(tmp_path / "seed", tmp_path / "a") == [("data", "first state", "made from train.seed", "d" * 64)]
+    assert [found[:2] for found in found_in(tmp_path / "seed", tmp_path / "a")] == [("data", "first state")]
     assert command.main(["diff", str(tmp_path / "seed"), str(tmp_path / "a")]) == 1
 
 
@@ -226,8 +170,9 @@ def test_an_attempt_began_where_it_first_began(tmp_path: Path) -> None:
     written = Receipt(tmp_path)
     written.start({})
     written.began(None)
+    origin = load(tmp_path / "receipt.json")["origin"]
     written.began(read_from("x"))  # it diverged, and rolled back
-    assert load(tmp_path / "receipt.json")["origin"] == "made from train.seed"
+    assert origin and load(tmp_path / "receipt.json")["origin"] == origin
 
 
 # ---- Figures
@@ -238,8 +183,7 @@ def lines(count: int, first: int = 1, **fields: Any) -> list[dict[str, Any]]:
     out = []
     for step in range(first, first + count):
         seconds = 10.0 if step < first + 2 else step / 1000
-        rates = {"tokens_per_s_per_device": 100 / seconds, "tokens_per_s": 800 / seconds, "tflops_per_device": 5 / seconds}
-        rates |= {"mfu_causal": 0.01 / seconds, "mfu_full": 0.02 / seconds, "hfu": None}
+        rates = {"tokens_per_s": 800 / seconds, "tflops_per_device": 5 / seconds, "mfu_causal": 0.01 / seconds, "hfu": None}
         out.append({"kind": "train", "step": step, "loss": 10.0 / step, "step_time_s": seconds, **rates, **fields})
     return out
 
@@ -254,11 +198,6 @@ def test_speed_is_that_of_a_stated_window() -> None:
     assert found["peak_tflops"] == pytest.approx(500.0)
 
 
-def test_too_few_lines_have_no_speed() -> None:
-    found = figures.speed([*lines(6), *lines(3, 7, step_time_s=None)])
-    assert found["step_time_s"] is None and found["window"] is None and found["why"].startswith("4 train lines")
-
-
 def test_figures_are_those_of_this_attempt_and_losses_of_the_run() -> None:
     found = figures.of_run([*lines(50), *lines(50, 51)], {"resumed_from_step": 50})
     assert found["speed"]["window"]["first_step"] == 61
@@ -270,15 +209,6 @@ def test_nan_and_infinite_losses_are_text() -> None:
     assert found == {"1": 10.0, "2": 5.0, "5": "nan", "10": "-inf"}
     json.loads(json.dumps(found), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert figures.loss_at([]) == {}
-
-
-def test_memory_names_its_sources() -> None:
-    train = lines(3, memory_gib=70.0, peak_memory_gib=110.5)
-    gpu = [{"kind": "gpu", "step": 3, "pool_gib": 132.0}, {"kind": "gpu", "step": 3, "pool_gib": None}]
-    found = figures.memory([*train, *gpu], {"peak": 109.0})
-    assert found == {"peak_gib": 110.5, "in_use_gib": 70.0, "pool_gib": 132.0, "compiler_peak_gib": 109.0}
-    nothing = figures.memory(lines(3), {})
-    assert set(nothing.values()) == {None}
 
 
 def test_throttling_is_a_share_of_the_time_of_this_attempt() -> None:
@@ -317,17 +247,15 @@ BASE: dict[str, Any] = {
     "resolved": RESOLVED,
     "mesh": {"data": 1, "fsdp": 8},
     "data": {"source": "/x/y.tok", "seed": 0, "tokenizer": {"name": "/x", "sha256": "f"}},
-    "eval_data": {"code": {"split": "y", "kind": "a"}},
 }
 
 
 def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
     """Return the differences from a receipt that has another value at one dotted path."""
-    other = copy.deepcopy(BASE)
     *folders, last = path.split(".")
-    inner = other
+    other = inner = copy.deepcopy(BASE)
     for name in folders:
-        inner = inner.setdefault(name, {})
+        inner = inner[name]
     inner[last] = value
     return [(d.group, d.name, d.a, d.b) for d in differences(BASE, other)]
 
@@ -335,31 +263,14 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("id", "x"),
-        ("started", "x"),
-        ("command", "x"),
-        ("host.name", "x"),
-        ("config", "x"),
-        ("restart", 3),
-        ("environment.SLURM_JOB_ID", "7"),
-        ("environment.JAXTRAIN_COMMIT", "x"),
-        ("environment.NCCL_DEBUG", "INFO"),
-        ("env.set.XLA_CLIENT_MEM_FRACTION", "0.9"),
         ("environment.XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
-        ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x"}, {**GPU, "index": 1}]),
-        ("hardware.gpus", [{**GPU, "nics": ["mlx5_0"]}, {**GPU, "index": 1}]),
-        ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": ""}]),
-        ("hardware.after", [{**STATE, "throttle_reasons": "hw_thermal"}]),  # one sample does not describe the run
+        ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x", "nics": ["mlx5_0"]}, {**GPU, "index": 1}]),
+        # one sample does not describe the run
+        ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": "hw_thermal"}]),
         ("throttled", [{"gpu": 0, "share": 0.1, "reasons": "hw_thermal"}]),
         ("source.commit", "x"),  # the files are equal
-        ("source.patch", "a README"),
-        ("source.config_file", {"other.py": "x"}),  # the part's keys are compared
-        ("compile_s", 99.0),
-        ("attention", "another kernel"),
         ("preflight.nodes", [{"measured": {"all_reduce_bus_gb_s": 460.0}}]),
-        ("preflight", None),
         ("data.source", "/elsewhere"),
-        ("data.tokenizer.name", "/elsewhere"),
         ("resolved.log.every_steps", 99),
         ("resolved.optimizer", {k: v for k, v in RESOLVED["optimizer"].items() if k != "beta1"}),  # the key has its default
         ("resolved.mesh.data", 1),  # the sizes are written out, and the same
@@ -369,43 +280,27 @@ def test_a_fact_that_explains_nothing_is_no_difference(path: str, value: Any) ->
     assert changed(path, value) == []
 
 
+UNEQUAL_RATES = [{"measured": {"all_reduce_bus_gb_s": 475.0}}, {"measured": {"all_reduce_bus_gb_s": [311.0, 475.0]}}]
+
+
 @pytest.mark.parametrize(
-    ("path", "value", "expected"),
+    ("path", "value", "group", "name", "shown"),
     [
-        ("devices.count", 4, ("hardware", "devices.count", "8", "4")),
-        ("devices.kind", ["NVIDIA H100"], ("hardware", "devices.kind", "NVIDIA H200", "NVIDIA H100")),
-        ("devices.process_count", 2, ("hardware", "devices.process_count", "1", "2")),
-        ("host.cpus", 4, ("hardware", "host processors", "8", "4")),
-        (
-            "hardware.gpus",
-            [GPU, {**GPU, "power_limit_w": 500.0}],
-            ("hardware", "gpus.power_limit_w", "2 x 700.0", "500.0, 700.0"),
-        ),
-        ("hardware.topology.pairs.NVLink", 0, ("hardware", "topology.pairs.NVLink", "1", "0")),
-        ("throttled", [{"gpu": 0, "share": 0.2, "reasons": "hw"}], ("hardware", "GPU 0: throttled by", "absent", "hw")),
-        ("hardware.after", [{**STATE, "ecc_uncorrected": 2}], ("hardware", "GPU 0: new uncorrected ECC errors", "absent", "2")),
-        (
-            "preflight.nodes",
-            [{"measured": {"all_reduce_bus_gb_s": 475.0}}, {"measured": {"all_reduce_bus_gb_s": [311.0, 475.0]}}],
-            ("hardware", "preflight.all_reduce_bus_gb_s", "475.0", "311.0"),
-        ),
-        ("environment.XLA_FLAGS", "--xla_a=1", ("environment", "XLA_FLAGS --xla_a", "absent", "1")),
-        ("env.set.NCCL_PROTO", "Simple", ("environment", "NCCL_PROTO", "absent", "Simple")),
-        ("env.set.NCCL_ALGO", "^NVLS", ("environment", "NCCL_ALGO", "absent", "^NVLS")),
-        ("versions.driver", "580.1", ("versions", "driver", "570.2", "580.1")),
-        ("versions.plugin_built_with.cuda", "13.0", ("versions", "plugin_built_with.cuda", "12.9", "13.0")),
-        ("python", "3.13.0", ("versions", "python", "3.12.1", "3.13.0")),
-        ("host.system", "Linux 7", ("versions", "operating system", "Linux", "Linux 7")),
-        ("data.tokenizer.sha256", "0", ("data", "tokenizer.sha256", "f", "0")),
-        ("eval_data.code", {"split": "x", "kind": "b"}, ("data", "eval_data.code.kind", "a", "b")),
-        ("source.files", {"a.py": "e" * 64}, ("code", "a.py", "d" * 12, "e" * 12)),
-        ("resolved.log.peak_tflops", 5.0, ("config", "log.peak_tflops", str(RESOLVED["log"]["peak_tflops"]), "5.0")),
-        ("resolved.optimizer.beta1", 0.5, ("config", "optimizer.beta1", "0.9", "0.5")),
+        ("host.cpus", 4, "hardware", "host processors", "8 4"),
+        ("hardware.gpus", [GPU, {**GPU, "power_limit_w": 500.0}], "hardware", "gpus.power_limit_w", "2 x 700.0 500.0, 700.0"),
+        ("throttled", [{"gpu": 0, "share": 0.2, "reasons": "hw"}], "hardware", "GPU 0: throttled by", "absent hw"),
+        ("hardware.after", [{**STATE, "ecc_uncorrected": 2}], "hardware", "GPU 0: new uncorrected ECC errors", "absent 2"),
+        ("preflight.nodes", UNEQUAL_RATES, "hardware", "preflight.all_reduce_bus_gb_s", "475.0 311.0"),
+        ("environment.XLA_FLAGS", "--xla_a=1", "environment", "XLA_FLAGS --xla_a", "absent 1"),
+        ("env.set.NCCL_ALGO", "^NVLS", "environment", "NCCL_ALGO", "absent ^NVLS"),
+        ("data.tokenizer.sha256", "0", "data", "tokenizer.sha256", "f 0"),
+        ("source.files", {"a.py": "e" * 64}, "code", "a.py", f"{'d' * 12} {'e' * 12}"),
+        ("resolved.optimizer.beta1", 0.5, "config", "optimizer.beta1", "0.9 0.5"),
     ],
 )
-def test_a_fact_that_explains_something_is_named(path: str, value: Any, expected: tuple[str, ...]) -> None:
-    assert changed(path, value) == [expected]
-    assert expected[0] in GROUPS
+def test_a_fact_that_explains_something_is_named(path: str, value: Any, group: str, name: str, shown: str) -> None:
+    ((found_group, found_name, a, b),) = changed(path, value)
+    assert (found_group, found_name, f"{a} {b}") == (group, name, shown) and group in GROUPS
 
 
 def test_a_fact_that_follows_from_another_is_not_named() -> None:
@@ -413,85 +308,49 @@ def test_a_fact_that_follows_from_another_is_not_named() -> None:
     other["resolved"]["train"]["deterministic"] = True
     other["env"]["set"]["NCCL_ALGO"] = "^NVLS"  # train.deterministic sets this variable
     other["source"] |= {"commit": "e", "files": {"a.py": "x"}}
-    assert [(d.group, d.name) for d in differences(BASE, other)] == [
-        ("code", "commit"),
-        ("code", "a.py"),
-        ("config", "train.deterministic"),
-    ]
+    found = [f"{d.group}: {d.name}" for d in differences(BASE, other)]
+    assert found == ["code: commit", "code: a.py", "config: train.deterministic"]
 
 
 def test_mixtures_are_compared_by_the_contents_of_their_files() -> None:
     def mixture(*files: tuple[str, str, float]) -> dict[str, Any]:
         found = [{"name": n, "content_sha256": c * 64, "weight": w, "tokens": 10, "documents": 1} for n, c, w in files]
-        return {
-            **BASE,
-            "data": {**BASE["data"], "source": str(files), "files": found},
-            "resolved": {"data": {"source": files[0][0]}},
-        }
+        data = {**BASE["data"], "source": str(files), "files": found}
+        return {**BASE, "data": data, "resolved": {"data": {"source": files[0][0]}}}
+
+    def names(a: dict[str, Any], *other: tuple[str, str, float]) -> list[str]:
+        return [d.name for d in differences(a, mixture(*other))]
 
     web, code = ("web", "a", 0.7), ("code", "b", 0.3)
-
-    def found(*other: tuple[str, str, float]) -> list[tuple[str, str, str]]:
-        return [(d.name, d.a, d.b) for d in differences(mixture(web, code), mixture(*other))]
-
-    a, c = "10 tokens, sha256 aaaaaaaaaaaa, weight 0.7", "10 tokens, sha256 cccccccccccc, weight"
-    assert found(("renamed", "a", 0.7), code) == []
-    assert found(code, web) == [("order of the files", "['web', 'code']", "['code', 'web']")]
-    assert found(("web", "a", 0.6), code) == [("web", a, a.replace("0.7", "0.6"))]
-    assert found(web, code, ("more", "c", 0.1)) == [("more", "absent", f"{c} 0.1")]
-    assert found(("web", "c", 0.7), code) == [("web", a, f"{c} 0.7")]
-    # Files in several folders may have the same name.
-    twins = mixture(("train.tok", "a", 0.7), ("train.tok", "b", 0.3))
-    other = mixture(("train.tok", "c", 0.7), ("train.tok", "b", 0.3))
-    assert [(d.a, d.b) for d in differences(twins, other) if d.group == "data"] == [(a, f"{c} 0.7")]
-    fewer = [d.name for d in differences(twins, mixture(("train.tok", "b", 0.3)))]
-    assert [name for name in fewer if name.startswith("train.tok")]
+    plain = mixture(web, code)
+    assert names(plain, ("renamed", "a", 0.7), code) == []
+    assert names(plain, code, web) == ["order of the files"]
+    assert names(plain, ("web", "a", 0.6), code) == names(plain, ("web", "c", 0.7), code) == ["web"]
+    assert names(plain, web, code, ("more", "c", 0.1)) == ["more"]
 
 
 # ---- Files that cannot be read, and the command line
 
+TEXTS = {"damaged.json": "{", "later.json": '{"format": 99, "attempts": []}', "list.json": "[]"}
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["show", "nowhere"], "no such file or folder"),
-        (["show", "empty"], "no receipt.json in this folder"),
-        (["list", "empty"], "no receipt.json in this folder or in one below it"),
-        (["show", "later.json"], f"format 99, this jaxtrain reads {FORMAT}"),
-        (["diff", "list.json", "list.json"], "not a receipt"),
-        (["show", "binary.json"], "name a run's folder (--workdir of training)"),
-        (["show", "damaged"], "move it away, and the run writes a new one."),
-        ([], "is missing"),
-        (["diff", "a"], "diff: needs two runs, not 1. Write diff A B."),
-        (["show", "a", "b"], "show: needs one run, not 2. Write show RUN."),
-        (["list"], "list: needs one run or more, not 0. Write list RUN..."),
-        (["nothing"], "must be one of show, list, diff"),
-        (["show", "a", "--json"], "show does not use it"),
-    ],
-)
+
 def test_a_wrong_command_or_file_is_named(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "receipt.json").write_text("{")
-    (tmp_path / "later.json").write_text('{"format": 99, "attempts": []}')
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    assert command.main(arguments) == 2
-    assert message in capsys.readouterr().err
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    wrong = [["list", "empty"], *(["show", name] for name in TEXTS), ["diff", "list.json", "list.json"], ["diff"]]
+    for arguments in wrong:
+        assert command.main(arguments) == 2
+        assert arguments[-1] in capsys.readouterr().err
 
 
 def test_a_receipt_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
-    for text in ("{", '{"format": 99, "attempts": []}', "[]"):
+    for text in TEXTS.values():
         path.write_text(text)
-        with pytest.raises(ReceiptError, match="not a receipt|format 99"):
+        with pytest.raises(ReceiptError, match=re.escape(str(path))):
             Receipt(tmp_path).start({})
         assert path.read_text() == text
-
-
-def test_digests_of_configs() -> None:
-    assert receipt.config_sha256({"a": 2, "b": 1}) == receipt.config_sha256({"b": 1, "a": 2})
-    assert receipt.config_sha256({"a": 2, "b": 1}) != receipt.config_sha256({"a": 2, "b": 2})
