@@ -57,7 +57,7 @@ class Bucket:
     def size(self, name: str) -> int:
         return self.client.info(f"{self.name}/{name}")["size"]
 
-    def fail(self, kinds: str, pattern: str = "", status: int = 403, skip: int = 0, kill: int = 0, each: bool = False) -> None:
+    def fail(self, kinds: str, pattern: str = "", status: int = 403, skip: int = 0, kill: int = 0) -> None:
         """Answer requests of these kinds (list, read, write, copy, delete) with an error, after the first `skip`.
 
         Args:
@@ -66,10 +66,8 @@ class Bucket:
             status: the HTTP status of the error.
             skip: the number of matching requests that succeed first.
             kill: the id of a process to kill before the error is returned; 0 for none.
-            each: whether a fault is for single objects of an s3:// request that deletes several. This request gets status 200,
-            with AccessDenied for each object whose key matches `pattern`.
         """
-        fault = {"kinds": kinds.split(), "pattern": pattern, "status": status, "skip": skip, "kill": kill, "each": each}
+        fault = {"kinds": kinds.split(), "pattern": pattern, "status": status, "skip": skip, "kill": kill}
         self._set([fault])
 
     def heal(self) -> None:
@@ -154,8 +152,6 @@ class Faults:
             return 200
         kind, text = kind_of(method, target, copies), target + body[:1000].decode("latin-1")
         for fault in self.now:
-            if fault["each"] and body.startswith(b"<Delete"):
-                continue  # `refused` answers these requests
             if kind in fault["kinds"] and re.search(fault["pattern"], text):
                 fault["skip"] -= 1
                 if fault["skip"] < 0:
@@ -163,21 +159,6 @@ class Faults:
                         os.kill(fault["kill"], signal.SIGKILL)
                     return fault["status"]
         return 0
-
-    def refused(self, body: bytes) -> tuple[bytes, bytes]:
-        """Split a DeleteObjects request into objects that no fault with `each` matches, and objects that such a fault matches.
-
-        Returns:
-            The request's body without the objects that match a fault, and the response's body with an error for each of them.
-        """
-        answer = b""
-        for fault in self.now:
-            for item in re.findall(rb"<Object>.*?</Object>", body) if fault["each"] else ():
-                key = re.findall(rb"<Key>.*?</Key>", item)[0]
-                if re.search(fault["pattern"], key.decode()):
-                    body = body.replace(item, b"")
-                    answer += b"<Error>" + key + b"<Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-        return body, answer and b"<DeleteResult>" + answer + b"</DeleteResult>"
 
 
 def serve_s3(faults: Faults) -> Any:
@@ -197,14 +178,6 @@ def serve_s3(faults: Faults) -> Any:
         if status := faults.status(method, target, copies, body):
             start(f"{status} {'OK' if status == 200 else 'Refused'}", [("Content-Length", "0")])
             return []
-        if body.startswith(b"<Delete"):
-            left, answer = faults.refused(body)
-            if answer:
-                request["wsgi.input"], request["CONTENT_LENGTH"] = io.BytesIO(left), str(len(left))
-                if b"<Object>" in left:
-                    b"".join(moto(request, lambda *_: None))
-                start("200 OK", [("Content-Length", str(len(answer))), ("Content-Type", "application/xml")])
-                return [answer]
         return moto(request, start)
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

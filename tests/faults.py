@@ -10,8 +10,7 @@ import os
 import random
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,6 @@ def steps_written(workdir: Path) -> int:
 def dice(name: str) -> random.Random:
     """Return the random generator of the fault test `name`. Its seed is the same in every campaign."""
     return random.Random(f"{SEED} {name}")
-
-
-def until(what: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait until `what()` is true. Fails after `seconds`."""
-    limit = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < limit, "it never came to that"
-        time.sleep(0.002)
 
 
 class Figures:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,14 +56,36 @@ def get_config(arg=None):
 EXACT = ("kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch")
 
 
+# The smallest run: a compile takes seconds. Its settings replace those of SMALL.
+SMALLEST = {
+    "data.source": "synthetic",
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.d_ff": 16,
+    "data.seq_len": 32,
+    "train.steps": 8,
+    "optimizer.warmup_steps": 2,
+    "eval.every_steps": 3,
+    "eval.sequences": 8,
+    "checkpoint.every_steps": 4,
+}
+
+
+def smallest(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """Write the smallest config, with changes (key -> value), into a folder. All runs of a process share its compiled steps."""
+    text = "\n".join(f"    config.{key} = {value!r}" for key, value in {**SMALLEST, **changes}.items())
+    path = folder / "small.py"
+    path.write_text(SMALL.replace("    return config", f"{text}\n    return config"))
+    return path
+
+
 @functools.cache
 def small() -> Path:
-    """Return the file of the small config, on synthetic data. All tests of a process share its compiled steps."""
+    """Return the file of the smallest config, on synthetic data."""
     folder = Path(tempfile.mkdtemp(prefix="small-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    made_up = 'config.precision = "f32"\n    config.data.source = "synthetic"'
-    (folder / "small.py").write_text(SMALL.replace('config.precision = "f32"', made_up))
-    return folder / "small.py"
+    return smallest(folder)
 
 
 def arguments(config: Path, workdir: Path, overrides: Mapping[str, Any]) -> list[str]:
@@ -184,36 +207,3 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
             if event.HasField("summary"):
                 found.append((event.step, event.wall_time, {v.tag: value(v) for v in event.summary.value}))
     return found, restarts
-
-
-def wandb_records(file: Path) -> list[Any]:
-    """Return the records of a finished offline W&B run. Its file has seven bytes of header, then a log in LevelDB's format."""
-    from wandb.proto import wandb_internal_pb2
-
-    limit = time.monotonic() + 20
-    while True:  # another process writes the file
-        found = _records(file.read_bytes(), wandb_internal_pb2.Record)  # pyright: ignore[reportAttributeAccessIssue]
-        if any(record.HasField("exit") for record in found):
-            return found
-        assert time.monotonic() < limit, f"{file}: no end after {len(found)} records"
-        time.sleep(0.02)
-
-
-def _records(data: bytes, kind_of_record: Any) -> list[Any]:
-    at, parts, found = 7, b"", []
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:  # the rest of the block is too short for a header, and empty
-            at += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        if not kind:
-            break
-        if at + 7 + size > len(data):
-            break
-        parts += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or its last part
-            found.append(kind_of_record.FromString(parts))
-            parts = b""
-    return found

@@ -1,4 +1,7 @@
-"""A NaN in the batch, a gradient or a parameter, or a loss spike: the step is skipped, and a replay finds the cause."""
+"""A NaN in a gradient or a parameter, or a loss spike: the step is skipped, and a replay finds the cause.
+
+tests/proofs/test_divergence.py has a NaN in the batch.
+"""
 
 import json
 from pathlib import Path
@@ -7,76 +10,72 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
-from faults import Faults, Figures
+from faults import Faults
 
-KINDS: dict[str, dict[str, Any]] = {
-    "batch": {"data__source": "sources:poisoned"},
-    "gradient": {"data__source": "sources:marked_early", "loss__name": "sources:bad_gradient"},
-    "gradient on stages": {
-        "data__source": "sources:marked_behind",
-        "loss__name": "sources:bad_gradient",
-        "mesh__stage": 2,
-        "train__grad_accum": 2,
-    },
-    "parameter": {
-        "optimizer__name": "sources:breaking",
-        "optimizer__clip_norm": 0,
-        "optimizer__lr": 1e-4,
-        "train__max_skipped_steps": 3,
-    },
-    "spike": {
-        "data__source": "sources:marked",
-        "loss__name": "sources:spiky",
-        "train__loss_spike_sigma": 8.0,
-        "train__steps": 44,
-    },
-}
-# Causes that the replay must report.
-FIRST = {
-    "batch": "first: the batch: weights of tokens that are not finite, in (microbatch, row) [0, 0], [0, 1]",
-    "gradient": "in the backward pass, after a loss that is finite",
-    "gradient on stages": ", in microbatch 1",
-    "parameter": "first: parameter params.layers.1.mlp.gate, 1 values that are not finite",
-    "spike": "every value is finite: the largest gradients are those of params.",
+# Name -> (settings, the bad step, words of the replay's line that name the cause).
+KINDS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "gradient": (
+        {
+            "data__source": "sources:marked_behind",
+            "loss__name": "sources:bad_gradient",
+            "mesh__stage": 2,
+            "train__grad_accum": 2,
+        },
+        4,
+        ("backward pass", "in microbatch 1"),
+    ),
+    "parameter": (
+        {
+            "optimizer__name": "sources:breaking",
+            "optimizer__clip_norm": 0,
+            "optimizer__lr": 1e-4,
+            "train__max_skipped_steps": 3,
+        },
+        7,
+        ("parameter params.layers.1.mlp.gate, 1 values",),
+    ),
+    "spike": (
+        {
+            "data__source": "sources:marked",
+            "loss__name": "sources:spiky",
+            "train__loss_spike_sigma": 8.0,
+            "train__steps": 44,
+        },
+        42,
+        ("largest gradients",),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("divergence"), train__steps=12)
+    return Faults(tmp_path_factory.mktemp("divergence"), train__steps=10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_step_is_skipped_and_kept_for_a_replay(
-    faults: Faults, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], figures: Figures
-) -> None:
-    workdir, step = tmp_path / "run", 42 if kind == "spike" else 7
-    code = faults.in_process(workdir, **KINDS[kind])
-    said = capsys.readouterr().out
+def test_a_bad_step_is_skipped_and_kept_for_a_replay(faults, kind, tmp_path, capsys, figures):
+    settings, step, cause = KINDS[kind]
+    workdir = tmp_path / "run"
+    code = faults.in_process(workdir, **settings)
     if kind == "parameter":  # every later step is bad too, so skipping does not help
-        assert code == 76 and "3 steps in a row were skipped" in said
+        assert code == 76
         assert runs.steps(workdir) == [5], "nothing is saved from the bad step on"
     else:
-        assert code == 0, said
+        assert code == 0
         assert [line["skipped_steps"] for line in runs.lines(workdir)][-1] == 1
         assert all(np.isfinite(x).all() for x in runs.tensors(workdir).values())
-    assert f"step {step}: loss" in said and ("spike" if kind == "spike" else "not finite") in said
-    assert f"Data: batch {step - 1} (windows " in said
 
     bundle = workdir / "replay" / f"step-{step}"
     record = json.loads((bundle / "bundle.json").read_text())
-    assert record["step"] == step and record["state_digest"] and record["config"]["train"]["steps"]
+    assert (record["step"], record["batch"]) == (step, step - 1) and record["state_digest"]
+    capsys.readouterr()
     assert faults.replay(bundle) == 0
     said = capsys.readouterr().out
-    assert "weights: the same bits as then" in said
-    assert said.count("now: the same") == 2, said
-    assert f"{'spike' if kind == 'spike' else 'not finite'} again" in said
-    assert FIRST[kind] in said, said
+    assert "same bits" in said and said.count("now: the same") == 2 and all(word in said for word in cause), said
     figures.add(f"divergence: {kind}", exit_code=code, replay=said.strip().splitlines()[-1])
 
 
 def test_a_learning_rate_that_blows_up_ends_the_run(tmp_path: Path) -> None:
-    how = {"optimizer__groups": "*:lr=1e30", "optimizer__lr_min": 0, "optimizer__warmup_steps": 0}
+    how = {"optimizer__groups": "*:lr=1e30", "optimizer__lr_min": 0, "optimizer__warmup_steps": 0, "train__steps": 24}
     assert runs.train(runs.small(), tmp_path / "run", **how) == 76
     assert runs.steps(tmp_path / "run") == []
-    assert list(runs.losses(tmp_path / "run")) == list(range(1, 10))

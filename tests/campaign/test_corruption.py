@@ -35,13 +35,12 @@ def test_steps_taken_twice_change_nothing(faults: Faults, tmp_path: Path, capsys
     for name, more in {"twice": {"train__sdc_check_every": 3, "train__deterministic": "true"}, "once": {}}.items():
         assert faults.in_process(tmp_path / name, mesh__data=2, mesh__fsdp=4, **more) == 0
     said = capsys.readouterr().out
-    assert said.count("repeated: the same bits on 8 devices; it cost ") == 2
-    assert "step 6 repeated" in said and "deterministic: no settings needed" in said
+    assert said.count("same bits on 8 devices") == 2 and "step 6 repeated" in said
     assert same(runs.tensors(tmp_path / "twice"), runs.tensors(tmp_path / "once"))
 
 
 def test_a_step_that_does_not_repeat_itself_ends_the_run(faults: Faults, tmp_path: Path) -> None:
     code, said = faults.start(tmp_path / "run", loss__name="own:noisy", train__sdc_check_every=6, paths__cache="").end()
     assert code == 1, said
-    assert "step 6 gave other bits when it was repeated" in said and "all agree on a test matmul" in said
+    assert runs.receipt(tmp_path / "run")["reason"].startswith("step 6 gave other bits")
     assert runs.steps(tmp_path / "run") == [5]

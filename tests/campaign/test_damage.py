@@ -1,33 +1,24 @@
-"""Flipped bits and missing parts in every kind of checkpoint file: a restore returns the saved tensors or refuses."""
+"""Flipped bits and missing parts in every kind of checkpoint file: a restore returns the saved tensors or refuses.
+
+tests/proofs/test_resume.py has a run that falls back to an older step.
+"""
 
 import shutil
 from pathlib import Path
 
-import jax
-import pytest
 import runs
-from faults import Faults, Figures, dice, same, steps_written
+from faults import Faults, Figures, dice, same
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, files
+from jaxtrain.checkpoint import CheckpointError, files
 from jaxtrain.checkpoint.__main__ import main as command
 
-COUNTS = {False: (16, 8), True: (60, 20)}
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    made = Faults(tmp_path_factory.mktemp("damage"), train__steps=10)
-    assert made.in_process(made.folder / "run") == 0
-    return made
+FLIPS, CUTS = 60, 20
 
 
 def restored(folder: Path) -> dict | None:
-    """Return the tensors of step 10 as a run restores them; None if the restore raises CheckpointError."""
-    found = Checkpoints(folder)
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    """Return the tensors of step 10; None if they are refused."""
     try:
-        stored = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for k, a in found.stored(10).items()}
-        return {k: jax.device_get(a) for k, a in found.restore(10, stored).items()}
+        return runs.tensors_in(folder, 10)
     except CheckpointError:
         return None
 
@@ -49,19 +40,20 @@ def cut(path: Path, rng) -> str:  # noqa: ANN001
     return f"{path.name} cut to {size} bytes"
 
 
-def test_nothing_damaged_loads_as_if_it_were_good(faults: Faults, whole: bool, figures: Figures, tmp_path: Path) -> None:
+def test_nothing_damaged_loads_as_if_it_were_good(figures: Figures, tmp_path: Path) -> None:
+    faults = Faults(tmp_path, train__steps=10)
+    assert faults.in_process(faults.folder / "run") == 0
     good = faults.folder / "run/checkpoints"
     truth = runs.tensors(faults.folder / "run", 10)
     there = [*files.listed(good / "10"), files.NAME]
     data = [name for name in there if "/d/" in name]
     rng, counts = dice("damage"), {"refused": 0, "harmless": 0, "in_files_of_arrays": 0, "found_by_verify": 0}
-    flips, cuts = COUNTS[whole]
-    for i in range(flips + cuts):
+    for i in range(FLIPS + CUTS):
         folder = tmp_path / f"{i}" / "checkpoints"
         shutil.copytree(good, folder)
         # Every file is damaged in turn. Files of arrays are damaged half of the time.
         name = rng.choice(data) if i % 2 else there[(i // 2) % len(there)]
-        what = (flip if i < flips else cut)(folder / "10" / name, rng)
+        what = (flip if i < FLIPS else cut)(folder / "10" / name, rng)
         got = restored(folder)
         if got is None:
             counts["refused"] += 1
@@ -74,25 +66,4 @@ def test_nothing_damaged_loads_as_if_it_were_good(faults: Faults, whole: bool, f
         # If the list of digests is gone, verify reports that, and only a restore proves the arrays.
         assert found or name == files.NAME, f"verify found nothing: {what} in {name}"
         shutil.rmtree(folder.parent)
-    figures.add("damage", flips=flips, truncations_and_deletions=cuts, **counts)
-
-
-@pytest.mark.parametrize("how", ["flip", *(pytest.param(how, marks=pytest.mark.more) for how in ("cut", "meta", "manifest"))])
-def test_training_falls_back_and_finishes(faults: Faults, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workdir = tmp_path / "run"
-    shutil.copytree(faults.folder / "run", workdir)
-    step = workdir / "checkpoints/10"
-    rng = dice(how)
-    if how in ("flip", "cut"):
-        # Files of arrays also hold data that later writes of the same save replaced.
-        while restored(workdir / "checkpoints") is not None:
-            (flip if how == "flip" else cut)(rng.choice(sorted(step.rglob("d/*"))), rng)
-    else:
-        (step / {"meta": "meta.json", "manifest": "arrays/state/manifest.ocdbt"}[how]).unlink()
-    assert faults.in_process(workdir, train__steps=12) == 0
-    said = capsys.readouterr().out
-    assert "passing over damaged checkpoints, going on from step 5: 10 moved to" in said
-    assert steps_written(workdir) == 12
-    whole = tmp_path / "whole"
-    assert faults.in_process(whole, train__steps=12) == 0
-    assert same(runs.tensors(workdir, 12), runs.tensors(whole, 12))
+    figures.add("damage", flips=FLIPS, truncations_and_deletions=CUTS, **counts)

@@ -1,4 +1,4 @@
-"""A disk that fills up during a save, or stays full (a small file system in memory), and a checkpoint folder that vanishes."""
+"""A disk that fills up during a save, or stays full (a small file system in memory)."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from faults import Faults, Figures, same, steps_written, until
+from faults import Faults, Figures, same, steps_written
 
 from jaxtrain.checkpoint.__main__ import main as command
 
@@ -57,7 +57,6 @@ def test_a_disk_that_fills_up_in_a_save(disk: Path, tmp_path: Path, figures: Fig
     code, said = child.end()
     assert code == 75, said
     assert steps_written(workdir) > failed_at, "training went on"
-    assert "in a row; the next save tries again)" in said
     assert "No space left on device" in said, "it failed in the middle, and not before"
     last = max(runs.Checkpoints(disk / "checkpoints").steps())
     whole = tmp_path / "whole"
@@ -74,21 +73,5 @@ def test_a_disk_that_stays_full_ends_the_run(disk: Path, tmp_path: Path) -> None
         ballast.write(bytes(max(0, free(disk) - 8192)))  # fails if the run's own saves fill the disk first
     code, said = child.end()
     assert code == 1, said
-    assert "3 saves in a row have failed, and the run ends before it loses more. The newest checkpoint is" in said
     assert f'File "{runs.REPO / "jaxtrain"}' not in said, "no traceback of ours"
-    until(lambda: command(["verify", str(disk / "checkpoints")]) == 0)
-
-
-@pytest.mark.more
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    """The checkpoint folder is moved away during the run. The next save makes a new one, and no traceback is printed."""
-    faults = Faults(tmp_path, train__steps=100_000, log__every_steps=5)
-    workdir = tmp_path / "run"
-    child = faults.start(workdir)
-    child.until(lambda: "checkpoint 10:" in child.said)
-    (workdir / "checkpoints").rename(tmp_path / "gone")
-    at = steps_written(workdir)
-    child.until(lambda: max(runs.steps(workdir), default=0) > at)
-    child.process.terminate()
-    code, said = child.end()
-    assert code == 75 and "Traceback" not in said, said
+    assert command(["verify", str(disk / "checkpoints")]) == 0

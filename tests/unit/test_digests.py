@@ -11,7 +11,6 @@ sums = jax.jit(digests.sums)
 ARRAYS = {
     "float32": np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32),
     "bfloat16": np.asarray(jnp.asarray(np.random.default_rng(1).normal(size=(6, 5)), jnp.bfloat16)),
-    "int8": np.random.default_rng(2).integers(-100, 100, (6, 5)).astype(np.int8),
 }
 
 
@@ -20,21 +19,16 @@ def digest(array) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_a_digest_sees_the_order_of_elements(name):
+def test_a_digest_sees_the_order_of_elements_and_a_single_bit(name):
     array = ARRAYS[name]
-    swapped, rows = array.copy(), array[[1, 0, 2, 3, 4, 5]]
+    swapped = array.copy()
     swapped[0, 0], swapped[3, 2] = array[3, 2], array[0, 0]
-    for other in (array[::-1], array[:, ::-1], swapped, rows):
+    for other in (array[::-1], array[:, ::-1], swapped, array[[1, 0, 2, 3, 4, 5]]):
         assert digest(other) != digest(array)
         assert digest(other)[0] == digest(array)[0], "the sum of all words does not see it"
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_a_digest_sees_a_single_bit(name):
-    array = ARRAYS[name].copy()
-    before = digest(array)
-    array.view(np.uint8)[17 % array.view(np.uint8).shape[0], 0] ^= 1
-    assert digest(array) != before
+    flipped = array.copy()
+    flipped.view(np.uint8)[5, 0] ^= 1
+    assert digest(flipped) != digest(array)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 5), (2, 1)])

@@ -39,7 +39,7 @@ def evaluated(sequences, unwanted=lambda: False):
     return found["loss"] if found else None
 
 
-@pytest.mark.parametrize("sequences", [1, 4, 7, 8, 9, 16, 21])
+@pytest.mark.parametrize("sequences", [1, 4, 8, 9, 21])
 def test_the_mean_is_over_predicted_tokens_of_so_many_rows(sequences):
     weights = np.where(np.arange(sequences) == 3, 8, 16)
     assert evaluated(sequences) == pytest.approx((np.arange(sequences) * weights).sum() / weights.sum())
@@ -50,32 +50,26 @@ def test_the_rows_of_named_sets_do_not_depend_on_batches_and_processes(tmp_path,
     """Data sets of text, conversations and a mixture give the same 37 rows, for every batch size and number of processes."""
     text = write_file(tmp_path / "text.tok", random_documents(0, 400, 30))
     chat = write_conversations(tmp_path / "chat.tok", [4 + k % 11 for k in range(300)])
-    given = {
-        "data.source": str(text),
-        "data.eval_source": f"text={text};chat={chat};both={text}=0.7,{chat}=0.3",
-        "data.packing": packing,
-        "data.seq_len": 16,
-        "eval.every_steps": 1,
-    }
+    sets = f"text={text};chat={chat};both={text}=0.7,{chat}=0.3"
+    given = {"data.source": str(text), "data.eval_source": sets, "data.packing": packing, "data.seq_len": 16}
 
     def rows(global_batch: int, accum: int, processes: int) -> dict[str, list[bytes]]:
-        _, sets = open_data(helpers.tiny(given | {"train.global_batch": global_batch, "train.grad_accum": accum}))
+        how = {"train.global_batch": global_batch, "train.grad_accum": accum, "eval.every_steps": 1}
         size, found = global_batch // accum, {}
-        for name, batches in sets.items():
+        for name, batches in open_data(helpers.tiny(given | how))[1].items():
             assert batches.global_batch == size
             made: dict[int, bytes] = {}
-            for step in range(-(-37 // size)):
-                for process in range(processes):
-                    own = np.arange(process, size, processes)
-                    batch = batches.batch(step, own)
-                    for i, row in enumerate(own.tolist()):
-                        made[step * size + row] = b"".join(batch[key][i].tobytes() for key in sorted(batch))
+            for step, process in itertools.product(range(-(-37 // size)), range(processes)):
+                own = np.arange(process, size, processes)
+                batch = batches.batch(step, own)
+                for i, row in enumerate(own.tolist()):
+                    made[step * size + row] = b"".join(batch[key][i].tobytes() for key in sorted(batch))
             found[name] = [made[row] for row in range(37)]
         return found
 
     want = rows(8, 1, 1)
     assert list(want) == ["text", "chat", "both"]
-    for how in ((8, 4, 1), (8, 1, 4), (16, 2, 2), (48, 1, 3), (48, 16, 1)):
+    for how in ((8, 4, 1), (16, 2, 2), (48, 16, 3)):
         assert rows(*how) == want, how
 
 

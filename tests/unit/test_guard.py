@@ -12,21 +12,26 @@ judge = jax.jit(guard.judge, static_argnums=3)
 SIGMAS = 8.0
 
 
+def verdict_of(state, loss, norm=1.0, sigmas=SIGMAS):
+    verdict, after = judge(state, jnp.float32(loss), jnp.float32(norm), sigmas)
+    return int(verdict), after
+
+
 def judged(losses, sigmas=SIGMAS, norm=1.0):
     """Return the guard after steps with these losses, and its verdicts."""
     state, verdicts = guard.fresh(), []
     for loss in losses:
-        verdict, state = judge(state, jnp.float32(loss), jnp.float32(norm), sigmas)
-        verdicts.append(int(verdict))
+        verdict, state = verdict_of(state, loss, norm, sigmas)
+        verdicts.append(verdict)
     return state, verdicts
 
 
-@pytest.mark.parametrize(("taken", "verdict"), [(31, guard.TAKEN), (32, guard.SPIKE), (33, guard.SPIKE), (300, guard.SPIKE)])
+@pytest.mark.parametrize(("taken", "verdict"), [(31, guard.TAKEN), (32, guard.SPIKE), (300, guard.SPIKE)])
 def test_a_spike_needs_32_steps_to_compare_with(taken, verdict):
     assert judged([1.0] * taken + [9.0])[1][-1] == verdict
 
 
-@pytest.mark.parametrize("steps", [32, 33, 127, 128, 129, 200])
+@pytest.mark.parametrize("steps", [32, 33, 128, 200])
 @pytest.mark.parametrize("value", ["loss", "norm"])
 def test_the_limit_follows_from_the_lower_median_of_the_window(steps, value):
     losses = np.random.default_rng(steps).normal(5.0, 1.0, steps).astype(np.float32)
@@ -39,8 +44,7 @@ def test_the_limit_follows_from_the_lower_median_of_the_window(steps, value):
     spread = np.sort(np.abs(window - median))[middle]
     limit = median + 3.0 * max(guard.SIGMA * spread, guard.FLAT * abs(median))
     for factor, verdict in ((0.999, guard.TAKEN), (1.001, guard.SPIKE)):
-        given = {"loss": 1.0, "norm": 1.0} | {value: limit * factor}
-        assert int(judge(state, jnp.float32(given["loss"]), jnp.float32(given["norm"]), 3.0)[0]) == verdict
+        assert verdict_of(state, **{"loss": 1.0, "norm": 1.0, value: limit * factor}, sigmas=3.0)[0] == verdict
 
 
 def counts(state):
@@ -49,18 +53,18 @@ def counts(state):
 
 def test_counts_through_a_spike_a_held_step_and_a_nan():
     state, _ = judged([1.0] * 40)
-    verdict, spiked = judge(state, jnp.float32(99.0), jnp.float32(1.0), SIGMAS)
-    assert int(verdict) == guard.SPIKE
+    verdict, spiked = verdict_of(state, 99.0)
+    assert verdict == guard.SPIKE
     assert counts(spiked) == {"taken": 40, "skipped": 1, "in_a_row": 1, "held": 1}
     assert (spiked["losses"] == state["losses"]).all(), "a skipped loss is no measure for others"
-    verdict, held = judge(spiked, jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
-    assert int(verdict) == guard.HELD and counts(held) == counts(spiked)
+    verdict, held = verdict_of(spiked, 1.0)
+    assert verdict == guard.HELD and counts(held) == counts(spiked)
     for loss, norm in ((np.nan, 1.0), (1.0, np.inf)):
-        verdict, bad = judge(guard.release(held), jnp.float32(loss), jnp.float32(norm), SIGMAS)
-        assert int(verdict) == guard.NOT_FINITE
+        verdict, bad = verdict_of(guard.release(held), loss, norm)
+        assert verdict == guard.NOT_FINITE
         assert counts(bad) == {"taken": 40, "skipped": 2, "in_a_row": 2, "held": 1}
-    verdict, fine = judge(guard.release(bad), jnp.float32(1.0), jnp.float32(1.0), SIGMAS)
-    assert int(verdict) == guard.TAKEN
+    verdict, fine = verdict_of(guard.release(bad), 1.0)
+    assert verdict == guard.TAKEN
     assert counts(fine) == {"taken": 41, "skipped": 2, "in_a_row": 0, "held": 0}
 
 
@@ -71,12 +75,8 @@ def test_without_a_limit_every_finite_step_is_taken():
 def test_losses_that_stand_still_may_change_by_a_hundredth_for_each_sigma():
     assert judged([2.0] * 40 + [2.0 * 1.07])[1][-1] == guard.TAKEN
     assert judged([2.0] * 40 + [2.0 * 1.09])[1][-1] == guard.SPIKE
-
-
-@pytest.mark.parametrize(("norm", "verdict"), [(5.3, guard.TAKEN), (5.5, guard.SPIKE)])
-def test_norms_are_compared_with_norms(norm, verdict):
-    state, _ = judged([1.0] * 40, norm=5.0)
-    assert int(judge(state, jnp.float32(1.0), jnp.float32(norm), SIGMAS)[0]) == verdict
+    of_norms, _ = judged([1.0] * 40, norm=5.0)
+    assert [verdict_of(of_norms, 1.0, norm)[0] for norm in (5.3, 5.5)] == [guard.TAKEN, guard.SPIKE]
 
 
 def test_so_many_skipped_steps_in_a_row_are_a_divergence():

@@ -40,5 +40,5 @@ def test_ranges_of_tokens_become_ranges_of_batches(tokens, batches, tmp_path):
 
 def test_a_list_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / position.NAME).write_text("{")
-    with pytest.raises(position.CheckpointError, match="It lists the data that this run skips"):
+    with pytest.raises(position.CheckpointError, match=position.NAME):
         position.read(tmp_path)

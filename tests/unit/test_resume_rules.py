@@ -1,6 +1,7 @@
 """Changes on resume: each key is in one row of the table. A change is noted, needs allow_change, or is refused."""
 
 import dataclasses
+import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,22 +16,23 @@ def test_every_key_stands_in_exactly_one_row():
         assert len(resume.rows_for(key)) == 1, key
     for row in resume.TABLE:
         for pattern in row.keys:
-            assert any(row in resume.rows_for(k) for k in config.declared() if resume._matching([pattern], [k])), pattern
+            assert any(fnmatch.fnmatch(k, pattern) and row in resume.rows_for(k) for k in config.declared()), pattern
 
 
-def test_effects_of_keys():
-    """A key's effect decides whether receipts compare it, whether a parity layout may set it, and whether cached plans depend
-    on it.
-    """
-    some = {
-        resume.NOTHING: ("paths.cache", "checkpoint.keep", "env.set"),
-        resume.TIME: ("eval.every_steps", "checkpoint.every_steps", "sample.seed"),
-        resume.INPUTS: ("data.seed", "train.seed", "init.from"),
-        resume.MACHINE: ("train.deterministic", "optimizer.offload"),
-        resume.LAYOUT: ("mesh.fsdp", "pipeline.schedule", "moe.impl", "train.grad_accum"),
-        resume.FUNCTION: ("optimizer.lr", "model.d_model", "precision", "dtypes.m", "no.such.key"),
-    }
-    assert all(resume.effect(key) == effect for effect, keys in some.items() for key in keys)
+@pytest.mark.parametrize(
+    ("effect", "keys"),
+    [
+        (resume.NOTHING, ("paths.cache", "env.set")),
+        (resume.TIME, ("eval.every_steps", "sample.seed")),
+        (resume.INPUTS, ("data.seed", "init.from")),
+        (resume.MACHINE, ("train.deterministic", "optimizer.offload")),
+        (resume.LAYOUT, ("mesh.fsdp", "moe.impl", "train.grad_accum")),
+        (resume.FUNCTION, ("optimizer.lr", "model.d_model", "dtypes.m", "no.such.key")),
+    ],
+)
+def test_effects_of_keys(effect: str, keys: tuple[str, ...]):
+    """The effect decides whether receipts compare a key, a parity layout may set it, and cached plans depend on it."""
+    assert {resume.effect(key) for key in keys} == {effect}
 
 
 def test_docs_show_the_table():
@@ -52,43 +54,30 @@ def tree(**changes: object) -> dict:
 NO_LOSSES = {"moe__balance_loss": 0.0, "moe__z_loss": 0.0}
 EXPERTS = {"model__num_experts": 4}
 DROPS = EXPERTS | NO_LOSSES | {"moe__capacity_factor": 1.25}
+TWO = {"train__grad_accum": 2}
 # config before, changes after it, keys that need checkpoint.allow_change
 ASKED = {
     "placement, speed, learning rate": ({}, {"mesh__data": 2, "optimizer__lr": 1e-3, "remat__policy": "full"}, ()),
     "rows and batches": ({}, {"data__seq_len": 512, "train__global_batch": 8}, ("data.seq_len", "train.global_batch")),
-    **{
-        key: ({}, {key.replace(".", "__"): value}, (key,))
-        for key, value in {
-            "data.seed": 1,
-            "data.packing": "none",
-            "model.sliding_window": 16,
-            "model.attention_softcap": 30.0,
-            "optimizer.beta1": 0.8,
-            "optimizer.beta2": 0.9,
-            "optimizer.weight_decay": 0.0,
-        }.items()
-    },
+    "data, model, optimizer": (
+        {},
+        {"data__seed": 1, "model__sliding_window": 16, "optimizer__weight_decay": 0.0},
+        ("data.seed", "model.sliding_window", "optimizer.weight_decay"),
+    ),
     # With 0 the data has at most 32 documents a row, so a run with 32 may change to 0. With any other number rows would change.
     "32 documents left open": ({"data__max_segments": 32}, {"data__max_segments": 0}, ()),
     "16 documents left open": ({"data__max_segments": 16}, {"data__max_segments": 0}, ("data.max_segments",)),
     # The losses of experts are computed for each microbatch: another number of microbatches minimizes another function.
-    "microbatches": ({}, {"train__grad_accum": 2}, ()),
-    "microbatches of experts": (EXPERTS, {"train__grad_accum": 2}, ("train.grad_accum",)),
-    "microbatches, balance loss": (
-        EXPERTS | NO_LOSSES | {"moe__balance_loss": 0.1},
-        {"train__grad_accum": 2},
-        ("train.grad_accum",),
-    ),
-    "microbatches, z loss": (EXPERTS | NO_LOSSES | {"moe__z_loss": 0.1}, {"train__grad_accum": 2}, ("train.grad_accum",)),
-    "microbatches without losses": (EXPERTS | NO_LOSSES, {"train__grad_accum": 2}, ()),
+    "microbatches": ({}, TWO, ()),
+    "microbatches of experts": (EXPERTS, TWO, ("train.grad_accum",)),
+    "microbatches, z loss": (EXPERTS | NO_LOSSES | {"moe__z_loss": 0.1}, TWO, ("train.grad_accum",)),
+    "microbatches without losses": (EXPERTS | NO_LOSSES, TWO, ()),
     # With a capacity, the dropped tokens depend on which tokens share a device and a microbatch.
-    **{
-        f"{name}: {key}": (before, {key.replace(".", "__"): value}, (key,) if before is DROPS else ())
-        for name, before in (("drops", DROPS), ("no drops", EXPERTS | NO_LOSSES))
-        for key, value in {"mesh.data": 2, "mesh.expert": 2, "train.grad_accum": 2, "sharding.rules.batch": "data+fsdp"}.items()
-    },
-    "drops: ZeRO": (DROPS, {"sharding__zero": 1}, ()),
-    "drops: remat": (DROPS, {"remat__policy": "full"}, ()),
+    "drops: mesh.data": (DROPS, {"mesh__data": 2}, ("mesh.data",)),
+    "drops: microbatches": (DROPS, TWO, ("train.grad_accum",)),
+    "drops: sharding.rules.batch": (DROPS, {"sharding__rules__batch": "data+fsdp"}, ("sharding.rules.batch",)),
+    "no drops": (EXPERTS | NO_LOSSES, {"mesh__data": 2, "sharding__rules__batch": "data+fsdp"}, ()),
+    "drops: no other mesh": (DROPS, {"sharding__zero": 1, "remat__policy": "full"}, ()),
     "drops: context of whole sequences": (DROPS, {"parallel__context": "gather"}, ()),
     "drops: context": (DROPS | {"mesh__seq": 2}, {"parallel__context": "ulysses"}, ("parallel.context",)),
     "a mesh where nothing is dropped any more": (
@@ -121,9 +110,8 @@ def test_what_can_never_change_is_refused_whatever_is_allowed():
     other = tree(model__d_model=64, model__num_layers=2)
     _, problems = resume.compare(tree(), other, "model.num_layers")
     assert [p.key for p in problems] == ["checkpoint.allow_change", "model.num_layers", "model.d_model"]
-    assert "init.from" in str(problems[-1]) and "was 128" in str(problems[2])
     [problem] = resume.compare(tree(), tree(), "data.seqlen")[1]
-    assert "Did you mean data.seq_len?" in str(problem)
+    assert "data.seq_len" in str(problem)
 
 
 def test_groups_may_change_their_recipe_and_not_their_optimizer():
@@ -155,9 +143,9 @@ def test_configs_of_other_versions_and_own_axes():
     del old["model"]["qk_norm"]
     old["model"]["gone"] = 3
     notes, problems = resume.compare(old, tree())
-    assert notes == ["model.gone: in the checkpoint's config, no longer a key"] and not problems
+    assert [note.split(":")[0] for note in notes] == ["model.gone"] and not problems
     assert refused(old, tree(model__qk_norm=True)) == ["model.qk_norm"], "a key the old version lacked counts as its default"
     new = tree()
     new["sharding"]["rules"]["channels"] = "tensor"
     notes, problems = resume.compare(tree(), new)
-    assert not problems and "sharding.rules.channels: not set -> 'tensor'" in notes[0]
+    assert not problems and "sharding.rules.channels" in notes[0]

@@ -7,21 +7,19 @@ from jaxtrain.train.saver import HostMemory, read_resident_gib
 
 
 @pytest.mark.parametrize(
-    ("gib", "found"),
+    ("gib", "reported"),
     [
-        ([20, 24, 26, 28, 30, 32, 34], (6, "20.0 GiB after step 100, 32.0 GiB after step 600. ")),
-        ([8, 30, 30.1, 30.2, 30.3, 30.4, 30.5, 30.6], (6, "8.0 GiB after step 100, 30.4 GiB after step 600. ")),
-        ([20, 24, 26, 26, 30, 32, 34], None),  # one save without growth
-        ([20, 20.2, 20.4, 20.6, 20.8, 21.0, 21.2], None),  # too little, in GiB
-        ([200, 202, 204, 206, 208, 210, 212], None),  # too small a share
-        ([30, 20, 22, 24, 26, 28, 30], (7, "20.0 GiB after step 200, 30.0 GiB after step 700. ")),
+        ([20, 24, 26, 28, 30, 32, 34], [6]),
+        ([8, 30, 30.1, 30.2, 30.3, 30.4, 30.5, 30.6], [6]),
+        ([20, 24, 26, 26, 30, 32, 34], []),  # one save without growth
+        ([20, 20.2, 20.4, 20.6, 20.8, 21.0, 21.2], []),  # too little, in GiB
+        ([200, 202, 204, 206, 208, 210, 212], []),  # too small a share
+        ([30, 20, 22, 24, 26, 28, 30], [7]),
     ],
 )
-def test_growth_with_every_save_is_reported_once(gib: list[float], found: tuple[int, str] | None) -> None:
+def test_growth_with_every_save_is_reported_once(gib: list[float], reported: list[int]) -> None:
     memory = HostMemory()
-    said = {i: line for i, value in enumerate(gib, 1) if (line := memory.note(100 * i, value))}
-    assert list(said) == ([found[0]] if found else [])
-    assert not found or f"host memory grows with every save: {found[1]}" in said[found[0]]
+    assert [i for i, value in enumerate(gib, 1) if memory.note(100 * i, value)] == reported
 
 
 def test_resident_memory_is_in_gib() -> None:
