@@ -7,10 +7,11 @@ Each process runs the next line of the file `plan` in $HOME:
     traced CODE          exit after a SIGUSR2
     read CODE            exit after it has read a line from stdin
     note CODE            exit after it has written a note that no further attempt should start
+    after CODE FILE      exit once a file in $HOME has any content
     until CODE [COUNT]   exit after COUNT signals (1 by default) that ask a run to end: SIGINT, SIGTERM or SIGUSR1
 
-A process exits with code 99 if `traced` or `until` waits for its signals for more than HUNG_S seconds. Each process adds a
-JSON line with its id, arguments and environment to the file `attempts`, and the name of each signal to the file `signals`.
+A process exits with code 99 if it waits for more than HUNG_S seconds. Each process adds a JSON line with its id, arguments and
+environment to the file `attempts`, and the name of each signal to the file `signals`.
 """
 
 import json
@@ -18,12 +19,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 HUNG_S = 120
 NAMES = "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"
-VARIABLES = "RESTART", "LAUNCHED", "COMMIT", "DIRTY", "HOST_CLASS", "PREFLIGHT"
+VARIABLES = "RESTART", "LAUNCHED", "HOST_CLASS", "PREFLIGHT"
 
 asked: list[int] = []
 traced: list[int] = []
@@ -35,9 +37,9 @@ def hear(number: int, _frame: FrameType | None) -> None:
     (traced if number == signal.SIGUSR2 else asked).append(number)
 
 
-def wait(found: list[int], count: int) -> None:
+def wait(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + HUNG_S
-    while len(found) < count:
+    while not condition():
         if time.monotonic() > limit:
             sys.exit(99)
         time.sleep(0.01)
@@ -50,7 +52,7 @@ def main() -> int:
         signal.signal(getattr(signal, name), hear)
     attempts, plan = Path("attempts"), Path("plan").read_text().splitlines()
     before = attempts.read_text() if attempts.exists() else ""
-    action, *rest = plan[before.count("\n")].split()
+    action, code, *rest = plan[before.count("\n")].split()
     facts = {"pid": os.getpid(), "arguments": sys.argv[1:], "at_birth": at_birth, "group": os.getpgrp()}
     facts |= {name.lower(): os.environ.get("JAXTRAIN_" + name) for name in VARIABLES}
     if all(os.isatty(i) for i in range(3)):
@@ -59,20 +61,21 @@ def main() -> int:
         facts["line"] = sys.stdin.readline()
     Path("attempts.new").write_text(before + json.dumps(facts) + "\n")
     Path("attempts.new").rename(attempts)
-    code = int(rest[0])
     if action == "kill":
-        if code != signal.SIGKILL:
-            signal.signal(code, signal.SIG_DFL)
-        os.kill(os.getpid(), code)
+        if int(code) != signal.SIGKILL:
+            signal.signal(int(code), signal.SIG_DFL)
+        os.kill(os.getpid(), int(code))
     if action == "note":
         Path(os.environ["JAXTRAIN_NOTE"]).write_text("the time is over\n")
     if action == "traced":
-        wait(traced, 1)
+        wait(lambda: bool(traced))
+    if action == "after":
+        wait(lambda: Path(rest[0]).exists() and Path(rest[0]).read_text() != "")
     if action == "until":
-        wait(asked, int(rest[1]) if rest[1:] else 1)
+        wait(lambda: len(asked) >= int(rest[0] if rest else 1))
     # The exit code is decided: later signals have no effect.
     signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in NAMES])
-    return code
+    return int(code)
 
 
 if __name__ == "__main__":

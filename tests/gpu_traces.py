@@ -18,22 +18,14 @@ def named(op_name: str) -> str:
 
 
 STATE = f"(s32[], {BIG}, bf16[1000,5000]{{1,0}}, bf16[5000,10000]{{1,0}})"
-
-
 GATHER = (
     f"({BIG}, f32[{2 * ELEMENTS}]{{0}}) all-gather-start(%held), replica_groups={{{{0,1}}}}, dimensions={{0}}, channel_id=1"
 )
 GATHER += ", use_global_device_ids=true" + named("jvp(layers)/while/body/mlp/all_gather")
-
-
 MATMUL = "bf16[1000,10000]{1,0} fusion(%left, %right), kind=kCustom, calls=%matmul"
 MATMUL += named("jvp(layers)/while/body/mlp/BTD,DF->BTF/dot_general")
-
-
 LOOP = f"{STATE} while(%state), condition=%small, body=%body"
 LOOP += ', backend_config={"known_trip_count":{"n":"3"}}' + named("jvp(layers)/while")
-
-
 PROGRAM = f"""HloModule jit_f, is_scheduled=true, num_partitions=2
 {COMPUTATIONS}
 %body (s: {STATE}) -> {STATE} {{
@@ -68,11 +60,7 @@ ENTRY %main (x: {BIG}, a.1: bf16[1000,5000], b.1: bf16[5000,10000]) -> {BIG} {{
   ROOT %update = {BIG} fusion(%out), kind=kLoop, calls=%twice{named("optimizer/add")}
 }}
 """
-
-
 MESH = {"data": 1, "fsdp": 2, "tensor": 1, "seq": 1}
-
-
 NUMBER = 7  # program_id of PROGRAM
 
 

@@ -1,16 +1,11 @@
-"""Helpers for tests of HTML pages: their text, a check that they load nothing, and their layout in a browser."""
+"""Helpers for tests of HTML pages: their text, their curves, and a check that they load nothing."""
 
-import html
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 EVIL = '</script><script>alert("1&1")</script>'  # a name that becomes a script if the page does not escape it
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
 
 
@@ -68,57 +63,3 @@ def curves_of(page: str) -> dict[str, dict[float, Any]]:
         if isinstance(found, dict) and found["axes"][0] == "step":
             out |= {c["name"]: dict(zip(c["x"][0], c["y"], strict=True)) for c in found["curves"]}
     return out
-
-
-def opened(text: str, folder: Path, width: int) -> tuple[str, list[str]]:
-    """Return a page's document after its scripts ran in a browser, and the lines of the browser's console."""
-    path = folder / "page.html"
-    path.write_text(text)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
-    command = [str(BROWSER), *flags, f"--window-size={width},1200", "--dump-dom", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-LAYOUT = """<pre id="probe"></pre><script>
-const found = { words: [], overlaps: [], outside: [], wide: document.documentElement.scrollWidth - innerWidth, tips: [] };
-for (const chart of document.querySelectorAll(".chart")) {
-  const boxes = [...chart.querySelectorAll("text")].filter((t) => t.getClientRects().length)
-    .map((t) => [t.textContent, t.getBoundingClientRect()]);
-  boxes.forEach(([a, p], i) => {
-    found.words.push(a);
-    if (p.left < 0 || p.right > innerWidth) found.outside.push(a);
-    for (const [b, q] of boxes.slice(i + 1))
-      if (p.left < q.right && q.left < p.right && p.top < q.bottom - 2 && q.top < p.bottom - 2) found.overlaps.push([a, b]);
-  });
-  const shown = [...chart.children].find((c) => c.tagName === "svg" && c.getClientRects().length);
-  const plot = shown.getBoundingClientRect(), tip = chart.querySelector(".tip"), tips = [];
-  for (const part of [0, 1]) {
-    const clientX = plot.left + part * plot.width;
-    chart.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: plot.top + 5 }));
-    const box = tip.getBoundingClientRect();
-    if (box.left < 0 || box.right > innerWidth) found.outside.push(tip.textContent);
-    tips.push(tip.textContent);
-  }
-  for (const key of ["Home", "ArrowRight"]) chart.dispatchEvent(new KeyboardEvent("keydown", { key }));
-  found.tips.push([...tips, tip.textContent]);
-}
-MORE
-document.getElementById("probe").textContent = JSON.stringify(found);
-</script>"""
-
-
-def laid_out(page: str, folder: Path, width: int, more: str = "") -> dict[str, Any]:
-    """Measure a page in a browser, with the script LAYOUT, and return the script's `found`.
-
-    Checks that the console is empty, that no texts overlap or leave the window, and that the page is no wider than the window.
-
-    Args:
-        width: the window's width in px.
-        more: further statements of the script, which add to `found`.
-    """
-    document, console = opened(page.replace("</body>", f"{LAYOUT.replace('MORE', more)}</body>"), folder, width)
-    assert console == []
-    found = json.loads(html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', document)[0]))
-    assert found["overlaps"] == [] and found["outside"] == [] and found["wide"] <= 0
-    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 PATH = "/usr/bin:/bin"
 HUNG_S = 120  # time after which a child counts as hung; a passing test never takes that long
-# No fake can hide the device file of a real GPU. With a GPU here, the launcher rightly chooses CUDA.
+# No fake hides the device file of a real GPU.
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 
 PYTHON = """#!/bin/bash
@@ -21,6 +21,10 @@ printf 'python'
 printf ' <%s>' "$@"
 printf '\\ncwd %s\\npath %s\\nprefix %s\\n' "$PWD" "${PYTHONPATH-}" "${JAXTRAIN_COMMAND_PREFIX-}"
 exit "${FAKE_EXIT:-0}"
+"""
+NVIDIA_SMI = """#!/bin/bash
+[[ -n ${FAKE_GPU-} ]] || exit 9
+echo 'GPU 0: NVIDIA H200 (UUID: GPU-0)'
 """
 UV = """#!/bin/bash
 if [[ $1 == --version ]]; then echo 'uv 9'; exit 0; fi
@@ -59,14 +63,17 @@ def copy_launcher(repo: Path) -> Path:
 
 
 class Machine:
-    """A home, and a PATH with fake programs before the system's. `python`: the fake that an installation puts into .venv."""
+    """A home, and a PATH with fake programs before the system's. `python`: the fake that an installation puts into .venv.
+
+    With the variable FAKE_GPU, it has a GPU.
+    """
 
     def __init__(self, repo: Path, folder: Path, python: str = PYTHON):
         self.repo, self.bin, self.cwd = repo, folder / "bin", folder / "elsewhere"
         self.cwd.mkdir()
         script(self.bin / "uv", UV)
         script(self.bin / "venv-python", python)
-        script(self.bin / "nvidia-smi", "#!/bin/bash\nexit 9\n")
+        script(self.bin / "nvidia-smi", NVIDIA_SMI)
 
     @property
     def environ(self) -> dict[str, str]:
@@ -92,10 +99,10 @@ class Machine:
         return lines
 
     def installed(self) -> list[str]:
-        """Return the requirement files of the one `uv pip sync` since `calls` was last called."""
-        (sync,) = [line for line in self.calls() if line.startswith("pip sync")]
-        assert "--require-hashes" in sync
-        return re.findall(r"requirements/([\w.-]+)\.txt", sync)
+        """Return the requirement files that uv installed since `calls` was last called."""
+        found = [line for line in self.calls() if line.startswith("pip sync")]
+        assert len(found) <= 1 and all("--require-hashes" in line for line in found)
+        return re.findall(r"requirements/([\w.-]+)\.txt", found[0]) if found else []
 
 
 def git(folder: Path, *args: str) -> str:

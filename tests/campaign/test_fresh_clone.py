@@ -22,14 +22,7 @@ def test_a_fresh_clone_trains():
 
 def test_the_second_jax():
     """With the second jax that run.sh can install (JAXTRAIN_JAX), tests of attention, checkpoints, parity and plans pass."""
-    files = (
-        "unit/test_attention.py",
-        "unit/test_assignment.py",
-        "unit/test_compiler.py",
-        "unit/test_hlo.py",
-        "unit/test_sharding.py",
-        "proofs/test_checkpoint_arrays.py",
-        "proofs/test_parity_command.py",
-        "proofs/test_plan_programs.py",
-    )
+    unit = ("attention", "assignment", "compiler", "hlo", "sharding")
+    proofs = ("checkpoint_arrays", "parity_command", "plan_programs")
+    files = [*(f"unit/test_{name}.py" for name in unit), *(f"proofs/test_{name}.py" for name in proofs)]
     fresh_clone("test", *(f"tests/{name}" for name in files), JAXTRAIN_JAX="0.12")

@@ -1,151 +1,158 @@
-"""A run in child processes that is killed and stopped five times equals an uninterrupted run, bit for bit."""
+"""Runs in real processes that are killed and stopped, at chosen and random moments, equal uninterrupted runs, bit for bit."""
 
-import json
-import os
+import math
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import runs
+from faults import Faults, Figures, dice, same, saving, steps_written
+from pages import Read
 
-from jaxtrain.hf import exporting
-from jaxtrain.hf.folder import open_folder
+from jaxtrain import goodput
+from jaxtrain.report import page
+from jaxtrain.report.run import read
 
+# While the file "eval" or "save" exists, held-out data does not come, or nothing of a checkpoint reaches the disk. While the
+# file "data" exists, the batches from its number on do not come.
+OWN = """
+import os
+import threading
+import time
+from pathlib import Path
 
-class Bench:
-    """A folder with the small config and one compile cache. Its runs can wait for data at a given step (sources.Gated)."""
+from jaxtrain.data import pipeline
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.config = folder / "small.py"
-        self.config.write_text(runs.SMALL)
-        self.started = 0
-
-    def start(self, workdir: Path, *, gate: int | None = None) -> runs.Child:
-        self.started += 1
-        self.opener = self.folder / f"gate-{self.started}"
-        env = {"PYTHONPATH": os.pathsep.join([str(runs.REPO / "tests"), str(runs.REPO)]), "GATE_FILE": str(self.opener)}
-        env |= {} if gate is None else {"GATE_STEP": str(gate)}
-        chosen = {"data__source": "sources:gated", "optimizer__schedule": "cosine", "paths__cache": self.folder / "cache"}
-        return runs.Child(self.config, workdir, self.folder / f"words-{self.started}.txt", env=env, **chosen)
-
-    def at_gate(self, workdir: Path, gate: int) -> runs.Child:
-        """Start a run that waits for data after `gate` steps, with all due checkpoints saved."""
-        child = self.start(workdir, gate=gate)
-        # Metrics are read one step late: a line of the step before shows that the newest step has been dispatched.
-        saved = gate // 5 * 5
-        child.until(lambda: gate - 1 in written_steps(workdir) and (not saved or saved in runs.steps(workdir)))
-        # The loop must wait for its next batch: before that, a signal would stop it a step earlier.
-        waits = self.opener.with_suffix(".waits")
-        waits.unlink(missing_ok=True)
-        child.until(waits.exists)
-        return child
-
-    def in_eval(self, workdir: Path) -> runs.Child:
-        """Start a run, and wait until it is in an evaluation that does not end."""
-        self.opener = self.folder / f"gate-{self.started + 1}"
-        self.opener.with_suffix(".no-eval").touch()
-        child = self.start(workdir)
-        child.until(self.opener.with_suffix(".in-eval").exists)
-        return child
+HERE = Path(__file__).parent
 
 
-def stopped(child: runs.Child, number: signal.Signals) -> tuple[int, str]:
-    """Send a signal to a run that waits in its data or an evaluation. Returns (exit code, output)."""
-    child.process.send_signal(number)
-    child.until(lambda: "finishing this step" in child.said)
-    return child.end()
+def wait(name, step=0):
+    while True:
+        try:
+            if step < int((HERE / name).read_text() or 0):
+                return
+        except FileNotFoundError:
+            return
+        (HERE / f"{name}.waits").touch()
+        time.sleep(0.01)
 
 
-def killed(child: runs.Child) -> tuple[int, str]:
-    child.process.kill()
-    return child.end()
+def sync(handle, usual=os.fsync):
+    if threading.current_thread().name.startswith("checkpoint"):
+        wait("save")
+    usual(handle)
 
 
-def written_steps(workdir: Path) -> list[int]:
-    return [line["step"] for line in runs.lines(workdir) if line["kind"] == "train"]
+class Source:
+    def __init__(self, batches, split):
+        self.batches, self.split = batches, split
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+    def batch(self, step, rows=None):
+        wait("eval" if self.split == "validation" else "data", step)
+        return self.batches.batch(step, rows)
+
+
+def source(data, split, global_batch):
+    os.fsync = sync
+    return Source(pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir=""), split)
+"""
+STEPS = 24
+TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
+# (where the run is when the signal comes, the first batch that does not come, the signal)
+ENDS = [("start", 3, KILL), ("save", 0, KILL), ("data", 8, TERM), ("eval", 0, INT), ("a random step", 0, KILL)]
+CODES = {TERM: 75, INT: 130, KILL: -KILL}
 
 
 class Recording(NamedTuple):
-    """An uninterrupted run, and a run of six attempts that must equal it."""
+    """An uninterrupted run, and one that must equal it although it was ended as in ENDS before it could finish."""
 
-    whole: Path  # the uninterrupted run
-    workdir: Path  # the run that is stopped in five ways before it finishes
-    ended: dict[str, tuple[int, str]]  # exit code and output of each of its attempts
+    whole: Path
+    hunted: Path
+    codes: list[int]
+    reached: list[tuple[int, int]]  # at each end: the newest step in metrics.jsonl at the signal, and the newest checkpoint
+    wall_s: float
+    downs_s: float  # between attempts, by the test's clock
 
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    bench = Bench(tmp_path_factory.mktemp("resume with spaces"))
-    whole, workdir, ended = bench.folder / "whole", bench.folder / "hunted", {}
-    code, said = bench.start(whole).end()
+    own: dict[str, Any] = {"data__source": "own:source", "eval__every_steps": 6, "train__steps": STEPS}
+    faults = Faults(tmp_path_factory.mktemp("with spaces"), OWN, **own, log__peak_tflops=0.1, checkpoint__keep=3)
+    whole, hunted = faults.folder / "whole", faults.folder / "hunted"
+    code, said = faults.start(whole).end()
     assert code == 0, said
-    assert "\x1b" not in said, "control characters in a file"
-    assert said.count("\nstep 24/24  loss ") == 1
+    codes, reached, downs_s, began, ended = [], [], 0.0, time.time(), None
+    for where, batch, number in ENDS:
+        gate, waits = faults.folder / where, faults.folder / f"{where}.waits"
+        gate = faults.folder / "data" if where == "start" else gate
+        at = steps_written(hunted) + dice("killed").randint(2, 4)
+        moments: dict[str, Callable[[], bool]] = {
+            "start": lambda: steps_written(hunted) >= 1,
+            "a random step": lambda at=at: steps_written(hunted) >= at,
+        }
+        gate.write_text(str(batch))
+        if where not in moments:
+            waits.unlink(missing_ok=True)
+        elif where != "start":
+            gate.unlink()
+        child = faults.start(hunted)
+        downs_s += time.time() - ended if ended else 0.0
+        child.until(moments.get(where, waits.exists))
+        before = steps_written(hunted)
+        assert where != "save" or saving(hunted)
+        child.process.send_signal(number)
+        codes.append(child.end()[0])
+        ended = time.time()
+        gate.unlink(missing_ok=True)
+        reached.append((before, max(runs.steps(hunted), default=0)))
+    child = faults.start(hunted)
+    downs_s += time.time() - ended
+    child.until(lambda: "\ngoodput" in child.said)  # this line comes when the ledger is closed
+    wall_s = time.time() - began
+    codes.append(child.end()[0])
+    return Recording(whole, hunted, codes, reached, wall_s, downs_s)
 
-    ended["killed before the first checkpoint"] = killed(bench.at_gate(workdir, 3))
-    assert (runs.steps(workdir), written_steps(workdir)) == ([], [1, 2])
-    ended["Ctrl-C"] = stopped(bench.at_gate(workdir, 7), signal.SIGINT)
-    assert runs.steps(workdir) == [5, 7]
-    ended["killed"] = killed(bench.at_gate(workdir, 13))
-    assert (runs.steps(workdir), written_steps(workdir)[-1]) == ([5, 7, 10], 12)
-    ended["Ctrl-C in an evaluation"] = stopped(bench.in_eval(workdir), signal.SIGINT)
-    assert runs.steps(workdir) == [5, 7, 10, 15, 16]
-    ended["SIGTERM"] = stopped(bench.at_gate(workdir, 20), signal.SIGTERM)
-    assert runs.steps(workdir) == [5, 7, 10, 15, 16, 20]
-    ended["finished"] = bench.start(workdir).end()
-    return Recording(whole, workdir, ended)
 
-
-def test_each_attempt_ends_with_its_code_and_says_where_it_stands(recording: Recording) -> None:
-    ended = recording.ended
-    assert [code for code, _ in ended.values()] == [-signal.SIGKILL, 130, -signal.SIGKILL, 130, 75, 0]
-    assert "Ctrl-C: state saved at step 7; the same command goes on from there." in ended["Ctrl-C"][1]
-    assert "resuming from step 7 in" in ended["killed"][1]
-    assert "resuming from step 10 in" in ended["Ctrl-C in an evaluation"][1]
-    assert "state saved at step 16" in ended["Ctrl-C in an evaluation"][1]
-    assert "state saved at step 20" in ended["SIGTERM"][1]
-    assert not any("Traceback" in said for _, said in ended.values())
-
-
-def test_the_receipt_tells_of_every_attempt(recording: Recording) -> None:
-    receipt = runs.receipt(recording.workdir)
+def test_each_attempt_ends_with_its_code_and_the_next_resumes(recording: Recording, figures: Figures) -> None:
+    """No step that was logged before a request to stop is lost."""
+    assert recording.codes == [*(CODES[number] for _, _, number in ENDS), 0]
+    receipt = runs.receipt(recording.hunted)
     attempts = [*receipt["attempts"], receipt]
-    assert [a["exit_code"] for a in attempts] == [None, 130, None, 130, 75, 0]
-    assert [a["resumed_from_step"] for a in attempts] == [None, None, 7, 10, 16, 20]
-    assert attempts[1]["reason"] == "SIGINT at step 7"
-    assert attempts[-1]["reason"] == "24 steps"
+    assert [a["exit_code"] for a in attempts] == [None if code < 0 else code for code in recording.codes]
+    assert [a["resumed_from_step"] for a in attempts[1:]] == [saved or None for _, saved in recording.reached]
+    assert recording.reached[0][1] == 0, "killed before the first checkpoint"
+    for (where, _, number), (before, saved) in zip(ENDS, recording.reached, strict=True):
+        assert number == KILL or saved >= before > 0, where
+    figures.add("killed and stopped", ends=[where for where, *_ in ENDS], reached=recording.reached)
 
 
 def test_metrics_weights_and_moments_are_those_of_an_uninterrupted_run(recording: Recording) -> None:
-    """Metrics (once each, in order), weights and moments are equal. Lines of an attempt without a checkpoint are set aside."""
-    evaluated = [*range(1, 9), 8, *range(9, 17), 16, *range(17, 25), 24]
-    assert [line["step"] for line in runs.lines(recording.whole)] == evaluated
-    assert runs.exact(recording.workdir) == runs.exact(recording.whole)
-    (aside,) = recording.workdir.glob("metrics.set_aside-*.jsonl")
-    assert [json.loads(line)["step"] for line in aside.read_text().splitlines()] == [1, 2]
-    ours, theirs = runs.tensors(recording.workdir, 24), runs.tensors(recording.whole, 24)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()] == []
+    """Each line is there once, in order. Lines of an attempt without a checkpoint are set aside."""
+    assert runs.exact(recording.hunted) == runs.exact(recording.whole)
+    assert len(list(recording.hunted.glob("metrics.set_aside-*.jsonl"))) == [saved for _, saved in recording.reached].count(0)
+    assert same(runs.tensors(recording.hunted, STEPS), runs.tensors(recording.whole, STEPS))
 
 
-def test_a_finished_run_writes_the_sample_that_is_missing_and_no_second_one(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"train__steps": 4, "eval__every_steps": 0, "data__source": "stdlib"}
-    config = tmp_path / "small.py"
-    config.write_text(runs.SMALL)
-    for tokens in (0, 4, 4):
-        assert runs.train(config, tmp_path / "run", **how, sample__max_tokens=tokens) == 0
-    assert (tmp_path / "run/samples.txt").read_text().count("--- step 4\n") == 1
+def test_the_parts_are_the_wall_time(recording: Recording):
+    """The times of all causes in the ledger add up to the wall time by the test's own clock, and the page has them."""
+    found = goodput.summarise(goodput.read(recording.hunted / goodput.FILE))
+    assert sum(found.parts.values()) == pytest.approx(recording.wall_s, rel=0.01)
+    assert found.attempts == len(ENDS) + 1 and found.steps == STEPS and found.steps_repeated >= 1
+    assert min(found.parts[name] for name in ("step", "startup", "compile", "restore", "data", "save", "eval", "repeated")) > 0
+    assert found.parts["down"] + found.parts["stopped"] >= recording.downs_s - 0.5
+    told = runs.receipt(recording.hunted)["goodput"]
+    assert told["attempts"] == found.attempts and math.isclose(sum(told["parts_s"].values()), told["wall_s"], abs_tol=0.02)
+    words = " ".join(Read(page.html([read(recording.hunted)])).words)
+    assert all(f"{seconds:,.1f}" in words for seconds in found.parts.values() if seconds)
 
 
-def test_an_export_of_bfloat16_masters_is_in_bfloat16(tmp_path: Path) -> None:
-    """An export has one dtype: bfloat16 if all matrices are, although the checkpoint's scales of norms are float32."""
-    assert runs.train(runs.small(), tmp_path / "run", train__steps=4, eval__every_steps=0, dtypes__params="bf16") == 0
-    tensors = runs.tensors(tmp_path / "run")
-    assert {str(tensors[f"params.{name}"].dtype) for name in ("final_norm.scale", "layers.0.attention_norm.scale")} == {
-        "float32"
-    }
-    exporting.export(str(tmp_path / "run"), tmp_path / "out")
-    folder = open_folder(tmp_path / "out")
-    assert folder.dtype(folder.tensors) == "bf16"
+def test_a_time_limit_before_the_first_step_leaves_in_time(tmp_path: Path) -> None:
+    child = Faults(tmp_path).start(tmp_path / "run", train__steps=100_000, train__max_minutes="0.1")
+    code, said = child.end()
+    assert code == 75 and runs.receipt(tmp_path / "run")["reason"].startswith("time limit"), said

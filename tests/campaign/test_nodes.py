@@ -13,7 +13,8 @@ import runs
 from faults import free_port
 from run_sh import REPO, Machine, copy_launcher, script, wait_for
 
-RUN = {"train__steps": 40, "eval__every_steps": 0, "checkpoint__every_steps": 10, "mesh__data": 2, "mesh__fsdp": -1}
+STEPS = 80
+RUN = {"train__steps": STEPS, "checkpoint__every_steps": 20, "eval__every_steps": 0, "mesh__data": 2, "mesh__fsdp": -1}
 # A fake ssh: runs the command in a local shell, with none of this shell's variables, and logs its arguments.
 SSH = """#!/bin/bash
 printf '%s\\n' "$*" >>"$HOME/ssh"
@@ -62,40 +63,37 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("alone")
     (folder / "small.py").write_text(runs.SMALL)
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    code, said = runs.Child(folder / "small.py", folder / "run", folder / "words", env=env, **RUN).end()
+    code, said = runs.Child(folder / "small.py", folder / "run", folder / "words", env=env, **RUN).end(timeout=600)
     assert code == 0, said
     return runs.losses(folder / "run")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.more)])
-def test_a_run_loses_a_machine_and_resumes(count: int, tmp_path: Path, alone: dict[int, float]):
-    """If the last node's process is killed, run.sh restarts all processes, and the losses are those of a run on one process."""
+def test_a_run_loses_a_machine_and_resumes(tmp_path: Path, alone: dict[int, float]):
+    """If the other node's process is killed, run.sh restarts both, and the losses are those of a run on one process."""
     machine, workdir = Real(tmp_path), tmp_path / "the run"
     config = tmp_path / "small.py"
     config.write_text(runs.SMALL)
-    names = ["127.0.0.1:" + str(free_port()), *(f"node{i}" for i in range(1, count))]
-    devices = {"JAX_NUM_CPU_DEVICES": str(4 // count), "DEVICES": str(4 // count)}
+    devices = {"JAX_NUM_CPU_DEVICES": "2", "DEVICES": "2"}
     given = runs.arguments(config, workdir, {"paths__cache": tmp_path / "compiled", **RUN})
-    process = machine.begin(f"--nodes={','.join(names)}", *given, **devices)
+    process = machine.begin(f"--nodes=127.0.0.1:{free_port()},node1", *given, **devices)
 
     def until(what: Callable[[], bool]) -> None:
-        wait_for(lambda: what() or process.poll() is not None, hung_s=300)
+        wait_for(lambda: what() or process.poll() is not None, hung_s=600)
         assert what(), machine.said
 
     try:
-        until(lambda: len(runs.lines(workdir)) >= 15)
-        os.kill(trainer(workdir, count - 1), signal.SIGKILL)
+        until(lambda: len(runs.lines(workdir)) >= 25)
+        os.kill(trainer(workdir, 1), signal.SIGKILL)
         until(lambda: process.poll() is not None)
     finally:
         process.kill()
     assert process.returncode == 0, machine.said
-    assert f"node{count - 1} ended with 137" in machine.said and "restart 1 of 3" in machine.said
-    assert "resuming from step 10" in machine.said
     found = runs.losses(workdir)
-    assert list(found) == list(range(1, 41))
+    assert list(found) == list(range(1, STEPS + 1))
     assert max(abs(found[i] - alone[i]) for i in found) < 1e-5, "the same run as one process takes"
     receipt = runs.receipt(workdir)
-    assert receipt["devices"]["process_count"] == count and receipt["attempt"] == 2 and receipt["restart"] == 1
+    assert receipt["devices"]["process_count"] == 2 and receipt["attempt"] == 2 and receipt["restart"] == 1
+    assert receipt["resumed_from_step"] % 20 == 0 and receipt["attempts"][0]["exit_code"] == 75
     assert receipt["goodput"]["attempts"] == 2 and receipt["goodput"]["parts_s"]["repeated"] > 0
     asked = (machine.cwd / "ssh").read_text().splitlines()
-    assert len(asked) == 2 * (count - 1) and all("JAXTRAIN_RESTARTS=0" in line for line in asked)
+    assert len(asked) == 2 and all("JAXTRAIN_RESTARTS=0" in line for line in asked)

