@@ -39,6 +39,7 @@ MODELS = {
     "kinds in phase": {"model.num_layers": 4, "model.sliding_window": 12, "model.attention_pattern": "lg"},
     # Five layers do not divide into 2 or 4 groups.
     "everything": {
+        "train.global_batch": 8,
         "model.num_layers": 5,
         "model.init_std": 0.1,
         "model.tied_head": True,
