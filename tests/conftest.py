@@ -112,14 +112,6 @@ def no_process_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def figures(request: pytest.FixtureRequest) -> Any:
-    """Collect the measurements of the fault tests. A campaign writes them beside the ledger."""
-    from faults import Figures
-
-    return Figures(ledger.FOLDER / "figures.json" if ledger.is_campaign(request.config) else None)
-
-
-@pytest.fixture(scope="session")
 def whole(request: pytest.FixtureRequest) -> bool:
     """Return whether the run is a campaign, in which long tests run in full."""
     return ledger.is_campaign(request.config)

@@ -1,11 +1,7 @@
-"""Helpers of the fault tests: a small run in child processes or in this one, and the measurements on docs/evidence/faults.md.
-
-`./run.sh test tests/campaign --campaign` runs all fault tests and writes their measurements to figures.json, beside the ledger.
-"""
+"""Helpers of the fault tests: a small run in child processes or in this one."""
 
 import contextlib
 import importlib
-import json
 import os
 import random
 import socket
@@ -72,9 +68,12 @@ class Faults:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a port that nobody uses, below those that Linux gives to connections: none takes it before it is used."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def saving(workdir: Path, since: float = 0.0) -> bool:
@@ -100,17 +99,3 @@ def steps_written(workdir: Path) -> int:
 def dice(name: str) -> random.Random:
     """Return the random generator of the fault test `name`. Its seed is the same in every campaign."""
     return random.Random(f"{SEED} {name}")
-
-
-class Figures:
-    """Collect measurements by name, and write them to `path` unless it is None."""
-
-    def __init__(self, path: Path | None):
-        self._path = path
-
-    def add(self, name: str, **values: Any) -> None:
-        print(f"figures of {name}: {values}", file=sys.stderr)
-        if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            known = json.loads(self._path.read_text()) if self._path.exists() else {}
-            self._path.write_text(json.dumps(known | {name: values}, indent=1) + "\n")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import runs
-from faults import Faults, Figures, dice, same
+from faults import Faults, dice, same
 
 from jaxtrain.checkpoint import CheckpointError, files
 from jaxtrain.checkpoint.__main__ import main as command
@@ -40,14 +40,14 @@ def cut(path: Path, rng) -> str:  # noqa: ANN001
     return f"{path.name} cut to {size} bytes"
 
 
-def test_nothing_damaged_loads_as_if_it_were_good(figures: Figures, tmp_path: Path) -> None:
+def test_nothing_damaged_loads_as_if_it_were_good(tmp_path: Path) -> None:
     faults = Faults(tmp_path, train__steps=10)
     assert faults.in_process(faults.folder / "run") == 0
     good = faults.folder / "run/checkpoints"
     truth = runs.tensors(faults.folder / "run", 10)
     there = [*files.listed(good / "10"), files.NAME]
     data = [name for name in there if "/d/" in name]
-    rng, counts = dice("damage"), {"refused": 0, "harmless": 0, "in_files_of_arrays": 0, "found_by_verify": 0}
+    rng, refused = dice("damage"), 0
     for i in range(FLIPS + CUTS):
         folder = tmp_path / f"{i}" / "checkpoints"
         shutil.copytree(good, folder)
@@ -55,15 +55,10 @@ def test_nothing_damaged_loads_as_if_it_were_good(figures: Figures, tmp_path: Pa
         name = rng.choice(data) if i % 2 else there[(i // 2) % len(there)]
         what = (flip if i < FLIPS else cut)(folder / "10" / name, rng)
         got = restored(folder)
-        if got is None:
-            counts["refused"] += 1
-        else:
-            assert same(got, truth), f"loaded silently wrong: {what} in {name}"
-            counts["harmless"] += 1
-        counts["in_files_of_arrays"] += name in data
+        refused += got is None
+        assert got is None or same(got, truth), f"loaded silently wrong: {what} in {name}"
         found = command(["verify", str(folder), "--step=10"]) == 1
-        counts["found_by_verify"] += found
         # If the list of digests is gone, verify reports that, and only a restore proves the arrays.
         assert found or name == files.NAME, f"verify found nothing: {what} in {name}"
         shutil.rmtree(folder.parent)
-    figures.add("damage", flips=FLIPS, truncations_and_deletions=CUTS, **counts)
+    assert refused

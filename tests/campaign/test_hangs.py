@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import runs
-from faults import Faults, Figures
+from faults import Faults
 
 CHILD = """
 import ctypes, os, sys, threading, time
@@ -108,8 +108,9 @@ def loss(hidden_BTD, head_VD, batch, spec):
 BUDGETS = {"step": ("step", 8), "save": ("checkpoint", 30)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", BUDGETS)
-def test_a_run_that_hangs_ends_with_124(how: str, tmp_path: Path, figures: Figures) -> None:
+def test_a_run_that_hangs_ends_with_124(how: str, tmp_path: Path) -> None:
     faults = Faults(tmp_path, OWN, data__source="own:source", loss__name="own:loss", train__steps=4000, model__num_layers=1)
     name, seconds = BUDGETS[how]
     limits = {"train__timeouts": f"{name}={seconds}", "paths__cache": ""}  # programs with host callbacks are never cached
@@ -121,4 +122,3 @@ def test_a_run_that_hangs_ends_with_124(how: str, tmp_path: Path, figures: Figur
     assert report["facts"]["pending_save"] == (5 if how == "save" else None)
     receipt = runs.receipt(tmp_path / "run")
     assert receipt["exit_code"] == 124 and receipt["reason"] == cause
-    figures.add(f"hang in a {how}", exit_code=code, cause=cause)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import runs
-from faults import Faults, Figures, dice, same, saving, steps_written
+from faults import Faults, dice, same, saving, steps_written
 from pages import Read
 
 from jaxtrain import goodput
@@ -119,7 +119,8 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return Recording(whole, hunted, codes, reached, wall_s, downs_s)
 
 
-def test_each_attempt_ends_with_its_code_and_the_next_resumes(recording: Recording, figures: Figures) -> None:
+@pytest.mark.long
+def test_each_attempt_ends_with_its_code_and_the_next_resumes(recording: Recording) -> None:
     """No step that was logged before a request to stop is lost."""
     assert recording.codes == [*(CODES[number] for _, _, number in ENDS), 0]
     receipt = runs.receipt(recording.hunted)
@@ -129,7 +130,6 @@ def test_each_attempt_ends_with_its_code_and_the_next_resumes(recording: Recordi
     assert recording.reached[0][1] == 0, "killed before the first checkpoint"
     for (where, _, number), (before, saved) in zip(ENDS, recording.reached, strict=True):
         assert number == KILL or saved >= before > 0, where
-    figures.add("killed and stopped", ends=[where for where, *_ in ENDS], reached=recording.reached)
 
 
 def test_metrics_weights_and_moments_are_those_of_an_uninterrupted_run(recording: Recording) -> None:

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import runs
 import sources
+from faults import same, steps_written
+from run_sh import wait_for
 from token_files import first_steps, open_batches, poke, random_documents, write_file
 
+from jaxtrain.checkpoint import arrays
 from jaxtrain.data import tokenfile
 from jaxtrain.train import initial_state, saver, setup
 from jaxtrain.train import run as train
@@ -83,6 +86,21 @@ def test_switches_switch_off(plain: Plain, tmp_path: Path) -> None:
     assert runs.steps(workdir) == [8]
     ours, theirs = runs.tensors(workdir), runs.tensors(plain.workdir)
     assert [name for name in theirs if ours[name].tobytes() != theirs[name].tobytes()] == []
+
+
+def test_steps_go_on_while_a_save_writes(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save writes nothing before two more steps are logged. Training and what is saved stay the same."""
+    workdir, context = tmp_path / "run", arrays.context
+
+    def late(folder: Any, *args: Any) -> Any:
+        if folder.name == "4":
+            wait_for(lambda: steps_written(workdir) >= 6)
+        return context(folder, *args)
+
+    monkeypatch.setattr(arrays, "context", late)
+    assert run(workdir) == 0 and runs.steps(workdir) == runs.steps(plain.workdir) == [4, 8]
+    for step in (4, 8):
+        assert same(runs.tensors(workdir, step), runs.tensors(plain.workdir, step))
 
 
 # ---- A user's own parts
