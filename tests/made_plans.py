@@ -78,11 +78,6 @@ def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 
 
-def nothing_fits(run: config.RunConfig, machine: topology.Topology, rates: Rates) -> Plan:
-    """Return a plan whose peak memory, 1,000 GiB, fits no GPU."""
-    return made(run, machine, 1.0, 1000.0, rates)
-
-
 def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
     """Raise an error for 2 microbatches, crash for 4, hang for 8; else return a plan."""
     accum = run.train.grad_accum

@@ -267,32 +267,3 @@ def test_sharded_sequences_call_cudnn(shape):
     blocks = 1 if how == "ulysses" or window else 2 + RANKS - 1  # on the diagonal, below it, other ranks' blocks
     assert text.count("@__cudnn$fmhaSoftmax(") == blocks * RANKS
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") >= blocks * RANKS
-
-
-def test_ranks_on_one_device_communicate_as_in_shard_map():
-    """Every collective, among all ranks and within groups, forward and backward, gives the same bits as on four devices."""
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    groups = [[0, 2], [3, 1]]
-
-    def rank(x):
-        def body(x):
-            me = jax.lax.axis_index("seq")
-            x = jax.lax.ppermute(x * (1 + me), "seq", [(0, 3), (3, 1), (1, 0)])  # rank 2 has no sender
-            gathered = jax.jit(lambda x: jax.lax.all_gather(x, "seq", axis=1, tiled=True, axis_index_groups=groups))(x)
-            x = gathered + jnp.sum(jax.lax.all_gather(x, "seq"), axis=0)[:, :1]
-            x = jax.lax.all_to_all(x, "seq", split_axis=0, concat_axis=1, tiled=True, axis_index_groups=groups)
-            return jax.lax.psum_scatter(x.reshape(4, -1), "seq")
-
-        y, back = jax.vjp(body, x)
-        return y, *back(jnp.cos(y))
-
-    x = jax.random.normal(jax.random.key(0), (16, 6))
-    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
-    spec = jax.P("seq")
-    want = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))(x)
-    got = jax.jit(lambda x: ranks_on_one_device.run(rank, "seq", [(part,) for part in jnp.split(x, 4)]))(x)
-    for mine, theirs in zip(zip(*got, strict=True), want, strict=True):
-        assert jnp.array_equal(jnp.concatenate(mine), theirs) and jnp.any(theirs != 0)
-    with pytest.raises(NameError, match="unbound axis name: seq"):
-        ranks_on_one_device.run(lambda x: jax.lax.pmax(x, "seq"), "seq", [(x,), (x,)])

@@ -1,13 +1,11 @@
 """The scripts of benchmarks/: first_minutes.py, its schedule, configs and verdicts; peer_torch.py, its settings and figures."""
 
-import importlib.util
 import itertools
 import json
 import shutil
 import sys
 import types
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 from bench_helpers import ANSWER, PEER, at_home  # noqa: F401
@@ -231,56 +229,6 @@ def test_limits_of_the_comparison_and_of_a_search(more, limits, given, tmp_path,
     assert tree["given"] == given and tree["turns"][3]["settings"] == FAST
     assert [turn["who"] for turn in tree["turns"]] == ["jaxtrain", "torch"] * 2
     assert tree["turns"][1]["tokens_per_s"] == 4 * 32 / 0.5 and tree["compared"]["ratio"] == 10.0 / (4 * 32 / 0.5)
-
-
-@pytest.fixture
-def step(monkeypatch):
-    """Return benchmarks/peer_torch_step.py as a module, with a fake of torch."""
-    fake = MagicMock(__version__="0")
-    fake.OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})
-    nested = ("_dynamo", "nn", "nn.functional", "nn.attention", "utils", "utils.checkpoint")
-    for name in ("torch", *(f"torch.{n}" for n in nested), "transformers"):
-        monkeypatch.setitem(sys.modules, name, fake)
-    found = importlib.util.spec_from_file_location("peer_torch_step", peer_torch.SCRIPT)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    monkeypatch.setattr(module, "release", lambda device: None)  # the garbage collector takes long in the tests' process
-    return module
-
-
-def choose(step, monkeypatch, outcomes, settings, tune_s):
-    """Return (chosen settings, (settings, steps) of each step that was built, `tried`).
-
-    outcomes: settings -> type of error. Other settings take 1 s.
-    """
-    built = []
-
-    def measure(spec, device, batch, how, warmup, steps):
-        built.append((tuple(how.values()), warmup + steps))
-        if error := outcomes.get(built[-1][0]):
-            raise error("it fails")
-        return {"settings": how, "step_times": [1.0] * steps}
-
-    monkeypatch.setattr(step, "measure", measure)
-    gpu = types.SimpleNamespace(type="cuda")
-    answer = step.choose({"settings": settings, "tune_s": tune_s, "warmup": 5, "steps": 20}, gpu, ())
-    return tuple(answer["settings"].values()), built, answer["tried"]
-
-
-CUDNN, FLASH, AGAIN = ("cudnn", "layers", False), ("flash", "layers", False), ("flash", "layers", True)
-
-
-def test_the_first_given_setting_that_works_is_timed_in_its_trial(step, monkeypatch):
-    """Nothing is compiled twice, and nothing that was not given is tried."""
-    given = peer_torch.read_settings("cudnn,layers;flash,layers;flash,layers,checkpoint")
-    memory = step.torch.OutOfMemoryError
-    assert choose(step, monkeypatch, {}, given, 100.0)[:2] == (CUDNN, [(CUDNN, 25)])
-    outcomes = {CUDNN: RuntimeError, FLASH: memory}
-    chosen, built, tried = choose(step, monkeypatch, outcomes, given, 0.0)
-    assert chosen == AGAIN and built == [(CUDNN, 25), (FLASH, 25), (AGAIN, 25)]
-    assert [t["step_s"] for t in tried] == [None, None, 1.0]
-    with pytest.raises(SystemExit):
-        choose(step, monkeypatch, {CUDNN: memory}, given[:1], 0.0)
 
 
 def test_the_ratio_of_speeds():

@@ -62,7 +62,6 @@ def test_right(overrides: tuple[str, ...]):
 
 TENSOR = "model.num_experts=8", "mesh.tensor=4", "mesh.data=2"
 SEQ = ("mesh.seq=8", "parallel.context=ulysses")
-BY_LAYER = ("train.accumulate=layer", "mesh.data=4")
 
 # (overrides, key)
 WRONG = [

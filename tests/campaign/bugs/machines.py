@@ -165,20 +165,6 @@ BUGS = (
         "unit/test_benchmarks.py -k limits_of",
     ),
     Bug(
-        "bench: PyTorch's given settings are compiled twice",
-        "benchmarks/peer_torch_step.py",
-        'at_once = bool(spec["settings"]) or not spec["tune_s"]',
-        "at_once = False",
-        "unit/test_benchmarks.py -k timed_in_its_trial",
-    ),
-    Bug(
-        "bench: ranks of a group come in their own order",
-        "tests/ranks_on_one_device.py",
-        "members = [values[rank] for rank in group]",
-        "members = [values[rank] for rank in sorted(group)]",
-        "gpu/test_gpu_attention.py -k ranks_on_one",
-    ),
-    Bug(
         "suite: a smaller peak than planned is not told",
         "jaxtrain/bench/node_suite.py",
         "abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR",
