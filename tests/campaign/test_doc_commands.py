@@ -57,7 +57,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES if runnable(page)])
+LONG = dict.fromkeys(("README.md", "parallelism.md", "python.md", "recipes.md"), pytest.mark.long)  # more than a minute each
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.name, marks=LONG.get(p.name, ())) for p in PAGES if runnable(p)])
 def test_commands_run(page: Path, home: Path, tmp_path: Path):
     clone, tools = tmp_path / "jaxtrain", tmp_path / "tools"
     clone.mkdir()

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import runs
 from compile_options import QUICKLY
 
@@ -31,6 +32,7 @@ def results(tmp_path: Path) -> dict[str, dict]:
     return json.loads(file.read_text())["parts"] if file.exists() else {}
 
 
+@pytest.mark.long
 def test_a_killed_call_keeps_its_results_and_the_next_one_adds_to_them(tmp_path):
     first = start(tmp_path)
     until = time.monotonic() + 600

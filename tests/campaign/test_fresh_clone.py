@@ -3,7 +3,10 @@
 import os
 import subprocess
 
+import pytest
 import runs
+
+pytestmark = pytest.mark.long
 
 
 def fresh_clone(*words: str, **env: str) -> str:

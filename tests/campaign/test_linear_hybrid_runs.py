@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import runs
 from compile_options import QUICKLY
 
@@ -47,6 +48,7 @@ def train(workdir: Path, steps: int, devices: int = 1, **more: str) -> tuple[int
     return run("main", f"--config={CONFIG}", f"--workdir={workdir}", *overrides, devices=devices)
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
     """With fsdp=2 and tensor=2, a resumed run equals one without a stop. Its checkpoint also resumes on one device."""
     mesh = {"mesh__fsdp": "2", "mesh__tensor": "2"}

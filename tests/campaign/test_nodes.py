@@ -68,6 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return runs.losses(folder / "run")
 
 
+@pytest.mark.long
 def test_a_run_loses_a_machine_and_resumes(tmp_path: Path, alone: dict[int, float]):
     """If the other node's process is killed, run.sh restarts both, and the losses are those of a run on one process."""
     machine, workdir = Real(tmp_path), tmp_path / "the run"

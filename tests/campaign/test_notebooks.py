@@ -98,6 +98,7 @@ def stale(stored: Any, fresh: Any) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs_and_its_outputs_are_not_stale(path, jupyter):
     """Fresh outputs equal the stored outputs. A cell that raises fails this test with the cell's traceback."""

@@ -93,6 +93,7 @@ def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> space.Ch
     return check
 
 
+@pytest.mark.long
 def test_a_real_search(tmp_path):
     """Two layouts of a small model on two H200s are compiled in two processes, then read from the cache."""
     run, machine, kept = tiny(), topology.parse("h200:2"), Cache(tmp_path)

@@ -87,6 +87,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return bench
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -107,6 +108,7 @@ def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, exp
         assert lines == [f"B: -{(runs.REPO / CHANGED).read_text().splitlines()[0]}", "B: +# Another line."]
 
 
+@pytest.mark.long
 def test_a_receipt_names_the_source_that_ran(bench: Bench) -> None:
     base, line = (runs.receipt(bench.folder / name)["source"] for name in ("base", "line"))
     assert base["commit"] == line["commit"] == git(bench.repo, "rev-parse", "HEAD")

@@ -47,6 +47,7 @@ def test_transformers_computes_the_same_before_and_after(tmp_path):
         assert np.abs(theirs - GOLDEN[name]).max() < 1e-5, name
 
 
+@pytest.mark.long
 def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, monkeypatch):
     """`check` passes for a checkpoint of transformers against its import, and against the export of the import."""
     monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", packages.reference())

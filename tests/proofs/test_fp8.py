@@ -383,6 +383,7 @@ def planned(config: str, *others: str):
     return run, made, read_plan(made, run, NODE)
 
 
+@pytest.mark.long
 @pytest.mark.more
 @pytest.mark.parametrize(("mesh", "in_8_bits"), [((), 21), (("mesh.expert=2", "mesh.fsdp=4"), 18)], ids=["one each", "uneven"])
 def test_matmuls_of_experts_are_fp8_calls(mesh, in_8_bits):

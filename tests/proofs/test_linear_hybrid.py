@@ -136,7 +136,7 @@ one_device = functools.cache(lambda: helpers.first_steps(helpers.tiny(SMALL), 2)
     "mesh",
     [
         {"mesh.fsdp": 2, "mesh.tensor": 2},
-        pytest.param({"mesh.tensor": 2, "mesh.seq": 2, "parallel.context": "ulysses"}, marks=pytest.mark.more),
+        pytest.param({"mesh.fsdp": 2, "mesh.seq": 2, "parallel.context": "ulysses"}, marks=pytest.mark.more),
     ],
     ids=["fsdp2xtensor2", "ulysses"],
 )

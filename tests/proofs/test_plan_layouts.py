@@ -178,6 +178,7 @@ def test_stages_on_two_nodes_communicate_over_the_network():
 
 
 @pytest.mark.more
+@pytest.mark.long
 def test_tokens_go_to_experts_and_back_inside_a_node():
     _, made = routed()
     x = made.experts

@@ -426,6 +426,7 @@ def test_processes_of_a_node_that_see_different_gpus():
         (["--allow=topology,foo"], "--allow = 'foo'"),
         ([f"--json={RECORDED}"], f"--json = '{RECORDED}'"),
     ],
+    ids=["no facts", "no such check", "a folder"],
 )
 def test_a_wrong_command_line_is_2(argv, said, capsys):
     assert command.main(argv) == 2
