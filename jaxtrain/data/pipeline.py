@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -70,10 +71,11 @@ class Batches:
         max_segments: int,
         tokenizer: dict[str, Any],
         fingerprint: dict[str, Any],
-        bytes_per_token: float | None = None,
+        densities: Sequence[tuple[float, float]] = (),
         masked_fraction: float = 0.0,
         synthetic: bool = False,
     ):
+        """Args: densities: of each source, bytes of text and targets that count, per token of its rows; () if unknown."""
         # This imports jax, which takes seconds. `check` runs before.
         from grain.experimental import index_shuffle
 
@@ -86,7 +88,8 @@ class Batches:
         self.tokenizer = tokenizer
         self.vocab_size: int = tokenizer["vocab_size"]
         self.fingerprint = fingerprint
-        self.bytes_per_token = bytes_per_token
+        self._densities = densities
+        self.bytes_per_token = self._bytes_per_token(schedule[0][1])
         self.masked_fraction = masked_fraction
         cut = [s for s in sources if isinstance(s, PackedRows)]
         held = sum(s.file.header["tokens"] for s in cut)
@@ -151,6 +154,28 @@ class Batches:
     def epoch(self, step: int) -> float:
         """Return the tokens read before optimizer step `step`, divided by `tokens_per_epoch`."""
         return step * self.global_batch * self.seq_len / self.tokens_per_epoch
+
+    def distinct(self, rows: int) -> int:
+        """Return the number of different sequences among the first `rows` rows of a held-out set."""
+        return sum(self._distinct(rows))
+
+    def _distinct(self, rows: int) -> list[int]:
+        read = self.mixture.tokens_read(rows)
+        return [min(tokens // self.seq_len, s.windows) for tokens, s in zip(read, self.sources, strict=True)]
+
+    def repeats(self, index_R: np.ndarray) -> np.ndarray:
+        """Return whether an earlier row of a held-out set has the sequence of each row, bool (R,). index_R: global indices."""
+        source_R, within_R = self.mixture.sources_of(index_R)
+        return within_R >= np.asarray([source.windows for source in self.sources], np.int64)[source_R]
+
+    def bytes_per_token_of(self, rows: int) -> float | None:
+        """Return `bytes_per_token` of the different sequences among the first `rows` rows of a held-out set."""
+        return self._bytes_per_token(self._distinct(rows))
+
+    def _bytes_per_token(self, share_of_sources: Sequence[float]) -> float | None:
+        pairs = list(zip(share_of_sources, self._densities, strict=True)) if self._densities else []
+        text_bytes, predicted = (math.fsum(share * density[i] for share, density in pairs) for i in (0, 1))
+        return text_bytes / predicted if predicted else None
 
     def window_numbers(self, source: int, index_R: np.ndarray) -> np.ndarray:
         """Return the number of the window at each row index of a source. Each epoch has another permutation of all windows."""
@@ -536,9 +561,9 @@ def open_source(
     files, phases = open_mixture(data, source, key, seq_len, schedule)
     sources: list[Windows] = []
     masked_by_source = []
-    text_bytes = predicted = 0.0
+    densities = []
     most = 1
-    for file, share in zip(files, phases[0][1], strict=True):
+    for file in files:
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
         masked = 0.0
@@ -568,8 +593,8 @@ def open_source(
         held = header["tokens"]
         if isinstance(windows, PackedRows):
             held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)
-        text_bytes += share * loss["bytes"] / held
-        predicted += share * (loss["tokens"] - (loss["first"] if data.masks_documents else 0)) / held
+        predicted = loss["tokens"] - (loss["first"] if data.masks_documents else 0)
+        densities.append((loss["bytes"] / held, predicted / held))
     common["max_segments"] = asked or most
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [
@@ -582,7 +607,7 @@ def open_source(
         phases,
         tokenizer=files[0].header["tokenizer"],
         fingerprint=fingerprint,
-        bytes_per_token=text_bytes / predicted if predicted else None,
+        densities=densities,
         masked_fraction=max(float(np.dot(weights, masked_by_source)) for _, weights in phases),
         **common,
     )

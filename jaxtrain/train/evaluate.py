@@ -1,5 +1,6 @@
 """Compute the held-out loss, and generate samples, between the steps of a run."""
 
+import bisect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,25 +32,30 @@ def evaluate(
     """Return the means over the first `sequences` sequences of a source: `loss` and the other metrics of the loss.
 
     `loss` is in nats per predicted token, or the mean over pairs with loss.name=dpo. Every call evaluates the same sequences,
-    on any mesh: rows of the last batch after these sequences are masked. The sums of the batches are added exactly on the host,
-    so the order of the batches has no effect.
+    on any mesh, each once: rows that repeat a sequence, and rows of the last batch after these sequences, are masked. The sums
+    of the batches are added exactly on the host, so the order of the batches has no effect.
 
     Args:
       eval_step: the compiled `Program.eval_step`.
       abstract: shapes and shardings of a batch, `Program.eval_batch`.
-      batches: a data source whose `.batch(i)` has as many rows as `abstract`.
+      batches: a data source whose `.batch(i)` has as many rows as `abstract`. The rows of a source without `distinct` and
+        `repeats` (data/pipeline.py, `Batches`) count as different sequences.
       unwanted: called for each batch. As soon as it returns True, the evaluation ends and the result is None.
     """
     size = abstract["tokens"].shape[1]
-    feed = BatchFeed(batches, 0, abstract, context, count=-(-sequences // size))
+    # The rows up to the last that has a new sequence.
+    distinct, repeats = getattr(batches, "distinct", None), getattr(batches, "repeats", None)
+    end = bisect.bisect_left(range(sequences), distinct(sequences), key=distinct) if distinct and repeats else sequences
+    feed = BatchFeed(batches, 0, abstract, context, count=-(-end // size))
     made = []
     try:
-        for i in range(-(-sequences // size)):
+        for i in range(-(-end // size)):
             host = None if unwanted() else feed.next(unwanted)
             if host is None:
                 return None
             numbers = i * size + np.asarray(range(size) if feed.rows is None else feed.rows)
-            made.append(eval_step(params, feed.place(mask_rows(host, numbers >= sequences))))
+            unused = numbers >= end if repeats is None else (numbers >= end) | repeats(numbers)
+            made.append(eval_step(params, feed.place(mask_rows(host, unused))))
     finally:
         feed.close()
     if not made:
@@ -130,7 +136,9 @@ class HeldOut:
             said += f", {means['rewards/accuracies']:.1%} of the pairs in order, mean margin {means['rewards/margins']:.4f}"
             self._services.console.say(said)
             return self._services.writers.eval(step=done, name=name, **means)
-        bits = bits_per_byte(loss, self._sets[name].bytes_per_token)
+        batches = self._sets[name]
+        evaluated = getattr(batches, "bytes_per_token_of", lambda _: batches.bytes_per_token)
+        bits = bits_per_byte(loss, evaluated(self._run.eval.sequences))
         said += f", {bits:.3f} bits a byte" if bits else ""
         self._services.console.say(f"{said}, perplexity {perplexity(loss):.5g}")
         return self._services.writers.eval(step=done, loss=loss, bits_per_byte=bits, perplexity=perplexity(loss), name=name)

@@ -85,6 +85,11 @@ def print_summary(
                 f"{name}: {counted(left_out, 'pair')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
                 f"{'is' if left_out == 1 else 'are'} left out. A higher data.seq_len includes them."
             )
+    for name, batches in held_out.items():
+        distinct = getattr(batches, "distinct", None)
+        if distinct and (n := distinct(run.eval.sequences)) < run.eval.sequences:
+            said = f"{counted(n, 'different sequence')}, fewer than eval.sequences={run.eval.sequences}; each counts once"
+            say(f"{f'held-out {name}'.strip()}: {said}")
     for name, filled in getattr(data, "sparse", {}).items():
         say(
             f"data: rows of {name} are {filled:.0%} full, since each holds at most data.max_segments={run.data.max_segments} "

@@ -1,5 +1,6 @@
 """Held-out loss by hand: the rows that count, an evaluation that a stop request interrupts, and the units of the loss."""
 
+import dataclasses
 import itertools
 import math
 
@@ -71,6 +72,33 @@ def test_the_rows_of_named_sets_do_not_depend_on_batches_and_processes(tmp_path,
     assert list(want) == ["text", "chat", "both"]
     for how in ((8, 4, 1), (16, 2, 2), (48, 16, 3)):
         assert rows(*how) == want, how
+
+
+@pytest.mark.parametrize("size", [ROWS, 3 * ROWS])
+def test_each_sequence_of_a_small_set_counts_once(tmp_path, size):
+    """For a file of text, one of conversations, and a mixture in which the first source ends early."""
+    text = write_file(tmp_path / "text.tok", [[k // 16 for k in range(5 * 16 + 1)]])
+    chat = write_conversations(tmp_path / "chat.tok", [17] * 30, first=100)
+    sets = f"text={text};chat={chat};both={text}=0.8,{chat}=0.2"
+    run = helpers.tiny({"data.source": str(text), "data.eval_source": sets, "data.seq_len": 16, "model.num_layers": 1})
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch=size))
+    made, found = helpers.program(run), {}
+    for name, batches in open_data(run)[1].items():
+        for sequences in (4, 20, 1000):
+            rows: list[int] = []
+
+            def record(params, batch, rows=rows):
+                counts = np.asarray(batch["weights"]).any(-1)
+                rows += np.asarray(batch["tokens"])[counts, 0].tolist()
+                return step(params, batch)
+
+            evaluate.evaluate(record, {}, batches, made.eval_batch, made.context, sequences)
+            assert len(rows) == len({*rows}) == batches.distinct(sequences)
+            found[name, sequences] = {*rows}
+    assert [len(found[name, 4]) for name in ("text", "chat", "both")] == [4, 4, 4]
+    assert [len(found[name, 20]) for name in ("text", "chat", "both")] == [5, 20, 9], "0.2 x 20 conversations in the mixture"
+    every = {*range(5)}, {*range(100, 130)}
+    assert [found[name, 1000] for name in ("text", "chat", "both")] == [*every, every[0] | every[1]]
 
 
 def test_an_evaluation_is_given_up_at_the_next_batch():
