@@ -84,6 +84,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.sample.max_tokens = 0
         config.log.every_steps = 1
     else:
+        # A small model may have a long limit: 131072 positions would make 131 k tokens a step, which take minutes on a CPU.
+        config.data.seq_len = min(config.data.seq_len, 512)
         config.precision = "f32"
         config.remat.policy = "full"
         config.train.steps = 100

@@ -114,10 +114,15 @@ def test_the_config_for_finetuning(tmp_path):
     (tmp_path / "large" / "config.json").write_text(json.dumps(described))
     run = tmp_path / "run"
     saved.write_step(run / "checkpoints", 4, config=to_dict(helpers.tiny()))
+    (tmp_path / "small").mkdir()
+    small = hugging_face.settings("llama2", 4) | {"max_position_embeddings": 131072}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(small))
     large = f"base={tmp_path / 'large'}"
-    for arg, devices in ((f"base={run}", 1), (f"{large},lora=16", 8), (large, 8)):
+    lengths = {f"base={run}": helpers.tiny().data.seq_len, f"base={tmp_path / 'small'}": 512}
+    for arg, devices in (*dict.fromkeys(lengths, 1).items(), (f"{large},lora=16", 8), (large, 8)):
         loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
         assert not loaded.problems
+        assert loaded.run.data.seq_len == lengths.get(arg, loaded.run.data.seq_len)
         assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
     for arg in ("", ":base=nothere"):
         (problem,) = launch.load([f"--config=configs/finetune.py{arg}"]).problems
