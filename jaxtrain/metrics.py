@@ -220,15 +220,16 @@ class Writers:
     def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:
         """Write one eval line, and return it.
 
-        Takes all of EVAL_KEYS except `kind`; for a loss of pairs, REWARD_METRICS in place of bits_per_byte and perplexity.
-        Raises TypeError as `train` does. The loss is in nats per token. bits_per_byte is None if the tokenizer has no byte
-        counts.
+        Takes all of EVAL_KEYS except `kind`; for a loss of pairs, REWARD_METRICS in place of bits_per_byte and perplexity; for
+        a user's loss, also `cross_entropy`, in nats per token, from which bits_per_byte and perplexity follow. bits_per_byte is
+        None if the tokenizer has no byte counts. Any other loss is in nats per token. Raises TypeError as `train` does.
 
         name: name of the held-out set; "" for a set without a name.
         """
         line = {"kind": "eval", "step": step, **line} | ({"set": name} if name else {})
         keys = NAMED_EVAL_KEYS if name else EVAL_KEYS
-        self._write(line, (*keys[:-2], *REWARD_METRICS) if REWARD_METRICS[0] in line else keys)
+        more = ("cross_entropy",) if "cross_entropy" in line else ()
+        self._write(line, (*keys[:-2], *(REWARD_METRICS if REWARD_METRICS[0] in line else (*more, *keys[-2:]))))
         return line
 
     def _write(self, line: dict[str, Any], keys: tuple[str, ...]) -> None:

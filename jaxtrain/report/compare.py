@@ -43,7 +43,11 @@ def results(runs: Sequence[Run]) -> Section:
         add(f"train loss, steps {first:,} to {min(last):,}", [loss_over(run, first, min(last)) for run in runs], loss)
     for name in dict.fromkeys(name for run in runs for name in run.evals):
         step, losses = held_out_at(runs, name)
-        add(f"held-out {name}".rstrip() + (", newest" if step is None else f" at step {step:,}"), losses, loss)
+        when = ", newest" if step is None else f" at step {step:,}"
+        add(f"held-out {name}".rstrip() + when, losses, loss)
+        if any(v is not None for run in runs for v in run.evals.get(name, Columns([], {}))["cross_entropy"]):
+            # Losses of the users' own are not comparable with other losses, cross entropies are.
+            add(f"cross entropy, held-out {name}".rstrip() + when, held_out_at(runs, name, plain=True)[1], loss)
     for heading, path, text in FIGURES:
         add(heading, [run.figure(path) for run in runs], text)
     note = "Losses are compared over the same steps. Rates are medians of the newest attempt without its first fifth."
@@ -69,17 +73,25 @@ def loss_over(run: Run, first: int, last: int) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def held_out_at(runs: Sequence[Run], name: str) -> tuple[int | None, list[float | None]]:
+def held_out_at(runs: Sequence[Run], name: str, plain: bool = False) -> tuple[int | None, list[float | None]]:
     """Return (last step at which all runs with this held-out set were evaluated, loss of each run at that step).
 
     Without such a step, return None and the newest loss of each run, which cannot be compared.
+
+    plain: return cross entropies in place of losses; None for a loss of pairs.
     """
     sets = [run.evals.get(name, Columns([], {})) for run in runs]
-    every = [dict(zip(each.steps, each["loss"], strict=True)) for each in sets]
+    every = [dict(zip(each.steps, cross_entropies(each) if plain else each["loss"], strict=True)) for each in sets]
     common = set.intersection(*(set(losses) for losses in every if losses))
     if not common:
         return None, [losses[max(losses)] if losses else None for losses in every]
     return max(common), [losses.get(max(common)) for losses in every]
+
+
+def cross_entropies(held_out: Columns) -> list[float | None]:
+    """Return the plain cross entropy of each eval line: the loss, if it is not a user's own; None for a loss of pairs."""
+    lines = zip(held_out["cross_entropy"], held_out["loss"], held_out["perplexity"], strict=True)
+    return [own if own is not None else None if perplexity is None else loss for own, loss, perplexity in lines]
 
 
 def differences(one: Run, other: Run) -> list[str | Table]:

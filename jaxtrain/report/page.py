@@ -114,11 +114,13 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 def _evaluations(run: Run) -> Section:
     """Return the section with the newest evaluation and the lowest loss of each held-out set."""
     sets = list(run.evals.values())
+    own = any(c["cross_entropy"][-1] is not None for c in sets)  # the loss is a user's own
     lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
     columns = [
         Column("set", [name or "held-out" for name in run.evals], kind="whole"),
         Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
         Column("loss", [compare.loss(c["loss"][-1]) for c in sets], kind="number"),
+        *([Column("cross entropy", [compare.loss(c["cross_entropy"][-1]) for c in sets], kind="number")] if own else []),
         Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),
         Column("perplexity", [number(c["perplexity"][-1]) for c in sets], kind="number"),
         Column("lowest loss", [f"{low[0]:.4f} at step {low[1]:,}" if low else "-" for low in lowest], kind="number"),

@@ -15,7 +15,7 @@ from jaxtrain.models.module import Params
 from jaxtrain.samples import Sample
 from jaxtrain.train.batch import HostBatch
 from jaxtrain.train.batch_feed import BatchFeed
-from jaxtrain.train.loss import Batch
+from jaxtrain.train.loss import CROSS_ENTROPY, Batch
 from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
 
@@ -136,12 +136,16 @@ class HeldOut:
             said += f", {means['rewards/accuracies']:.1%} of the pairs in order, mean margin {means['rewards/margins']:.4f}"
             self._services.console.say(said)
             return self._services.writers.eval(step=done, name=name, **means)
+        plain = means.get(CROSS_ENTROPY, loss)  # an own loss need not be in nats per token
         batches = self._sets[name]
         evaluated = getattr(batches, "bytes_per_token_of", lambda _: batches.bytes_per_token)
-        bits = bits_per_byte(loss, evaluated(self._run.eval.sequences))
+        bits = bits_per_byte(plain, evaluated(self._run.eval.sequences))
+        if CROSS_ENTROPY in means:
+            said += f" ({self._run.loss.name}), cross entropy {plain:.4f}"
         said += f", {bits:.3f} bits a byte" if bits else ""
-        self._services.console.say(f"{said}, perplexity {perplexity(loss):.5g}")
-        return self._services.writers.eval(step=done, loss=loss, bits_per_byte=bits, perplexity=perplexity(loss), name=name)
+        self._services.console.say(f"{said}, perplexity {perplexity(plain):.5g}")
+        units = {"bits_per_byte": bits, "perplexity": perplexity(plain)}
+        return self._services.writers.eval(step=done, **means, **units, name=name)
 
 
 class SampleWriter:

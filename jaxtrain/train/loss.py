@@ -236,6 +236,7 @@ class Loss:
     reports: tuple[str, ...] = ()
 
 
+CROSS_ENTROPY = "cross_entropy"  # a sum that the evaluation of a user's own loss reports
 LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_METRICS)}
 
 
@@ -245,3 +246,17 @@ def find_loss(name: str) -> Loss:
         return LOSSES[name]
     module, _, attribute = name.partition(":")
     return Loss(getattr(importlib.import_module(module), attribute))
+
+
+def with_cross_entropy(loss: Loss) -> Loss:
+    """Return a user's own loss that also reports the plain cross entropy of the same tokens: only its exponential is a
+    perplexity. A loss in LOSSES is returned unchanged."""
+    if loss in LOSSES.values():
+        return loss
+
+    def both(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Sums]:
+        own: Any = loss.function(hidden_BTD, head_VD, batch, spec)
+        plain = dataclasses.replace(spec, z_loss=0.0)
+        return own, {CROSS_ENTROPY: cross_entropy(hidden_BTD, head_VD, batch, plain)}
+
+    return Loss(both, loss.count, (CROSS_ENTROPY,))

@@ -30,7 +30,7 @@ from jaxtrain.train.batch import MICROBATCHES, abstract_batch
 from jaxtrain.train.definition import fp8_weights, make_definition, matches, numerics_of, trained_parameters
 from jaxtrain.train.gradients import Objective, make_gradients, make_log_probs, make_loss
 from jaxtrain.train.kernel import choose_kernel, context_of
-from jaxtrain.train.loss import Batch, LossSpec, find_loss
+from jaxtrain.train.loss import Batch, LossSpec, find_loss, with_cross_entropy
 from jaxtrain.train.pipeline import Pipeline
 from jaxtrain.train.stages import STAGE, Arrangement, Schedule, arrangement
 from jaxtrain.train.state import TrainState, abstract_state, shardings
@@ -53,7 +53,9 @@ class Program:
     batch: Batch  # abstract, (A, B, T)
     eval_batch: Batch  # abstract, (1, B, T)
     train_step: Any  # jitted: (state, batch) -> (state, metrics)
-    eval_step: Any  # jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums that the loss reports)
+    eval_step: (
+        Any  # jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums of the same denominator by name)
+    )
     gradients: Any  # jitted: (params, batch) -> ((loss, other sums), gradients)
     log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
 
@@ -224,8 +226,9 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         balance=balance,
     )
     without_z = dataclasses.replace(objective.spec, z_loss=0.0)
-    held_out = dataclasses.replace(objective, spec=without_z, balance=None, mtp_layers=0)
-    sums = dict.fromkeys(objective.loss.reports, P())
+    measured = with_cross_entropy(objective.loss)
+    held_out = dataclasses.replace(objective, loss=measured, spec=without_z, balance=None, mtp_layers=0)
+    sums = dict.fromkeys(measured.reports, P())
     eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P(), sums))
     of_documents = placement.spec((None, "batch", None))
     log_probs = placement.shard_map(make_log_probs(definition, zero, held_out, in_fp8, pipe), in_specs, of_documents)

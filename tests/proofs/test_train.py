@@ -1,6 +1,7 @@
 """Whole runs on 8 CPU devices: their files, a user's own parts, and how runs end after an error or a signal."""
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from faults import same, steps_written
 from run_sh import wait_for
 from token_files import first_steps, open_batches, poke, random_documents, write_file
 
+from jaxtrain import metrics
 from jaxtrain.checkpoint import arrays
 from jaxtrain.data import tokenfile
 from jaxtrain.train import initial_state, saver, setup
@@ -115,9 +117,12 @@ def test_own_parts_train_and_resume(plain: Plain, tmp_path: Path) -> None:
         "optimizer__name": "sources:signs",
         "optimizer__clip_norm": 0,
         "optimizer__lr": 1e-3,
-        "eval__every_steps": 0,
+        "eval__every_steps": 4,
     }
     assert run(workdir, train__steps=4, **parts) == 0
+    (held_out,) = (line for line in metrics.read(workdir / "metrics.jsonl") if line["kind"] == "eval")
+    assert held_out["cross_entropy"] == pytest.approx(2 * held_out["loss"], rel=1e-6)
+    assert held_out["perplexity"] == math.exp(held_out["cross_entropy"])
     ours, theirs = runs.losses(workdir), runs.losses(plain.workdir)
     np.testing.assert_allclose(ours[1], theirs[1] / 2, rtol=1e-5)  # the same weights and data, half the loss
     assert ours[4] < ours[1]

@@ -11,6 +11,7 @@ from token_files import random_documents, write_conversations, write_file
 
 from jaxtrain.train import evaluate
 from jaxtrain.train.initial_state import open_data
+from jaxtrain.train.state import create_state
 
 ROWS = 8
 RUN = helpers.tiny({"train.global_batch": ROWS, "data.seq_len": 16, "model.num_layers": 1})
@@ -105,6 +106,17 @@ def test_an_evaluation_is_given_up_at_the_next_batch():
     asked = itertools.count()
     assert evaluated(24, lambda: next(asked) >= 2) is None
     assert math.isnan(evaluated(0) or 0.0), "of no rows"
+
+
+def test_an_own_loss_is_evaluated_beside_the_plain_cross_entropy():
+    """On a mesh, with every term that only training adds to its loss."""
+    mesh = {"mesh.fsdp": 2, "mesh.tensor": 2, "data.source": "synthetic", "model.num_layers": 1, "loss.z_loss": 0.1}
+    plain, own = (helpers.program(helpers.tiny(mesh | {"loss.name": name})) for name in ("cross_entropy", "sources:halved"))
+    batches = helpers.batches(plain.run.data, plain.eval_batch["tokens"].shape[1])
+    params = create_state(plain.definition, plain.tx, plain.state, 0, plain.trained).params
+    want, found = (evaluate.evaluate(p.eval_step, params, batches, p.eval_batch, p.context, 5) for p in (plain, own))
+    assert want and found and want.keys() == {"loss"}
+    assert found == {"loss": want["loss"] / 2, "cross_entropy": pytest.approx(want["loss"], rel=1e-6)}
 
 
 def test_units():

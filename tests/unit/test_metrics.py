@@ -29,14 +29,16 @@ def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
     with metrics.Writers(tmp_path) as writers:
         writers.train(**train_line(1, loss=jnp.float32(0.1), grad_norm=loss, lr=1 / 3, mfu_full=None, tokens=np.int64(7)))
         writers.eval(step=1, loss=2.5, bits_per_byte=None, perplexity=12.25)
+        writers.eval(step=1, loss=2.0, bits_per_byte=None, perplexity=12.25, cross_entropy=2.5)
         # before the file is closed: each line is flushed
-        train, evaluation = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+        train, evaluation, own = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert tuple(train) == metrics.TRAIN_KEYS
     assert train["loss"] == train["grad_norm"] == float(loss) != 0.1 and np.float32(train["loss"]) == loss
     assert train["lr"] == 1 / 3 and train["mfu_full"] is None
     assert train["tokens"] == 7 and isinstance(train["tokens"], int)
     assert evaluation == {"kind": "eval", "step": 1, "loss": 2.5, "bits_per_byte": None, "perplexity": 12.25}
     assert tuple(evaluation) == metrics.EVAL_KEYS and not (tmp_path / "tb").exists()
+    assert own == evaluation | {"loss": 2.0, "cross_entropy": 2.5}
 
 
 def test_nonfinite_values_are_valid_json_and_read_back(tmp_path):

@@ -197,6 +197,11 @@ def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
     assert "3.0000" in shown and "2.0000" in shown, "step 20"
     shown = page.html(read_all([long, evaluated("never", {7: 0.5})]))
     assert "1.5000" in shown and "0.5000" in shown, "the newest"
+    assert "cross entropy" not in shown
+    own = fake(tmp_path / "own", [line(1, loss=1.0), held_out(20, 1.25, cross_entropy=3.75)])
+    assert compare.held_out_at(read_all([long, own]), "", plain=True) == (20, [3.0, 3.75])
+    for compared in ([own], [long, own]):
+        assert "3.7500" in page.html(read_all(compared))
 
 
 # ---- Runs with missing files
