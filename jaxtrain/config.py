@@ -511,7 +511,8 @@ class Loss:
 
     name: str = key(
         "cross_entropy",
-        "the loss function; dpo: direct preference optimisation, on token files of pairs",
+        "the loss function; dpo: direct preference optimisation, on token files of pairs; your own: evaluations "
+        "add the plain cross entropy, from which perplexity and bits per byte follow",
         choices=("cross_entropy", "dpo"),
         importable=True,
     )

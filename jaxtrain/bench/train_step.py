@@ -79,7 +79,8 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
     if count > devices.count and not devices.problem:
         found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
     found += validate_step(loaded.run, devices)
-    found += pipeline.check(loaded.run.data, loaded.run.model.vocab_size, False, loaded.run.loss)
+    run = loaded.run
+    found += pipeline.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     return found + environment.overlay(loaded.run, devices, os.environ)[1]
 
 

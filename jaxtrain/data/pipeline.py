@@ -17,6 +17,7 @@ import importlib.util
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from jaxtrain.synonyms import MOST, did_you_mean
 Rows = slice | np.ndarray | None
 FULL = 0.9  # rows of conversations with a smaller fraction of tokens that are not padding are reported
 CROSS_ENTROPY = config.Loss()
+# Forms of data, and the options of `prepare` for each
+FORMS = {"text": "", "chat": "--chat ", "pairs": "--preference --chat ", "plain pairs": "--preference "}
+VALIDATION = {"text": "0.001", "chat": "0.02", "pairs": "0.05"}  # --validation in the commands for each form
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
 
@@ -290,38 +294,76 @@ def near_files(path: str) -> list[str]:
     return [str(Path(path).parent / there[stem]) for stem in close]
 
 
-def missing_file(key: str, path: str, tokenizer: str) -> config.Problem:
-    """Return the problem of a missing file. Its remedy names similar files; without any, two commands that make the file."""
+def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> config.Problem:
+    """Return the problem of a missing file. Its remedy names similar files; without any, the commands that make the file.
+
+    A missing NAME.val.tok is made with NAME.tok by one command. If NAME.tok exists, the command makes both again.
+
+    Args:
+      form: the form of the data that the run needs, a key of FORMS.
+    """
     if near := near_files(path):
         return config.Problem(key, path, "no such file", did_you_mean(near))
-    output = path.removesuffix(".val.tok") + ".tok" if path.endswith(".val.tok") else token_file_of(path)
-    return config.Problem(
-        key,
-        path,
-        "no such file",
-        "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
-        f"    {installed.script('hf')} download HuggingFaceFW/fineweb-edu --repo-type=dataset "
-        "--include 'sample/10BT/*' --local-dir=corpus\n"
-        "    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' "
-        f"--tokenizer={tokenizer} --validation=0.001 --output={output}",
-    )
+    held_out = path.endswith(".val.tok")
+    output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
+    if held_out and (options := _made_with(output)):
+        command = f"{options}--tokenizer={shlex.quote(tokenizer)} --force --output={shlex.quote(output)}"
+        without = ", or set data.eval_source='' and eval.every_steps=0" if key == "data.eval_source" else ""
+        remedy = f"This command makes both again{without}:\n    python -m jaxtrain.data prepare {command}"
+        return config.Problem(key, path, f"no such file, although {output} is there", remedy)
+    share = "" if key == "data.eval_source" and not held_out else f"--validation={VALIDATION[form]} "
+    ending = f"--tokenizer={shlex.quote(tokenizer)} {share}--output={shlex.quote(output)}"
+    if form == "text":
+        remedy = (
+            "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
+            f"    {installed.script('hf')} download HuggingFaceFW/fineweb-edu --repo-type=dataset "
+            "--include 'sample/10BT/*' --local-dir=corpus\n"
+            f"    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' {ending}"
+        )
+    else:
+        what = "pairs" if form == "pairs" else "conversations"
+        remedy = (
+            f"This command makes it of {what} in JSON lines (plain texts: without --chat):\n"
+            f"    python -m jaxtrain.data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
+        )
+    return config.Problem(key, path, "no such file", remedy)
 
 
-def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int) -> list[TokenFile]:
-    """Open the token files that config key `key` names. Raises ConfigError with the problems of all files."""
+def _made_with(path: str) -> str:
+    """Return the options of `prepare` for the form and the texts of a token file, with --validation; "" for no token file."""
+    try:
+        file = TokenFile.open(path)
+    except (TokenFileError, OSError):  # where the config names this file, its own problem is told
+        return ""
+    made, texts, documents = file.header["made"], file.header["sources"], file.header["documents"]
+    form = "text" if file.loss_bits is None else "chat"
+    if file.pairs:
+        form = "pairs" if "chat" in made else "plain pairs"
+    loss = made.get("chat", {}).get("loss", "assistant")
+    options = FORMS[form] + ("" if loss == "assistant" else f"--loss={loss} ")
+    options += "".join(f"--input={shlex.quote(text)} " for text in (texts if 0 < len(texts) <= MOST else ["YOUR_FILES"]))
+    return f"{options}--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)} "
+
+
+def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
+    """Open the token files that config key `key` names. Raises ConfigError with the problems of all files.
+
+    form: the form of the data that the run needs, a key of FORMS, for the commands that the problems name.
+    """
     files: list[TokenFile] = []
     problems = []
     for path in (each.path for each in named):
         try:
             files.append(TokenFile.open(path))
         except (FileNotFoundError, NotADirectoryError):
-            problems.append(missing_file(key, path, data.tokenizer))
+            problems.append(missing_file(key, path, data.tokenizer, form))
             continue
         except (TokenFileError, OSError) as e:
             if Path(path).suffix == ".tok":
                 problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
             else:
-                fix = f"Make one: {prepare_command(data.tokenizer, path)} (with --chat for conversations)."
+                note = "with --chat for conversations" if form == "text" else "without --chat for plain texts"
+                fix = f"Make one: {prepare_command(data.tokenizer, path, FORMS[form])} ({note})."
                 problems.append(config.Problem(key, path, "is no token file", fix))
             continue
         header = files[-1].header
@@ -346,9 +388,9 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
 
 
 def open_mixture(
-    data: config.Data, source: str, key: str, seq_len: int, schedule: str = ""
+    data: config.Data, source: str, key: str, seq_len: int, schedule: str = "", form: str = "text"
 ) -> tuple[list[TokenFile], list[tuple[int, list[float]]]]:
-    """Open the token files of a source and of a schedule, each once.
+    """Open the token files of a source and of a schedule, each once. form: as for `open_files`.
 
     Returns:
       The files, and (steps before the phase, weight of each file) of each phase. The weights of a phase sum to 1.
@@ -364,7 +406,7 @@ def open_mixture(
     for at, phase in phases:
         new = [each for each in phase if identity(each.path) not in files]
         try:
-            opened = open_files(data, new, "data.source_schedule" if at else key, seq_len)
+            opened = open_files(data, new, "data.source_schedule" if at else key, seq_len, form)
         except config.ConfigError as e:
             problems += e.problems
             continue
@@ -379,7 +421,9 @@ def open_mixture(
     return list(files.values()), weights
 
 
-def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY) -> list[config.Problem]:
+def check(
+    data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY, finetunes: bool = False
+) -> list[config.Problem]:
     """Return the problems of a run's data, before any file is made or any device is used. Of files, only headers are read.
 
     jaxtrain/validate has checked the types and ranges of the keys before.
@@ -388,9 +432,11 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
       model_vocab: model.vocab_size.
       need_eval: whether the run evaluates, and needs held-out data.
       loss: section `loss` of the config. `loss.name` decides whether the data must be pairs; a user's own loss supports both.
+      finetunes: whether the run begins with trained weights. Then it usually learns conversations.
     """
     problems, largest = [], 0
     pairs = None if ":" in loss.name else loss.of_pairs
+    form = "pairs" if pairs else "chat" if finetunes else "text"
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
     if data.source_schedule and (builtin or is_custom(data.source)):
@@ -404,14 +450,16 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
     elif need_eval and not builtin and not is_custom(data.source):
         paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
-        remedy = f"Set it to held-out text (prepare --validation=0.001 makes {guess or 'NAME.val.tok'}), or eval.every_steps=0."
+        made = f"prepare --validation={VALIDATION[form]} makes {guess or 'NAME.val.tok'}"
+        remedy = f"Set it to held-out text ({made}), or eval.every_steps=0."
         problems.append(config.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
     for key, source in sources:
         vocab = 0
         if source == "stdlib":
             vocab = tokenizers.ByteTokenizer.vocab_size
             if data.tokenizer != "byte":
-                fix = f"Set {key} to a token file: {prepare_command(data.tokenizer)}; or set data.tokenizer=byte."
+                make = prepare_command(data.tokenizer, options=FORMS[form])
+                fix = f"Set {key} to a token file: {make}; or set data.tokenizer=byte."
                 problems.append(config.Problem("data.tokenizer", data.tokenizer, "the stdlib corpus is bytes", fix))
         elif source == "synthetic":
             vocab = synthetic.VOCAB
@@ -426,7 +474,7 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
         else:
             try:
                 schedule = data.source_schedule if key == "data.source" else ""
-                files, _ = open_mixture(data, source, key, data.seq_len, schedule)
+                files, _ = open_mixture(data, source, key, data.seq_len, schedule, form)
                 # The largest id decides: Gemma 3's tokenizer has one more id, for images, than its text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
@@ -434,7 +482,9 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
                 problems += e.problems
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
             rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
-            problems.append(config.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, pairs='--chat ')}."))
+            problems.append(
+                config.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, options=FORMS['pairs'])}.")
+            )
         if vocab > max(model_vocab, largest):
             largest = vocab
             problems = [p for p in problems if p.key != "model.vocab_size"]
@@ -443,9 +493,8 @@ def check(data: config.Data, model_vocab: int, need_eval: bool, loss: config.Los
     return _one_of_each(problems, data.tokenizer)
 
 
-def prepare_command(tokenizer: str, text: str = "FILE.jsonl", pairs: str | None = None) -> str:
-    """Return the command that makes a token file with this tokenizer. pairs: None, or further options for a file of pairs."""
-    options = "" if pairs is None else f"--preference {pairs}"
+def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "") -> str:
+    """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
     options += "" if tokenizer == "byte" else f"--tokenizer={tokenizer} "
     inputs = f"'{text}/*.jsonl'" if Path(text).is_dir() else text
     return f"python -m jaxtrain.data prepare {options}--input={inputs} --output={token_file_of(text)}"
@@ -465,8 +514,8 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
         return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
     if pairs and not file.pairs:
-        chat = "" if file.loss_bits is None else "--chat "
-        fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', chat)}."
+        options = FORMS["plain pairs" if file.loss_bits is None else "pairs"]
+        fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}."
         return config.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
     return None
 
@@ -478,7 +527,9 @@ def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.
         own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
         mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
         if own_file and any(problem.remedy == other.remedy and "\n" in other.remedy for other in kept.values()):
-            problem = dataclasses.replace(problem, remedy="The same two commands make it.")
+            several = problem.remedy.count("\n") > 1
+            same = "The same two commands make it." if several else "The same command makes it."
+            problem = dataclasses.replace(problem, remedy=same)
         kept.setdefault(mark, problem)
     wrong = kept.get("data.tokenizer")
     if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not os.path.exists(Path(tokenizer).expanduser()):

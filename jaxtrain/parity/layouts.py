@@ -164,7 +164,8 @@ def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
 def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
     """Return the reasons why these valid runs cannot be compared: data, optimizer, experts, memory."""
     run = runs[0]
-    problems = pipeline.check(dataclasses.replace(run.data, eval_source=""), run.model.vocab_size, False, run.loss)
+    data = dataclasses.replace(run.data, eval_source="")
+    problems = pipeline.check(data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     if run.optimizer.name not in METHODS:
         rule = "gradients are read from Adam's first moment, or Muon's momentum"
         problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))

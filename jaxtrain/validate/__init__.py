@@ -61,7 +61,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
         reported = {p.key for p in problems}
-        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss)
+        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
         problems += [p for p in found if p.key not in reported]
     return problems
 

@@ -422,6 +422,23 @@ def test_the_command_that_makes_a_token_file_is_named_once(files):
     assert problem.remedy.endswith("--output=corpus/web.tok")
 
 
+ANSWERS = {"loss.name=cross_entropy": ("completion",), "loss.name=dpo": ("chosen", "rejected")}
+
+
+@pytest.mark.parametrize("loss", ANSWERS)
+def test_the_command_for_a_missing_file_makes_the_data_that_a_finetune_needs(files, loss):
+    """The printed commands are typed: for both files, and for a held-out file that is missing beside its training file."""
+    rows = ({"prompt": f"say {i}"} | {key: f"{key} {i}" for key in ANSWERS[loss]} for i in range(200))
+    (files / "YOUR.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    needed = f"init.from=. {loss} data.source=new/a.tok 'data.eval_source=new=new/a.val.tok'"
+    for missing in (["data.source", "data.eval_source"], ["data.eval_source"]):
+        found = problems(needed)
+        assert [p.key for p in found] == missing
+        (words,) = re.findall(r"python -m jaxtrain.data (prepare .*)", "\n".join(p.remedy for p in found))
+        assert command(files, *shlex.split(words))[0] == 0 and problems(needed) == []
+        (files / "new" / "a.val.tok").unlink()
+
+
 def test_a_held_out_file_is_not_answered_with_the_one_that_is_learnt(files):
     (files / "text.val.tok").unlink()
     (problem,) = problems(f"{TEXT} {HELD}")
