@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from token_files import random_documents, write_conversations, write_file
 
+from jaxtrain.data import tokenizer
+from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.train import evaluate
 from jaxtrain.train.initial_state import open_data
 from jaxtrain.train.state import create_state
@@ -100,6 +102,20 @@ def test_each_sequence_of_a_small_set_counts_once(tmp_path, size):
     assert [len(found[name, 20]) for name in ("text", "chat", "both")] == [5, 20, 9], "0.2 x 20 conversations in the mixture"
     every = {*range(5)}, {*range(100, 130)}
     assert [found[name, 1000] for name in ("text", "chat", "both")] == [*every, every[0] | every[1]]
+
+
+def test_bits_per_byte_are_of_the_sequences_that_count(tmp_path):
+    """Of 5 sequences with 2 bytes a token and 100 with 6, weighted 4 to 1: the first source ends within the set."""
+    for name, sequences, size in (("few", 5, 2), ("many", 100, 6)):
+        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+            writer.write([1] * (16 * sequences + 1), size * 16 * sequences)
+            writer.end_document()
+    sets = f"{tmp_path / 'few.tok'}=0.8,{tmp_path / 'many.tok'}=0.2"
+    run = helpers.tiny({"data.source": sets, "data.eval_source": sets, "data.seq_len": 16, "data.packing": "none"})
+    (batches,) = open_data(run)[1].values()
+    for rows, few, many in ((5, 4, 1), (20, 5, 4), (1000, 5, 100)):
+        assert batches.distinct(rows) == few + many
+        assert batches.bytes_per_token_of(rows) == pytest.approx((2 * few + 6 * many) / (few + many), rel=0.02)
 
 
 def test_an_evaluation_is_given_up_at_the_next_batch():
