@@ -70,9 +70,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         # that of all weights.
         config.train.global_batch = max(32, variant.gpus)
         config.train.grad_accum = max(1, 32 // variant.gpus)
-        # Two or three epochs are usual, because a large model memorises its examples after them. The log has the epochs of the
-        # run.
-        config.train.steps = 1000
+        # Two or three epochs are usual, because a large model memorises its examples after them.
+        config.train.epochs = 3.0
+        config.train.steps = 1000  # of a plan without the data
         config.mesh.fsdp = -1
         config.remat.policy = "auto"
         # For all weights, a thirtieth of the learning rate of pretraining, so that weights stay near those of the base. The

@@ -468,6 +468,9 @@ class Train:
     """The training loop."""
 
     steps: int = key(1000, "optimizer steps in all, resumed ones included", at_least=1)
+    epochs: float = key(
+        0.0, "passes over the training data; replaces train.steps; 0: train.steps decides", at_least=0, at_most=1_000_000
+    )
     global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1)
     grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1)
     accumulate: str = key(

@@ -7,6 +7,7 @@ the format of ml_collections' config_flags: `get_config` returns a ConfigDict.
 
 import dataclasses
 import difflib
+import fractions
 import math
 import re
 import sys
@@ -137,7 +138,21 @@ def load(
     run, wrong = resolved(config)
     problems += wrong
     authors = dict.fromkeys(declared(), "default") | dict.fromkeys(from_file, "file") | dict.fromkeys(chosen, "command line")
-    run, notes = fit_schedule(run, authors, {"default": dict(flatten(default_config())), "file": values_of_file})
+    notes: list[str] = []
+    if run.train.epochs and "train.steps" in chosen:
+        if "train.epochs" in chosen:
+            rule = f"train.steps={run.train.steps} is given too, and only one of them can decide"
+            problems.append(Problem("train.epochs", run.train.epochs, rule, "Set train.epochs=0, or leave out train.steps."))
+        else:
+            notes.append(
+                f"train.epochs: {run.train.epochs:g} (file) -> 0, because of train.steps = {run.train.steps} (command line)"
+            )
+            run = dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=0.0))
+    run, wrong, known = resolve_epochs(run)
+    problems += wrong
+    authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
+    run, fitted = fit_schedule(run, authors, {"default": dict(flatten(default_config())), "file": values_of_file})
+    notes += [*known, *fitted]
     asked = dict(flatten(config))
     origins = {
         key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
@@ -161,7 +176,49 @@ def _changed(config: ml_collections.ConfigDict) -> set[str]:
     return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
 
 
-AUTHORS = ("default", "file", "command line")  # origins of a value, in ascending rank
+BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
+AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
+
+
+def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]:
+    """Return the run with the train.steps of its train.epochs, the problems of train.epochs, and notes. Imports no jax.
+
+    An epoch is what `Batches.epoch` counts as one, and the last step may go past the end of the last epoch. Without
+    train.epochs, nothing changes. train.steps also stays if the data cannot be opened: a note says why, and `validate` reports
+    the data.
+    """
+    epochs, data, steps = run.train.epochs, run.data, run.train.steps
+    sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
+    sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
+    if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
+        return run, [], []
+    # Imported here: the data pipeline is in a higher layer.
+    from jaxtrain.data import pipeline
+
+    if data.source == "synthetic" or pipeline.is_custom(data.source):
+        rule = f"data.source={data.source} has no known end, and only token files and stdlib have epochs"
+        return run, [Problem("train.epochs", epochs, rule, f"Set train.epochs=0, and train.steps={steps} decides.")], []
+    try:
+        tokens = pipeline.tokens_per_epoch(data, run.paths.data)
+    except ConfigError as error:
+        gone = [str(p.value) for p in error.problems if p.rule == pipeline.GONE]
+        why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
+        return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
+    # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.
+    needed = max(1, math.ceil(fractions.Fraction(str(epochs)) * tokens / run.tokens_per_step))
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=needed)), [], []
+
+
+def resolved_with_epochs(
+    config: ml_collections.ConfigDict | Mapping[str, Any],
+) -> tuple[RunConfig, list[Problem], list[str]]:
+    """Return (run, problems, notes) of a config without a command line: `resolved`, with the steps of train.epochs."""
+    run, problems = resolved(config)
+    before = dict(flatten(to_dict(run)))
+    run, wrong, notes = resolve_epochs(run)
+    if run.train.steps != before["train.steps"]:
+        run, notes = fit_schedule(run, dict.fromkeys(before, "file") | {"train.steps": BY_EPOCHS}, {"file": before})
+    return run, problems + wrong, notes
 
 
 def fit_schedule(
@@ -170,12 +227,12 @@ def fit_schedule(
     """Shorten warm-up and decay to fit train.steps, and lower optimizer.lr_min to fit optimizer.lr.
 
     With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run.
-    Warm-up and decay change only if their origin (default, file, command line) ranks below the origin of train.steps. lr_min
+    Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps. lr_min
     changes only if its origin ranks below that of optimizer.lr. Otherwise `validate` reports the contradiction.
 
     Args:
         run: the resolved config.
-        authors: dotted key -> its origin, one of AUTHORS.
+        authors: dotted key -> its origin, one of AUTHORS; only that of train.steps may be BY_EPOCHS.
         values: origin -> the flat config with the values of that origin.
 
     Returns:

@@ -59,7 +59,7 @@ TABLE = (
         "only if named in checkpoint.allow_change",
         LAYOUT,
     ),
-    Row(("train.max_minutes", "train.timeouts"), "free", "training does not depend on it", NOTHING),
+    Row(("train.max_minutes", "train.timeouts", "train.epochs"), "free", "training does not depend on it", NOTHING),
     Row(("train.sdc_check_every",), "free", "training does not depend on it", TIME),
     Row(
         ("train.on_divergence", "train.max_skipped_steps"),

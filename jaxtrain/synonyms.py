@@ -157,10 +157,8 @@ PEERS = {
         "grain_worker_count grain_prefetch_buffer_size num_workers data_cache_path dataloader_num_workers "
         "dataloader_prefetch_factor"
     ),
-    "train.steps": (
-        "training.steps steps train_iters train_samples scheduler.params.total_num_steps max_steps num_train_epochs "
-        "num_iterations"
-    ),
+    "train.steps": ("training.steps steps train_iters train_samples scheduler.params.total_num_steps max_steps num_iterations"),
+    "train.epochs": "num_train_epochs",
     "train.global_batch": (
         "training.global_batch_size training.num_tokens_per_train_step global_batch_size train_batch_size total_batch_size"
     ),
@@ -272,7 +270,8 @@ COMMON = {
     "data.seq_len": "seqlen sequence_length context_length ctx_len max_length max_len context_size n_ctx",
     "data.tokenizer": "tokenizer_file",
     "data.prefetch": "workers",
-    "train.steps": "iters iterations max_iters num_iters num_steps total_steps train_steps max_train_steps epochs num_epochs",
+    "train.steps": "iters iterations max_iters num_iters num_steps total_steps train_steps max_train_steps",
+    "train.epochs": "epochs num_epochs",
     "train.global_batch": (
         "batch batch_size bs bsz tokens_per_batch micro_batch_size microbatch_size local_batch_size device_batch_size "
         "per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
@@ -329,8 +328,8 @@ SECTIONS = {
     "compile": "compiler",
     "float8": "fp8",
 }
-# Names whose numbers have another unit than ours: a fraction of the steps, tokens, epochs, the batch of one device.
-OTHER_UNIT = re.compile("ratio|frac|factor|epoch|samples|token|device|micro|local|depth|total_batch")
+# Names whose numbers have another unit than ours: a fraction of the steps, tokens, the batch of one device.
+OTHER_UNIT = re.compile("ratio|frac|factor|samples|token|device|micro|local|depth|total_batch")
 MOST = 3  # candidates in one answer
 
 

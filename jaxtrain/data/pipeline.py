@@ -9,6 +9,7 @@ run resumes exactly on any number of hosts, and any process can make any rows. T
 If a run has several sources, its mixture assigns each global index to a row of one source (mixture.py).
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -18,6 +19,7 @@ import math
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.mixture import Mixture, Named, identity, parse_files, parse_schedule, shares
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
-from jaxtrain.data.windows import PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
+from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
 from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.synonyms import MOST, did_you_mean
 
@@ -39,6 +41,7 @@ CROSS_ENTROPY = config.Loss()
 # Forms of data, and the options of `prepare` for each
 FORMS = {"text": "", "chat": "--chat ", "pairs": "--preference --chat ", "plain pairs": "--preference "}
 VALIDATION = {"text": "0.001", "chat": "0.02", "pairs": "0.05"}  # --validation in the commands for each form
+GONE = "no such file"  # the rule of a token file that does not exist
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
 
@@ -57,6 +60,7 @@ class Batches:
       sparse: name of each file whose rows are less than FULL filled because of `max_segments` -> filled fraction of the rows.
       fingerprint: a JSON dict for receipts: source, split, settings, and hashes of the files.
       pairs: whether rows are pairs.
+      answers: whether every source has loss bits: conversations or pairs.
       left_out: number of pairs that are never read because they are longer than a row.
       references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
       sources: the rows of each source of all phases, past ones included. The index in the list is the source's number.
@@ -100,6 +104,7 @@ class Batches:
         self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut), held
         self.sparse = {s.name: s.filled for s in cut if s.capped and s.filled < FULL}
         self.pairs = all(isinstance(s, PairRows) for s in sources)
+        self.answers = bool(cut) and len(cut) == len(sources) and all(s.file.loss_bits is not None for s in cut)
         self.left_out = sum(s.left_out for s in sources if isinstance(s, PairRows))
         self.references: dict[str, np.ndarray] = {}
         self.synthetic = synthetic
@@ -303,7 +308,7 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> con
       form: the form of the data that the run needs, a key of FORMS.
     """
     if near := near_files(path):
-        return config.Problem(key, path, "no such file", did_you_mean(near))
+        return config.Problem(key, path, GONE, did_you_mean(near))
     held_out = path.endswith(".val.tok")
     output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
     if held_out and (options := _made_with(output)):
@@ -326,7 +331,7 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> con
             f"This command makes it of {what} in JSON lines (plain texts: without --chat):\n"
             f"    python -m jaxtrain.data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
         )
-    return config.Problem(key, path, "no such file", remedy)
+    return config.Problem(key, path, GONE, remedy)
 
 
 def _made_with(path: str) -> str:
@@ -553,6 +558,65 @@ def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
     return dataclasses.replace(run, data=dataclasses.replace(run.data, max_segments=most))
 
 
+def open_rows(file: TokenFile, data: config.Data, key: str, seq_len: int, seed: int) -> FileWindows | PackedRows:
+    """Return the rows of a token file that config key `key` names, with at most `data.most_documents` documents in each.
+
+    Raises config.ConfigError if the file is damaged, or has no row in which a token counts.
+    """
+    try:
+        windows = open_windows(file, seq_len, data.most_documents if data.masks_documents else None, seed, data.packing)
+    except TokenFileError as e:
+        remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
+        raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
+    if not windows.windows:
+        rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"
+        enough = int(np.diff(file.doc_offsets[:]).max())
+        if isinstance(windows, PairRows):
+            rule, enough = f"no pair of {file.path} fits into a sequence and one token more", windows.longest
+        raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
+    return windows
+
+
+def tokens_per_epoch(data: config.Data, data_dir: Path | str) -> int:
+    """Return `Batches.tokens_per_epoch` of the training data: token files, or stdlib. Imports no jax, and leaves no file.
+
+    Of files that are cut into windows, only headers are read. Raises config.ConfigError if a file cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        source = data.source
+        if source == "stdlib":
+            made = stdlib.paths(data_dir)[0].exists()
+            folder = data_dir if made else stack.enter_context(tempfile.TemporaryDirectory())
+            source = str(stdlib.stdlib_files(folder)[0])
+        windows = 0
+        for file in open_mixture(data, source, "data.source", data.seq_len, data.source_schedule)[0]:
+            packed = file.loss_bits is not None or data.packing == "best_fit"
+            if packed:
+                windows += open_rows(file, data, "data.source", data.seq_len, data.seed).windows
+            else:
+                windows += count_windows(file.header["tokens"], data.seq_len)
+    return windows * data.seq_len
+
+
+def epochs(run: config.RunConfig) -> float | None:
+    """Return the number of epochs in train.steps; None if the data has none or is not here."""
+    source, folder = run.data.source, Path(run.paths.data).expanduser()
+    if source == "synthetic" or is_custom(source) or (source == "stdlib" and not stdlib.paths(folder)[0].exists()):
+        return None
+    try:
+        return run.train.steps * run.tokens_per_step / tokens_per_epoch(run.data, folder)
+    except config.ConfigError:  # training reports it
+        return None
+
+
+def epochs_in_words(number: float) -> str:
+    """Return a number of epochs as text: '273 epochs', '2.5 epochs', '1 epoch', 'less than 0.01 epochs'."""
+    if number < 0.01:
+        return "less than 0.01 epochs"
+    text = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return f"{text} epoch{'' if text == '1' else 's'}"
+
+
 def open_source(
     data: config.Data,
     source: str,
@@ -618,25 +682,15 @@ def open_source(
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
         masked = 0.0
-        try:
-            windows = open_windows(file, seq_len, data.max_segments if data.masks_documents else None, seed, data.packing)
-            if not data.masks_documents:
-                pass
-            elif isinstance(windows, PackedRows):
-                most = max(most, windows.documents)
-            else:
-                found, count = windows.borders(data.max_segments)
-                most = max(most, min(found, data.max_segments))
-                masked = count / (windows.windows * seq_len)
-        except TokenFileError as e:
-            remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
-            raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
-        if not windows.windows:
-            rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"
-            enough = int(np.diff(file.doc_offsets[:]).max())
-            if isinstance(windows, PairRows):
-                rule, enough = f"no pair of {file.path} fits into a sequence and one token more", windows.longest
-            raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
+        windows = open_rows(file, data, key, seq_len, seed)
+        if not data.masks_documents:
+            pass
+        elif isinstance(windows, PackedRows):
+            most = max(most, windows.documents)
+        else:
+            found, count = windows.borders(data.max_segments)
+            most = max(most, min(found, data.max_segments))
+            masked = count / (windows.windows * seq_len)
         sources.append(windows)
         masked_by_source.append(masked)
         # The sums are per token read from the mixture: bytes and number of the predictions that count. Rows of conversations

@@ -35,21 +35,26 @@ def is_validation(relative: str) -> bool:
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
+def paths(data_dir: Path | str) -> tuple[Path, Path]:
+    """Return the paths of the files of `stdlib_files`, which may not exist yet."""
+    listing = [(relative, path.stat().st_size) for relative, path in list_files()]
+    made_of = (platform.python_version(), VALIDATION, tokenfile.VERSION, listing)
+    fingerprint = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
+    train, validation = (Path(data_dir).expanduser() / f"stdlib-{fingerprint}.{split}.tok" for split in ("train", "val"))
+    return train, validation
+
+
 def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
     """Return (training, validation): token files of the byte tokenizer, made on first use.
 
     A file's name has a fingerprint of the Python version, the file format, and the names and sizes of the modules. Several
     processes may make a file at the same time: each writes a temporary file, and the first complete one gets the name.
     """
-    data_dir = Path(data_dir).expanduser()
+    train, validation = paths(data_dir)
     files = list_files()
-    listing = [(relative, path.stat().st_size) for relative, path in files]
-    made_of = (platform.python_version(), VALIDATION, tokenfile.VERSION, listing)
-    fingerprint = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
-    train, validation = (data_dir / f"stdlib-{fingerprint}.{split}.tok" for split in ("train", "val"))
     for out, wanted in ((train, False), (validation, True)):
         if not out.exists():
-            data_dir.mkdir(parents=True, exist_ok=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
             write_split(out, [(r, p) for r, p in files if is_validation(r) == wanted])
     return train, validation
 

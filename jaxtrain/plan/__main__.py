@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain import hardware
 from jaxtrain.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, make_console, run_command
-from jaxtrain.config import ConfigError, Problem
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.launch import Loaded
 from jaxtrain.plan import cudnn_library
 from jaxtrain.plan.search import FOLDER, MOST
@@ -258,6 +258,9 @@ def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
     topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
     if other_size := parsed.config.launch.other_size(topology.total):
         print(other_size, file=sys.stderr)
+    for note in parsed.config.launch.notes:
+        if note.startswith("train.epochs"):
+            print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
     cache = Cache(options["cache"]) if options["cache"] else None
     loaded = dataclasses.replace(parsed.config, options=options)
@@ -326,7 +329,8 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer, per step
     lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if options["html"] else {}
     del compiled
-    terminal.print_plan(plan, console, steps=run.train.steps)
+    length: dict[str, Any] = {"steps": run.train.steps, "epochs": _epochs(run)}
+    terminal.print_plan(plan, console, **length)
     if moved:
         print_sections([sections.traffic_section(moved)], console)
 
@@ -358,10 +362,18 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
         console.print("\n--why needs a plan that fits. This one does not.")
     job.write_json(to_json(plan))
     if options["html"]:
-        Path(options["html"]).expanduser().write_text(page.html(plan, steps=run.train.steps, lanes=lanes))
+        Path(options["html"]).expanduser().write_text(page.html(plan, **length, lanes=lanes))
     if written := [options[name] for name in ("json", "html", "hlo") if options[name]]:
         console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if interrupted else 0
+
+
+def _epochs(run: RunConfig) -> str:
+    """Return the epochs of the config's steps in words, as '3 epochs of data/chat.tok'; "" if the data is not here."""
+    from jaxtrain.data import pipeline
+
+    number = pipeline.epochs(run)
+    return "" if number is None else f"{pipeline.epochs_in_words(number)} of {run.data.source}"
 
 
 def _refused(job: Job) -> bool:

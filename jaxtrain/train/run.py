@@ -27,7 +27,7 @@ from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.distributed import PeerLost, Peers
 from jaxtrain.distributed.words import first_line
 from jaxtrain.divergence import Diverged
-from jaxtrain.launch import Launch, resolved
+from jaxtrain.launch import Launch, resolved_with_epochs
 from jaxtrain.ledger import Ledger
 from jaxtrain.metrics import MetricsError
 from jaxtrain.monitor import Monitor
@@ -91,7 +91,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
     """
-    asked, problems = resolved(to_dict(config) if isinstance(config, RunConfig) else config)
+    asked, problems, notes = resolved_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
     folder, devices = Path(workdir).expanduser(), hardware.probe()
     problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder)]
     if problems:
@@ -99,7 +99,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     overlay, _ = environment.overlay(asked, devices, os.environ)
     set_environment(overlay)
     start_jax(devices)
-    result = attempt(asked, folder, Launch("python", "", (), ()), overlay)
+    result = attempt(asked, folder, Launch("python", "", (), (), tuple(notes)), overlay)
     if result.error is not None:
         raise result.error
     return result

@@ -8,6 +8,7 @@ import jax
 
 from jaxtrain import flops
 from jaxtrain.config import RunConfig
+from jaxtrain.data.pipeline import epochs_in_words
 from jaxtrain.models.module import part
 from jaxtrain.progress import Console
 from jaxtrain.sharding import large_replicated_arrays
@@ -16,6 +17,7 @@ from jaxtrain.train.initial_state import Start
 from jaxtrain.train.program import Program
 from jaxtrain.train.stages import IDLE, Schedule
 
+MANY = 5  # epochs of conversations or pairs; above them the run warns
 LOST = 0.05  # fraction of the tokens of conversations: if more are lost, the run warns
 
 
@@ -39,10 +41,13 @@ def print_summary(
     devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
     each = run.train.global_batch // run.train.grad_accum // shards
     epochs = data.epoch(run.train.steps)
+    in_words = epochs_in_words(epochs)
     say(
         f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
-        f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {epochs:.2g} epochs"
+        f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {in_words} of the data"
     )
+    if getattr(data, "answers", False) and epochs > MANY:  # a user's own source may lack it
+        console.warn(f"{in_words} of conversations or pairs: a model learns them by heart in a few. Fix: train.epochs=3")
     parameters = count(program.parameters)
     met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))

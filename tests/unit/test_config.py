@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from test_refusals import EIGHT_H200, REPO, TINY, a_plain_shell, arguments, config_file, keys, listing
+from token_files import open_batches, write_conversations, write_file
 
 from jaxtrain import config, explain, hardware, launch, main
 from jaxtrain.activations import KEPT
@@ -161,6 +163,26 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted
     assert [note.partition(":")[0] for note in loaded.launch.notes] == noted
     assert keys(settings) == []
+
+
+def test_epochs_set_the_steps(tmp_path):
+    """ceil(epochs x rows / rows of a step), of windows and of packed rows, and the schedule of the file is fitted to them."""
+    text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)  # 1600 tokens: 99 windows of 16
+    chat = write_conversations(tmp_path / "chat.tok", [17, 9, 8, 8] * 6)
+    data = "config.data.seq_len = 16\nconfig.train.global_batch = 4\nconfig.optimizer.warmup_steps = 50"
+    for source, epochs in ((text, 0.001), (text, 0.5), (text, 2.0), (chat, 3.0), (f"{text}=0.5,{chat}=0.5", 1.0)):
+        body = f"{data}\nconfig.data.source = {str(source)!r}\nconfig.train.epochs = {epochs}"
+        loaded = launch.load([config_file(tmp_path, body)])
+        steps = max(1, math.ceil(epochs * open_batches(source).tokens_per_epoch / 64))
+        assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (steps, epochs, [])
+        assert loaded.origins["train.steps"] == "derived" and 0 < loaded.run.optimizer.warmup_steps <= min(50, steps)
+        assert launch.resolved_with_epochs(config.to_dict(loaded.run))[0] == loaded.run
+    # Steps on the command line win, with a note; without the file the config's steps stay, with a note.
+    loaded = launch.load([config_file(tmp_path, body), "--config.train.steps=7"])
+    assert (loaded.run.train.steps, loaded.run.train.epochs, len(loaded.launch.notes)) == (7, 0.0, 2)
+    loaded = launch.load([config_file(tmp_path, body), f"--config.data.source={tmp_path}/gone.tok"])
+    assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (1000, 1.0, [])
+    assert "gone.tok" in loaded.launch.notes[0]
 
 
 def test_a_default_warmup_gives_way_to_the_steps_of_a_file(tmp_path):

@@ -100,7 +100,10 @@ REFUSED = [
     # The pattern fits two stages, but not four groups of one layer.
     (f"{RING}lg pipeline.schedule=interleaved pipeline.groups=2", "mesh.stage", ""),
     (f"{RING}lg", "", ""),
+    ("train.epochs=2 data.source=synthetic", "train.epochs", "train.epochs=0"),
+    ("train.epochs=2 train.steps=700", "train.epochs", "train.epochs=0"),
     # Files and folders
+    ("train.epochs=2 data.source=gone.tok eval.every_steps=0", "data.source", "data.source=stdlib"),
     ("data.eval_source=gone.tok", "data.eval_source", "data.eval_source="),
     ("data.source=s3://a/b.tok eval.every_steps=0", "data.source", "data.source=synthetic"),
     ("checkpoint.dir=az://bucket/run", "checkpoint.dir", "checkpoint.dir=gs://bucket/run"),

@@ -17,7 +17,8 @@ MIGRATION = migration.PAGE.read_text()
 
 # The setting that a user means, and wrong keys for it: slips, names of the section, and names of other trainers.
 MEANT = """
-train.steps                 train.step train.max_steps training.steps steps num_iterations num_train_epochs train-iters
+train.steps                 train.step train.max_steps training.steps steps num_iterations train-iters
+train.epochs                num_train_epochs train.num_epochs epochs
 eval.every_steps            eval.every eval_every eval.steps
 log.every_steps             log.every log.interval metrics.log_freq logging_steps
 train.global_batch          train.batch_size training.local_batch_size data.batch_size total_batch_size global-batch-size

@@ -39,16 +39,18 @@ LETTER = 7.5  # px: generous estimate of the average width of a letter
 NARROW, WIDE = 560, 900  # px: least width of the chart on a narrow page, and on a page that shows .roomy (page.css)
 
 
-def html(plan: Plan, *, steps: int | None = None, lanes: Mapping[str, Sequence[timeline.Stretch]] | None = None) -> str:
+def html(
+    plan: Plan, *, steps: int | None = None, epochs: str = "", lanes: Mapping[str, Sequence[timeline.Stretch]] | None = None
+) -> str:
     """Return the page of a plan as HTML.
 
     Args:
-        steps: training steps of the config, for the time to train.
+        steps, epochs: as in `summary`.
         lanes: result of `layer_schedule.read`; None: no timeline of a layer.
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
-    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps), *schedule, *details(plan)]
+    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs), *schedule, *details(plan)]
     body = [
         f"<header><h1>{escape(title)}</h1>",
         paragraph(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),

@@ -55,17 +55,18 @@ def notes(plan: Plan) -> list[Section]:
     return [Section("Settings that would make it fit", [Listing(plan.hints)]), warnings]
 
 
-def summary(plan: Plan, steps: int | None = None) -> list[Section]:
+def summary(plan: Plan, steps: int | None = None, epochs: str = "") -> list[Section]:
     """Return the sections that both terminal and page show: for a step that does not fit, only memory.
 
     Args:
         steps: training steps of the config, for the time to train.
+        epochs: those steps as epochs, in words; "" if unknown.
     """
     if not plan.fits:
         return [memory_section(plan)]
     return [
         memory_section(plan),
-        time_section(plan, steps),
+        time_section(plan, steps, epochs),
         collectives_section(plan),
         Section("Pipeline", [Listing(pipeline(plan))]),
         Section("Experts", [Listing(experts(plan))]),
@@ -329,8 +330,8 @@ def step_parts(plan: Plan) -> list[tuple[str, float]]:
     return [*parts, ("host", t.host_exposed_ms)] if t.host_exposed_ms else parts
 
 
-def time_section(plan: Plan, steps: int | None) -> Section:
-    """Return the section of the roofline of a step, and the time to train."""
+def time_section(plan: Plan, steps: int | None, epochs: str = "") -> Section:
+    """Return the section of the roofline of a step, and the time to train. The arguments are those of `summary`."""
     t = plan.time
     names, values = zip(*step_parts(plan), strict=True)
     kinds = Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names])
@@ -344,12 +345,14 @@ def time_section(plan: Plan, steps: int | None) -> Section:
         f"{percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
     ]
     parts += filter(None, (matmuls(plan), host_waits(plan)))
-    return Section("Time of a step", [*parts, training_table(plan, steps)])
+    return Section("Time of a step", [*parts, training_table(plan, steps, epochs)])
 
 
-def training_table(plan: Plan, steps: int | None) -> Table:
+def training_table(plan: Plan, steps: int | None, epochs: str = "") -> Table:
     """Return the table of the time to train, for `steps` and for a trillion tokens, without saves, evaluations and restarts."""
-    works = [("this config", float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
+    works = (
+        [(", ".join(filter(None, ("this config", epochs))), float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
+    )
     works.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
     step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
     rows = []

@@ -8,11 +8,11 @@ from jaxtrain.plan.report.sections import command, headline, mesh, notes, summar
 from jaxtrain.plan.result import Plan
 
 
-def print_plan(plan: Plan, console: Console, *, steps: int | None = None) -> None:
+def print_plan(plan: Plan, console: Console, *, steps: int | None = None, epochs: str = "") -> None:
     """Print the verdict, the speed, warnings, memory, time and the collectives that take longest.
 
     Args:
-        steps: training steps of the config, for the time to train.
+        steps, epochs: as in `summary`.
     """
     say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     say(console, headline(plan), "bold")
@@ -21,7 +21,7 @@ def print_plan(plan: Plan, console: Console, *, steps: int | None = None) -> Non
         say(console, f"with {' '.join(plan.overrides)}")
     if plan.kept:
         say(console, plan.kept)
-    print_sections([*notes(plan), *summary(plan, steps)], console)
+    print_sections([*notes(plan), *summary(plan, steps, epochs)], console)
     say(console, "\n--html=FILE adds kernels, arrays, saved activations and assumptions", "dim")
     say(console, "\nCommand of this plan", "bold")
     console.print(Text(command(plan)), soft_wrap=True)  # unwrapped, so that it can be copied
