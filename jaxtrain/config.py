@@ -603,7 +603,7 @@ class Lora:
 class Eval:
     """Loss on held-out data."""
 
-    every_steps: int = key(200, "and after the last step; 0: never", at_least=0)
+    every_steps: int = key(200, "and before the first and after the last step; 0: never", at_least=0)
     sequences: int = key(128, "sequences per evaluation, each once, the same ones for every batch size and layout", at_least=1)
 
 

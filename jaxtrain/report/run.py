@@ -172,11 +172,19 @@ class Run(receipts.Run):
 
         Args:
             times: Unix seconds of each step; None: the time of the newest train line up to each step.
+
+        Before the first train line, tokens and times grow evenly from the start of the run.
         """
-        lines = [max(0, bisect_right(self.train.steps, step) - 1) for step in steps] if self.train.steps else []
-        tokens = [self.train["tokens"][i] or 0 for i in lines] if lines else [0] * len(steps)
-        times = times or ([self.train["time_unix"][i] for i in lines] if lines else [0.0] * len(steps))
-        start = self.ledger[0]["time"] if self.ledger else self.train["time_unix"][0] if self.train.steps else times[0]
+        known = self.train.steps
+        lines = [bisect_right(known, step) - 1 for step in steps] if known else []
+        parts = [1.0 if i >= 0 else step / known[0] for i, step in zip(lines, steps, strict=False)]
+        tokens = [round((self.train["tokens"][max(0, i)] or 0) * part) for i, part in zip(lines, parts, strict=True)]
+        tokens = tokens or [0] * len(steps)
+        first = self.train["time_unix"][0] if known else times[0] if times else 0.0
+        start = self.ledger[0]["time"] if self.ledger else first
+        if not times:
+            moments = [self.train["time_unix"][max(0, i)] for i in lines]
+            times = [start + (t - start) * part for t, part in zip(moments, parts, strict=True)] or [start] * len(steps)
         return [list(steps), tokens, [max(0.0, t - start) for t in times]]
 
 

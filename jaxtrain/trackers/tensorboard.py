@@ -32,12 +32,14 @@ class TensorBoard:
         The old event files are emptied now, and deleted at the next rewind. Event files of other programs are unchanged.
         """
         stale = sorted(self.folder.glob(f"*{SUFFIX}*"))
-        wall = 0.0
+        lines = list(lines)
+        # Eval lines have no time: the previous line's is used, and before the first step that of the next.
+        wall = next((line["time_unix"] for line in lines if line.get("time_unix")), time.time())
         for line in lines:
             if self._events is None:
                 # A restart event at step 0 makes an open TensorBoard drop the data of the stale files.
                 self._events = _EventFile(self.folder, restart_at=0 if stale else None)
-            wall = line.get("time_unix") or wall  # eval lines have no time, so the previous line's time is used
+            wall = line.get("time_unix") or wall
             self._add(line, wall)
         if self._events is not None:
             self.samples(list(samples))

@@ -101,7 +101,7 @@ class HeldOut:
         self._run, self._program, self._sets, self._services = run, program, sets, services
 
     def due(self, done: int) -> bool:
-        """Return whether the sets are evaluated after step `done`."""
+        """Return whether the sets are evaluated after step `done`, or before the first step if it is 0."""
         return bool(self._sets) and (done == self._run.train.steps or done % self._run.eval.every_steps == 0)
 
     def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
@@ -159,7 +159,7 @@ class SampleWriter:
     def due(self, done: int) -> bool:
         """Return whether samples are due after step `done`. The last step's samples are written after its save instead."""
         every = self._run.sample.every_steps
-        return self._tokenizer is not None and every > 0 and done % every == 0 and done < self._run.train.steps
+        return self._tokenizer is not None and every > 0 and done % every == 0 and 0 < done < self._run.train.steps
 
     def write(self, params: Params, done: int) -> None:
         """Generate samples, and write them to the log, samples.txt and the trackers. Without a tokenizer, do nothing."""

@@ -97,8 +97,7 @@ class Loop:
                 services.peers.gather("settled", "", AGREE_S)
                 services.ledger.base("step")
                 services.stop.at_once = None
-                if self.start.resumed:
-                    self._do_missed_work()
+                self._do_missed_work()
                 while self.done < steps and services.may_start(self.done + 1):
                     self._step()
                     self._times.collect_s = collector.step(self.done)
@@ -208,16 +207,25 @@ class Loop:
         self.saver.poll()
 
     def _do_missed_work(self) -> None:
-        """Evaluate and generate samples at the restored step, if they are due and no earlier attempt has written them."""
+        """Evaluate and generate samples before the first step, if they are due and no earlier attempt has written them.
+
+        A new run evaluates the weights that it begins from. A resumed run may have been ended after a save and before both.
+        """
         done = self.done
         missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
         missing.append(self.samples.due(done) and not self.samples.written(done))
         # Process 0 decides, because other nodes may not see its files.
         evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(missing), AGREE_S)[0])
+        if not (evaluates or samples):
+            return
+        if self._start_times is not None:
+            self._start_times.end("data")  # its reading has begun
         if evaluates:
             self._evaluate(finish=False)
         if samples:
             self.samples.write(state.weights(self.current), done)
+        if self._start_times is not None:
+            self._start_times.end("evaluation")
 
     def _evaluate(self, finish: bool) -> None:
         self.held_out.evaluate(self.compiled.eval, state.weights(self.current), self.done, finish)

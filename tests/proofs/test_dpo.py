@@ -242,7 +242,7 @@ def test_training_begins_at_the_reference(whole):
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-6)
     assert last["loss"] < 0.68 and last["rewards/accuracies"] > 0.5
     held_out = {line["step"]: line for line in lines if line["kind"] == "eval"}
-    assert [*held_out] == [3, 6] and "perplexity" not in held_out[3]
+    assert [*held_out] == [0, 3, 6] and "perplexity" not in held_out[3]
     assert all(np.isfinite(held_out[6][name]) for name in ("loss", *REWARD_METRICS))
 
 

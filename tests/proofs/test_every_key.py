@@ -318,7 +318,7 @@ def has_any(pattern: str) -> Callable[[Path], bool]:
 LEFT: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
     "log.every_steps": (logged("train"), [1, 2, 3, 4], [2, 4]),
     "log.tensorboard": (has_any("tb/*"), True, False),
-    "eval.every_steps": (logged("eval"), [2, 4], [1, 2, 3, 4]),
+    "eval.every_steps": (logged("eval"), [0, 2, 4], [0, 1, 2, 3, 4]),
     "checkpoint.dir": (has_any("checkpoints/*"), True, False),
     "checkpoint.every_steps": (saves, [2, 4], [1, 2, 3, 4]),
     "checkpoint.keep": (kept, [4], [2, 3, 4]),  # "other" keeps the two newest, and the multiples of 2
@@ -449,6 +449,7 @@ ELSEWHERE = {
     "log.gpu_every_s",  # tests/unit/test_monitor.py
     "log.mfu_alert",
     "train.memory_fraction",  # tests/unit/test_config.py
+    "train.epochs",  # tests/unit/test_config.py
     "train.max_minutes",  # tests/unit/test_timelimit.py
     "train.timeouts",  # tests/unit/test_watchdog.py
     # '' or stage: without stages the key has no effect, and with stages no other value is allowed (test_mesh_rules.py)

@@ -105,13 +105,13 @@ def held_out(workdir: Path, name: str = "") -> list[dict[str, Any]]:
 
 def test_every_set_is_evaluated_each_time(watched: Watched, plain: Path) -> None:
     lines = [line for line in runs.lines(watched.workdir) if line["kind"] == "eval"]
-    assert [(line["step"], line["set"]) for line in lines] == [(s, n) for s in (8, 16) for n in ("web", "code_2", "made-up")]
+    assert [(line["step"], line["set"]) for line in lines] == [(s, n) for s in (0, 8, 16) for n in ("web", "code_2", "made-up")]
     for line in lines:
         assert tuple(line) == metrics.NAMED_EVAL_KEYS
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-12)
     # A named set gives the same loss as a single source without a name.
     alone = held_out(plain)
-    assert [tuple(line) for line in alone] == [metrics.EVAL_KEYS] * 2
+    assert [tuple(line) for line in alone] == [metrics.EVAL_KEYS] * 3
     assert [{k: v for k, v in line.items() if k != "set"} for line in held_out(watched.workdir, "web")] == alone
     assert [line["loss"] for line in held_out(watched.workdir, "code_2")] != [line["loss"] for line in alone]
     # A document's last byte and end token are predicted, its first byte is not: as many targets as bytes.
@@ -241,7 +241,7 @@ def test_wandb_is_told_the_same(watched: Watched) -> None:
     assert known == json.loads(watched.first["wandb.json"]) | {"attempt": 2} and known["format"] == 1
     assert runs.receipt(watched.workdir)["wandb"] == {k: known[k] for k in ("where", "id", "attempt", "url")}
     assert {run for run, _ in watched.told} == {known["id"]}
-    for attempt, from_step in ((1, 0), (2, 8)):
+    for attempt, from_step in ((1, -1), (2, 8)):
         told = [row for _, row in watched.told if row["attempt"] == attempt]
         rows = [row for row in told if "samples" not in row]
         lines = [line for line in runs.lines(watched.workdir) if line["step"] > from_step]

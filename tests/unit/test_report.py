@@ -202,6 +202,9 @@ def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
     assert compare.held_out_at(read_all([long, own]), "", plain=True) == (20, [3.0, 3.75])
     for compared in ([own], [long, own]):
         assert "3.7500" in page.html(read_all(compared))
+    # The evaluation of a new run comes before its first train line, without tokens and without time.
+    (begun,) = read_all([fake(tmp_path / "new", [held_out(0, 5.0), line(10), line(20, time_unix=1e9 + 9), held_out(20, 4.0)])])
+    assert begun.positions([0, 5, 20]) == [[0, 5, 20], [0, 500, 2000], [0.0, 0.0, 9.0]]
 
 
 # ---- Runs with missing files
