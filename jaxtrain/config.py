@@ -615,6 +615,9 @@ class Checkpoint:
     every_steps: int = key(500, "and after the last step; 0: only then", at_least=0)
     keep: int = key(2, "newest checkpoints kept", at_least=1)
     keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none", at_least=0)
+    keep_best: bool = key(
+        False, "also keep the one with the lowest held-out loss, the mean over the sets; commands that name this run use it"
+    )
     step: int = key(-1, "resume from this step; later ones are set aside; -1: the newest", at_least=-1)
     allow_change: str = key("", "keys that may differ from the checkpoint's, comma-separated (docs/checkpoints.md)")
 

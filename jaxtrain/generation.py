@@ -168,12 +168,13 @@ def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.S
 
 
 def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
-    """Return config, sampler, weights and step of a run's newest checkpoint, one checkpoint, or a Hugging Face folder.
+    """Return config, sampler, weights and step of a run, one checkpoint, or a Hugging Face folder, as `open_origin` opens it.
 
     For a run with adapters, the weights are those of the base model and the adapters. base: the base model's folder, if it was
     moved. Raises CheckpointError or HuggingFaceError if weights or config cannot be read, or the config is of another version.
     """
     source = open_origin(path)
+    source.announce()
     run = source.run()
     spread = alone(run, devices)
     sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))

@@ -89,7 +89,7 @@ TABLE = (
     Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it", TIME),
     Row(
         (
-            *("log.*", "paths.*", "checkpoint.dir", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.allow_change"),
+            *("log.*", "paths.*", "checkpoint.dir", "checkpoint.allow_change"),
             "profile.dump_hlo",
         ),
         "free",
@@ -97,7 +97,7 @@ TABLE = (
         NOTHING,
     ),
     Row(
-        ("sample.*", "profile.start", "profile.steps", "checkpoint.every_steps", "checkpoint.step"),
+        ("sample.*", "profile.start", "profile.steps", "checkpoint.every_steps", "checkpoint.step", "checkpoint.keep*"),
         "free",
         "training does not depend on it",
         TIME,

@@ -272,6 +272,7 @@ COMMON = {
     "data.prefetch": "workers",
     "train.steps": "iters iterations max_iters num_iters num_steps total_steps train_steps max_train_steps",
     "train.epochs": "epochs num_epochs",
+    "checkpoint.keep_best": "load_best_model_at_end save_best save_best_only metric_for_best_model",
     "train.global_batch": (
         "batch batch_size bs bsz tokens_per_batch micro_batch_size microbatch_size local_batch_size device_batch_size "
         "per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"

@@ -22,6 +22,7 @@ from jaxtrain import stores
 from jaxtrain.checkpoint.manager import Checkpoints as Checkpoints
 from jaxtrain.checkpoint.manager import Failed as Failed
 from jaxtrain.checkpoint.manager import Saved as Saved
+from jaxtrain.checkpoint.steps import HELD_OUT as HELD_OUT
 from jaxtrain.checkpoint.storage import CheckpointError as CheckpointError
 from jaxtrain.checkpoint.storage import Damaged as Damaged
 from jaxtrain.checkpoint.storage import Storage, is_step
@@ -29,16 +30,23 @@ from jaxtrain.checkpoint.storage import Unreachable as Unreachable
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
-    """Return (checkpoints, step) of a path: a run's folder, its checkpoints folder, or the folder of one step.
+    """Return (checkpoints, step) of a path, as `find` does. Raises CheckpointError if no step is complete."""
+    return find(path)[:2]
 
-    The step is the newest one if the path is not the folder of a step. Raises CheckpointError if no step is complete.
+
+def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int, float | None]:
+    """Return (checkpoints, step, None) of a path: a run's folder, its checkpoints folder, or the folder of one step.
+
+    If the path is not the folder of a step, the step is the newest one. If the newest one's config has checkpoint.keep_best, it
+    is the one with the lowest held-out loss instead, and that loss takes the place of None. Raises CheckpointError if no step
+    is complete.
     """
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")
     if is_step(name):
         found = Checkpoints(parent or ("/" if text.startswith("/") else "."))
         found.meta(int(name))
-        return found, int(name)
+        return found, int(name), None
     if missing := stores.missing(text):
         raise CheckpointError(f"{text}: {missing}")
     found = Checkpoints(folder_in(text))
@@ -48,7 +56,9 @@ def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
             f"{text}: no complete checkpoint in {found.directory}. Name a run's folder, its checkpoints folder, or "
             "one checkpoints/STEP."
         )
-    return found, step
+    if found.meta(step).get("config", {}).get("checkpoint", {}).get("keep_best") and (best := found.lowest()):
+        return found, *best
+    return found, step, None
 
 
 def folder_in(run: str) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, files, folder_in
+from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
 from jaxtrain.command_line import ArgumentParser, progress_bar, run_action
 from jaxtrain.commands import spelled
 
@@ -54,11 +54,11 @@ def _list(args: argparse.Namespace) -> int:
 
     found, states = _opened(args.folder)
     table = Table(title=os.fspath(found.directory), title_justify="left")
-    for name in ("step", "saved", "GiB", "loss"):
+    for name in ("step", "saved", "GiB", "loss", "held-out"):
         table.add_column(name, justify="right")
     table.add_column("state")
     for step, state in sorted(states.items()):
-        saved = size = loss = "-"
+        saved = size = loss = held_out = "-"
         if state == "complete":
             try:
                 meta = found.meta(step)
@@ -67,8 +67,8 @@ def _list(args: argparse.Namespace) -> int:
             else:
                 saved = datetime.datetime.fromtimestamp(meta["time_unix"]).strftime("%Y-%m-%d %H:%M:%S")
                 size = f"{meta['bytes'] / 2**30:.3f}"
-                loss = f"{meta['loss']:.4f}" if isinstance(meta.get("loss"), float) else "-"
-        table.add_row(str(step), saved, size, loss, state)
+                loss, held_out = (f"{x:.4f}" if isinstance(x := meta.get(k), float) else "-" for k in ("loss", HELD_OUT))
+        table.add_row(str(step), saved, size, loss, held_out, state)
     Console().print(table)
     return 0
 

@@ -6,6 +6,7 @@ import datetime
 import functools
 import json
 import logging
+import math
 import os
 import resource
 import threading
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.checkpoint.arrays import PEERS_S, describe_error, join_errors, orbax
-from jaxtrain.checkpoint.steps import FORMAT, Steps
+from jaxtrain.checkpoint.steps import FORMAT, HELD_OUT, Steps
 from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Unreachable
 from jaxtrain.distributed import Peers
 
@@ -68,6 +69,7 @@ class Checkpoints(Steps):
       keep_every: also keep each step that is a multiple of this number; 0: no other steps.
       peers: the processes of the run, which save and restore together.
       finite: raise an error for infinite or NaN parameters, both in a save and in a restore.
+      keep_best: also keep the step with the lowest held-out loss (`lowest`).
     """
 
     def __init__(
@@ -77,16 +79,19 @@ class Checkpoints(Steps):
         keep_every: int = 0,
         peers: Peers | None = None,
         finite: bool = True,
+        keep_best: bool = False,
     ):
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
         super().__init__(directory, peers, finite)
         self._keep = keep
         self._keep_every = keep_every
+        self._keep_best = keep_best
         self._primary = self._peers.process_index == 0
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[Saved] | None = None
         self._pending_step = -1
+        self._pending_loss = math.inf
         self._finished: list[Saved | Failed] = []
         self._newest = -1  # the newest step this object saved: a network file system may list it late
 
@@ -96,6 +101,16 @@ class Checkpoints(Steps):
     def pending(self) -> int | None:
         """Return the step that is being saved; None if no save is running."""
         return self._pending_step if self._pending is not None and not self._pending.done() else None
+
+    @property
+    def best(self) -> float:
+        """Return the lowest held-out loss of all complete steps and of the step that is being saved; inf if there is none.
+
+        Raises CheckpointError as `lowest` does.
+        """
+        pending = self._pending_loss if self.pending is not None else math.inf
+        lowest = self.lowest()
+        return min(pending, lowest[1] if lowest else math.inf)
 
     def prepare(self) -> None:
         """Import Orbax in another thread, before the first save."""
@@ -138,7 +153,7 @@ class Checkpoints(Steps):
             sums = lambda: found  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
         record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
-        self._pending_step = step
+        self._pending_step, self._pending_loss = step, meta.get(HELD_OUT, math.inf)
         if self._peers.count == 1:
             job = functools.partial(self._write, record, dict(tensors), sums, times)
         else:
@@ -317,9 +332,15 @@ class Checkpoints(Steps):
         return [answer[3:] for answer in answers]
 
     def _delete_old(self) -> None:
-        steps = self.steps()
+        steps, best = self.steps(), None
+        if self._keep_best:
+            try:
+                best = self.lowest()
+            except CheckpointError as e:  # the new step is complete: its save did not fail
+                LOGGER.warning("%s", f"no old checkpoint is deleted: which is the best is not known ({e})")
+                return
         for old in steps[: -self._keep]:
-            if self._keep_every and old % self._keep_every == 0:
+            if (self._keep_every and old % self._keep_every == 0) or (best and old == best[0]):
                 continue
             try:
                 self.storage.delete(old)

@@ -1,6 +1,7 @@
 """The steps in a folder of checkpoints: read their meta.json, and restore their arrays on any mesh. Writes nothing."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from jaxtrain.distributed import Peers
 if TYPE_CHECKING:
     import jax
 
+HELD_OUT = "held_out_loss"  # in meta.json of a step that was evaluated: the mean loss over the held-out sets
 FORMAT = 3  # of meta.json, with the facts about the data that a resumed run reads
 
 
@@ -73,6 +75,26 @@ class Steps:
             f"no good checkpoint is left in {self.directory}, and a run never starts at step 0 over existing ones:{reasons}\n"
             "Restore one from a copy, or move the folder away to start at step 0."
         )
+
+    def lowest(self) -> tuple[int, float] | None:
+        """Return (step, held-out loss) of the complete step with the lowest finite `HELD_OUT` in its meta.json.
+
+        Of equal losses, the oldest step is returned. None: no step has one. A damaged meta.json does not count. Raises
+        CheckpointError if a meta.json cannot be read now.
+        """
+        found = []
+        for step in self.steps():
+            try:
+                loss = self.meta(step).get(HELD_OUT)
+            except Damaged:
+                continue
+            except CheckpointError:
+                if self.storage.state(step) in ("missing", "unfinished"):  # the run has deleted it since
+                    continue
+                raise
+            if isinstance(loss, int | float) and math.isfinite(loss):
+                found.append((float(loss), step))
+        return min(found)[::-1] if found else None
 
     def meta(self, step: int) -> dict[str, Any]:
         """Return meta.json of a step: `meta` of the save, and `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds).

@@ -191,6 +191,7 @@ def run_logits(args: argparse.Namespace) -> int:
     from jaxtrain.metrics import replacing
 
     source = open_origin(args.checkpoint)
+    source.announce(say)
     tokens_BT, segments_BT = read_tokens(args.tokens, args.segments, source.run().model.vocab_size)
     out_BTV = logits_of(source, args.precision, args.base)(tokens_BT, segments_BT)
     with replacing(args.out) as file:
@@ -210,6 +211,7 @@ def run_check(args: argparse.Namespace) -> int:
     if shutil.which(python) is None:
         raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
     source = open_origin(args.checkpoint)
+    source.announce(say)
     vocab = source.run().model.vocab_size
     if args.tokens:
         tokens_BT, segments_BT = read_tokens(args.tokens, None, vocab)

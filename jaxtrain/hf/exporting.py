@@ -145,6 +145,7 @@ def export(
         HuggingFaceError, CheckpointError: the checkpoint cannot be exported. `out` is unchanged.
     """
     source = open_origin(path)
+    source.announce(say)
     run = source.run()
     wanted = entries(run.model)
     if base and not run.lora.rank:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
 from jaxtrain import config
-from jaxtrain.checkpoint import Checkpoints, locate
+from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
 from jaxtrain.command_line import progress_bar
 from jaxtrain.config import RunConfig
@@ -52,6 +53,7 @@ class Origin:
         meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
+        best: whether the step was chosen for its held-out loss, which `name` then tells.
     """
 
     name: str
@@ -61,6 +63,14 @@ class Origin:
     meta: Mapping[str, Any]
     stored: Mapping[str, jax.ShapeDtypeStruct]
     read: Callable[[Tensors], Tensors]
+    best: bool = False
+
+    def announce(self, say: Callable[[str], None] | None = None) -> None:
+        """Tell which step is used, if it was chosen for its held-out loss. say: None: a line on stderr."""
+        if self.best and say:
+            say(f"using {self.name}")
+        elif self.best:
+            print(f"using {self.name}", file=sys.stderr)
 
     @property
     def adapters(self) -> bool:
@@ -73,16 +83,18 @@ class Origin:
 
 
 def open_origin(path: str) -> Origin:
-    """Open the weights of a run (its newest checkpoint), a checkpoint, a Hugging Face folder, or hf:NAME in the hub's cache.
+    """Open the weights of a run (at the step of `checkpoint.find`), a checkpoint, a Hugging Face folder, or a hub name hf:NAME.
 
     Raises CheckpointError or HuggingFaceError if the weights cannot be read.
     """
     if not is_folder(path):
-        checkpoints, step = locate(path)
+        checkpoints, step, loss = find(path)
         meta = checkpoints.meta(step)
         place = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
-        return Origin(f"step {step} of {checkpoints.directory}", place, False, step, meta, stored_in(meta), read)
+        name = f"step {step} of {checkpoints.directory}"
+        name += "" if loss is None else f" (held-out loss {loss:.4f}, the lowest)"
+        return Origin(name, place, False, step, meta, stored_in(meta), read, loss is not None)
     folder = open_folder(path)
     found, _ = matched(folder)
     stored = {

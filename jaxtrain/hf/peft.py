@@ -157,7 +157,7 @@ def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[s
     """Write the adapters of a checkpoint for PEFT. Return (step, the tensors' names).
 
     Args:
-        path: a checkpoint, or a run's folder for its newest checkpoint.
+        path: a checkpoint, or a run's folder.
         folder: the folder to write.
         base: the base model's name, as in `write`. "" or a run's folder: `base_name` finds the name.
 
@@ -165,6 +165,7 @@ def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[s
         CheckpointError, HuggingFaceError: the adapters cannot be exported, and nothing is written.
     """
     source = open_origin(path)
+    source.announce()
     run = source.run()
     if not run.lora.rank:
         raise HuggingFaceError(f"{source.name} is of a run without adapters: lora.rank is 0.")

@@ -99,10 +99,16 @@ class HeldOut:
 
     def __init__(self, run: RunConfig, program: Program, sets: Mapping[str, Any], services: Services):
         self._run, self._program, self._sets, self._services = run, program, sets, services
+        self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
 
     def due(self, done: int) -> bool:
         """Return whether the sets are evaluated after step `done`, or before the first step if it is 0."""
         return bool(self._sets) and (done == self._run.train.steps or done % self._run.eval.every_steps == 0)
+
+    def loss_of(self, done: int) -> float | None:
+        """Return the mean loss over the sets after step `done`; None if it is not finite, or not of the newest evaluation."""
+        step, loss = self._newest or (-1, math.nan)
+        return loss if step == done and math.isfinite(loss) else None
 
     def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
         """Write the losses of all sets to metrics, log and receipt.
@@ -118,6 +124,7 @@ class HeldOut:
             services.watchdog.beat()
             return alone and services.stop_requested
 
+        self._newest = None
         found: dict[str, dict[str, float]] = {}
         with services.phase("step", "eval"):
             for name, batches in self._sets.items():
@@ -126,6 +133,7 @@ class HeldOut:
                 if means is None:
                     return
                 found[name] = means
+            self._newest = done, math.fsum(means["loss"] for means in found.values()) / len(found)
             lines = [self._write(done, name, means) for name, means in found.items()]
             services.receipt.update(held_out=[{k: finite(v) for k, v in line.items() if k != "kind"} for line in lines])
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxtrain import position, replay
+from jaxtrain.checkpoint import HELD_OUT, CheckpointError
 from jaxtrain.corruption import Verifier
 from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch
 from jaxtrain.position import Positioned
@@ -196,7 +197,8 @@ class Loop:
         if evaluates or samples:
             self._times.between_s = time.perf_counter() - began
         every = self.run.checkpoint.every_steps
-        if done == self.run.train.steps or self._save_due or (every and done % every == 0):
+        best = evaluates and self._is_best()
+        if done == self.run.train.steps or self._save_due or best or (every and done % every == 0):
             rates.exclude(more=1)  # one step is queued, and the step after it waits for the copies
             if self._read_metrics():
                 return
@@ -227,6 +229,21 @@ class Loop:
         if self._start_times is not None:
             self._start_times.end("evaluation")
 
+    def _is_best(self) -> bool:
+        """Return whether step `done` has the lowest held-out loss so far, and is to be saved for it.
+
+        While steps are skipped the answer is no, because the state is older than its step.
+        """
+        if not self.run.checkpoint.keep_best or self.skips.in_a_row or (loss := self.held_out.loss_of(self.done)) is None:
+            return False
+        best = True
+        if self.services.peers.process_index == 0:  # other processes may list the steps of a network file system late
+            try:
+                best = loss < self.saver.checkpoints.best
+            except CheckpointError as error:
+                self.services.console.warn(f"step {self.done} is saved, because the best one is not known: {error}")
+        return json.loads(self.services.peers.gather("best", json.dumps(best), AGREE_S)[0])
+
     def _evaluate(self, finish: bool) -> None:
         self.held_out.evaluate(self.compiled.eval, state.weights(self.current), self.done, finish)
 
@@ -237,6 +254,8 @@ class Loop:
         if mixture := getattr(self.data, "mixture", None):  # a user's own source may lack it
             data["mixture"] = mixture.state(read * self.run.train.global_batch)
         meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
+        if (held_out := self.held_out.loss_of(self.done)) is not None:
+            meta[HELD_OUT] = held_out
         self.saver.save(self.current, self.done, meta)
 
     # ---- The metrics of the step before
@@ -263,7 +282,7 @@ class Loop:
         self.services.console.say(times.words)
         self.services.receipt.update(start_s=times.parts)
         self._start_times = None
-        if self.run.checkpoint.every_steps:  # no step waits for a save at the end
+        if self.run.checkpoint.every_steps or self.run.checkpoint.keep_best:  # no step waits for a save at the end
             self.saver.prepare()
 
     def facts(self) -> dict[str, Any]:

@@ -437,7 +437,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         # The last checkpoint was damaged, and the one before is not the last step.
     metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
     start_times.end("open")
-    if run.checkpoint.every_steps:
+    if run.checkpoint.every_steps or run.checkpoint.keep_best:
         saver.snapshots.reserve()  # takes minutes for a large state, so it runs during compilation
     with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
         setup, compiled = compile_steps(setup, services)

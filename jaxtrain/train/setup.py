@@ -65,7 +65,8 @@ class Compiled:
 
 def open_checkpoints(run: RunConfig, workdir: Path, peers: Peers) -> Checkpoints:
     """Return the `Checkpoints` of the folder checkpoint.dir, by default of `checkpoints` in the run's folder."""
-    return Checkpoints(run.checkpoint.dir or workdir / "checkpoints", run.checkpoint.keep, run.checkpoint.keep_every, peers)
+    c = run.checkpoint
+    return Checkpoints(c.dir or workdir / "checkpoints", c.keep, c.keep_every, peers, keep_best=c.keep_best)
 
 
 def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Checkpoints, own_process: bool) -> Setup:

@@ -287,6 +287,9 @@ def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
     c, p, steps = run.checkpoint, run.profile, run.train.steps
+    if c.keep_best and not run.eval.every_steps:
+        rule = "the lowest held-out loss decides which is the best, and eval.every_steps=0 computes none"
+        yield Problem("checkpoint.keep_best", True, rule, "Set eval.every_steps=100.")
     if "train.steps" in bad:
         return
     if c.step > steps:

@@ -15,7 +15,7 @@ import pytest
 from saved import abstract, assert_same, mesh, placed, save_steps, values
 
 from jaxtrain import checkpoint
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, files
+from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, Damaged, files
 from jaxtrain.checkpoint.storage import Storage
 
 
@@ -49,6 +49,15 @@ def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
     assert [saved.step for saved in found.close()] == [1, 2, 3, 4, 5]
     assert found.steps() == [3, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "5"]
+    # And the one with the lowest held-out loss, the older of two
+    found = Checkpoints(tmp_path / "best", keep=1, keep_best=True)
+    for step, loss in enumerate([3.0, 1.0, None, 1.0, 2.0], start=1):
+        found.save(step, placed(values(step), mesh(8, 1)), {} if loss is None else {HELD_OUT: loss})
+        assert step < 2 or found.best == 1.0, "also while it is being saved"
+    assert [saved.step for saved in found.close()] == [1, 2, 3, 4, 5]
+    assert found.steps() == [2, 5] and found.lowest() == (2, 1.0)
+    (tmp_path / "best/2/meta.json").write_text("{}")
+    assert found.lowest() == (5, 2.0)
 
 
 def test_differences_are_named_before_anything_is_read(tmp_path: Path):
@@ -234,7 +243,7 @@ def test_values_that_are_not_those_saved_are_refused(tmp_path: Path):
 HOST_MEMORY = """
 import sys, threading
 import jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpoints, arrays
+from jaxtrain.checkpoint import HELD_OUT, Checkpoints, arrays
 from jaxtrain.train.saver import read_resident_gib
 arrays.WRITE_BYTES = 1  # least: twice the largest tensor
 found = Checkpoints(sys.argv[1])

@@ -457,6 +457,7 @@ ELSEWHERE = {
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",
+    "checkpoint.keep_best",  # tests/proofs/test_train.py
     "checkpoint.step",  # tests/proofs/test_resume.py
     "checkpoint.allow_change",
     "init.from",

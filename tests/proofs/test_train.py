@@ -14,11 +14,14 @@ import runs
 import sources
 from faults import same, steps_written
 from run_sh import wait_for
+from safetensors.numpy import load_file
 from token_files import first_steps, open_batches, poke, random_documents, write_file
 
 from jaxtrain import metrics
-from jaxtrain.checkpoint import arrays
+from jaxtrain.checkpoint import Checkpoints, arrays
 from jaxtrain.data import tokenfile
+from jaxtrain.hf import exporting
+from jaxtrain.hf.importing import open_origin
 from jaxtrain.train import initial_state, saver, setup
 from jaxtrain.train import run as train
 
@@ -103,6 +106,38 @@ def test_steps_go_on_while_a_save_writes(plain: Plain, tmp_path: Path, monkeypat
     assert run(workdir) == 0 and runs.steps(workdir) == runs.steps(plain.workdir) == [4, 8]
     for step in (4, 8):
         assert same(runs.tensors(workdir, step), runs.tensors(plain.workdir, step))
+
+
+def test_a_run_that_overfits_keeps_its_best(tmp_path: Path) -> None:
+    """It is evaluated from step 0 on. Commands use its best step, and it resumes from its newest."""
+    draw, workdir = np.random.default_rng(0), tmp_path / "run"
+    for name, tokens in {"few": 257, "held": 500}.items():
+        write_file(tmp_path / f"{name}.tok", [draw.integers(0, 8, tokens).tolist()])
+    files = {"data__source": tmp_path / "few.tok", "data__eval_source": tmp_path / "held.tok", "eval__every_steps": 20}
+    kept = {**files, "checkpoint__keep_best": True, "checkpoint__keep": 1, "checkpoint__every_steps": 50}
+
+    def held_out() -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in runs.lines(workdir) if line["kind"] == "eval"}
+
+    assert run(workdir, train__steps=80, **kept) == 0
+    losses = held_out()
+    best = min(losses, key=losses.__getitem__)
+    assert [*losses] == [*range(0, 81, 20)] and losses[0] > losses[80] and best == 40, losses
+    assert runs.steps(workdir) == [40, 80]
+    metas = {step: Checkpoints(workdir / "checkpoints").meta(step) for step in (40, 80)}
+    assert {step: meta["held_out_loss"] for step, meta in metas.items()} == {step: losses[step] for step in metas}
+    assert "evaluation" in runs.receipt(workdir)["start_s"] and runs.receipt(workdir)["held_out"][0]["step"] == 80
+    said: list[str] = []
+    exporting.export(str(workdir), tmp_path / "out", say=said.append)
+    exported = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert np.array_equal(exported, runs.tensors(workdir, 40)["params.embed.embedding"]) and "40" in said[0]
+    assert open_origin(str(workdir / "checkpoints")).step == 40 and open_origin(str(workdir / "checkpoints/80")).step == 80
+    # The next attempts: from the newest, and from the best, which sets the newer ones aside.
+    assert run(workdir, train__steps=82, **kept) == 0
+    assert runs.receipt(workdir)["resumed_from_step"] == 80 and runs.steps(workdir) == [40, 82]
+    assert [*held_out()] == [*losses, 82]
+    assert run(workdir, train__steps=41, checkpoint__step=40, **kept) == 0
+    assert runs.steps(workdir) == [40, 41] and [*held_out()] == [0, 20, 40, 41]
 
 
 # ---- A user's own parts

@@ -86,6 +86,7 @@ REFUSED = [
     ("optimizer.decay_steps=651", "optimizer.decay_steps", "optimizer.decay_steps=650"),
     ("optimizer.lr_min=1", "optimizer.lr_min", "optimizer.lr_min=0.001"),
     ("checkpoint.step=7", "checkpoint.step", ""),
+    ("checkpoint.keep_best=true eval.every_steps=0", "checkpoint.keep_best", ""),
     ("profile.start=699", "profile.start", "profile.start=697"),
     # Activation checkpointing and attention
     ("remat.policy=custom", "remat.tensors", "remat.tensors=q=keep,mlp_up=offload"),

@@ -18,6 +18,20 @@ BUGS = (
         "proofs/test_checkpoint_arrays.py -k retention",
     ),
     Bug(
+        "checkpoint: the best is deleted",
+        "jaxtrain/checkpoint/manager.py",
+        "old == best[0]",
+        "old != best[0]",
+        "proofs/test_checkpoint_arrays.py -k retention",
+    ),
+    Bug(
+        "checkpoint: commands use the newest of a run that keeps its best",
+        "jaxtrain/checkpoint/__init__.py",
+        'get("keep_best") and',
+        'get("keep_last") and',
+        "proofs/test_train.py -k overfits",
+    ),
+    Bug(
         "checkpoint: going back sets aside the step itself",
         "jaxtrain/checkpoint/manager.py",
         "if step > step_after)",
