@@ -81,7 +81,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         if variant.dpo:
             # For all weights, the rate of Zephyr (Tunstall et al. 2023, arXiv:2310.16944). For adapters, ten times that.
             config.optimizer.lr = 5e-6 if variant.lora else 5e-7
-        config.sample.max_tokens = 0
         config.log.every_steps = 1
     else:
         # A small model may have a long limit: 131072 positions would make 131 k tokens a step, which take minutes on a CPU.
@@ -93,7 +92,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.optimizer.lr = 4e-3 if variant.lora else 4e-4  # all weights: a tenth of that of tiny.py
         if variant.dpo:
             config.optimizer.lr /= 4
-        config.sample.prompt = "def "
     config.optimizer.lr_min = 0.0
     config.optimizer.schedule = "linear"
     config.optimizer.warmup_steps = max(1, config.train.steps * 3 // 100)  # only until the moments have enough steps
@@ -101,5 +99,6 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.optimizer.beta2 = 0.999  # a step has few tokens, so the second moment is averaged over more steps
 
     config.eval.every_steps = 100
+    config.sample.every_steps = 100  # of conversations: answers to the first held-out ones
     config.checkpoint.every_steps = 100
     return config

@@ -155,8 +155,9 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
 def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "") -> dict[str, float]:
     """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
 
-    Each text is a separate document. Texts longer than the model's sequences are divided. Each token is scored once, but the
-    first token of a text is not scored if the tokenizer has no start token.
+    Each text is a separate document. Control tokens in it are encoded as characters, and a UserWarning says so. Texts longer
+    than the model's sequences are divided. Each token is scored once, but the first token of a text is not scored if the
+    tokenizer has no start token.
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
@@ -167,18 +168,21 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
         ValueError: there is no text with a token to predict.
     """
     import math
+    import warnings
 
     import jax
 
-    from jaxtrain.data.tokenizer import load_tokenizer
+    from jaxtrain.data import text_format
     from jaxtrain.generation import load as load_model
     from jaxtrain.scoring import Scorer
 
-    run, sampler, params, _ = load_model(os.fspath(model), jax.local_devices(), base)
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    run, sampler, params, _, text = load_model(os.fspath(model), jax.local_devices(), base)
+    tokenizer, _ = text_format.load(text, run.data.tokenizer)
     scorer = Scorer(run, sampler, params)
     parts = []
     for text in texts:
+        if note := text_format.control_in(text, tokenizer, "a text"):
+            warnings.warn(note, stacklevel=2)
         ids = [*tokenizer.bos, *tokenizer.encode(text)]
         # The first token of a document without a start token is not predicted.
         parts += scorer.windows(ids[1:], ids[0]) if len(ids) > 1 else []
@@ -192,34 +196,66 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
 
 def generate(
     model: str | os.PathLike[str],
-    prompt: str,
+    prompt: str = "",
     *,
+    messages: Sequence[Mapping[str, Any]] | None = None,
     max_tokens: int = 100,
     temperature: float = 0.8,
     top_p: float = 1.0,
     seed: int = 0,
     base: str = "",
+    chat_template: str = "",
 ) -> str:
-    """Return the prompt and its continuation by a model.
+    """Return a prompt and its continuation by a model; or, for `messages`, the answer alone.
+
+    The text ends where the model ends it: before an end of text, or the end of a turn.
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
+        prompt: text to continue. Control tokens in it are encoded as characters, and a UserWarning says so.
+        messages: a conversation to answer, as [{"role": "user", "content": "Hello"}], written by the model's chat template.
         temperature: sampling temperature; 0: always the most likely token.
         top_p: sample from the smallest set of most likely tokens whose probabilities add up to this.
         base: for a run with adapters, the folder of the base model if it was moved.
+        chat_template: for messages, a name such as "chatml" or a file; "": the model's own.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
+        TokenizerError: the tokenizer cannot be read, or there is no chat template.
+        ValueError: prompt and messages are both given, or the chat template cannot write the messages.
     """
+    import warnings
+
     import jax
 
-    from jaxtrain.data.tokenizer import load_tokenizer
-    from jaxtrain.generation import continue_text
+    from jaxtrain.data import text_format
+    from jaxtrain.data.rows import question
+    from jaxtrain.generation import Chat, continue_text
     from jaxtrain.generation import load as load_model
+    from jaxtrain.hf.importing import open_origin
 
-    run, sampler, params, _ = load_model(os.fspath(model), jax.local_devices(), base)
+    if messages is not None and prompt:
+        raise ValueError("generate takes a prompt or messages, and both are given. Fix: leave one out.")
+    if chat_template and messages is None:
+        raise ValueError("chat_template writes messages, and there are none. Fix: messages=[{'role': 'user', 'content': ...}].")
+    talk = None
+    if messages is not None:
+        talk, answered = question({"messages": messages if isinstance(messages, str) else list(messages)})
+        if answered:
+            raise ValueError("messages end with an answer, and ask nothing. Fix: end with a message of the user.")
+    chat = None
+    if talk is not None:
+        source = open_origin(os.fspath(model))
+        chat = Chat(source.text(), source.run().data.tokenizer, chat_template)
+    loaded = load_model(os.fspath(model), jax.local_devices(), base)
     asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    return continue_text(sampler, params, load_tokenizer(run.data.tokenizer), dataclasses.replace(run.sample, **asked))
+    ask = dataclasses.replace(loaded.run.sample, **asked)
+    if talk is not None and chat is not None:
+        return chat.answer(loaded, talk, ask)
+    tokenizer, text = text_format.load(loaded.text, loaded.run.data.tokenizer)
+    if note := text_format.control_in(prompt, tokenizer):
+        warnings.warn(note, stacklevel=2)
+    return continue_text(loaded.sampler, loaded.params, tokenizer, ask, stops=text.stops)
 
 
 def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **overrides: Any) -> "ParityResult":

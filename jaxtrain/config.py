@@ -644,6 +644,9 @@ class Sample:
     prompt: str = key(
         "", "continued by the model; several are separated by ||; '': the beginning of a document, or a line break"
     )
+    conversations: int = key(
+        2, "of the held-out data: each is answered beside its own answer, instead of an empty prompt; 0: none", at_least=0
+    )
     max_tokens: int = key(256, "tokens to write; 0: no sample", at_least=0)
     temperature: float = key(0.8, "0: always the likeliest token", at_least=0)
     top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this", above=0, at_most=1)

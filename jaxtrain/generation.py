@@ -4,8 +4,9 @@ The model has the attention code of training, and a key/value cache. Weights sta
 """
 
 import dataclasses
+import datetime
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain import config
 from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.data import text_format
+from jaxtrain.data.prepare import encode
+from jaxtrain.data.rows import Piece
+from jaxtrain.data.template import ChatTemplate, Conversation, load_template
+from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import alone, read_params
@@ -128,19 +134,29 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
     return order[jax.random.categorical(key, kept)].astype(jnp.int32)
 
 
-def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0) -> str:
-    """Return the prompt and its continuation, which ends before the end-of-text token, or else after max_tokens.
+def continue_text(
+    sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, room: int = 0, *, stops: Sequence[int]
+) -> str:
+    """Return the prompt and its continuation, which ends before the first of `stops`, or else after max_tokens.
 
-    room: as in `Sampler.tokens`.
+    stops: ids. room: as in `Sampler.tokens`.
     """
     prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
+    made = continue_ids(sampler, params, prompt, ask, stops, room)
+    return tokenizer.decode([*prompt[len(tokenizer.bos) :], *made])
+
+
+def continue_ids(
+    sampler: Sampler, params: Params, prompt: Sequence[int], ask: config.Sample, stops: Sequence[int], room: int = 0
+) -> list[int]:
+    """Return the ids that continue a prompt of ids, up to the first of `stops`, which is left out, or max_tokens of them."""
     made: list[int] = []
     how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
     for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **how):
-        if token == tokenizer.eot:
+        if token in stops:
             break
         made.append(token)
-    return tokenizer.decode([*prompt[len(tokenizer.bos) :], *made])
+    return made
 
 
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
@@ -148,27 +164,46 @@ def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
 
     Raises TokenizerError for an id that the model does not have (another tokenizer than in training), and if there is no id.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(f"the prompt {prompt!r} has half a surrogate pair at character {error.start + 1}") from error
     ids = [*tokenizer.bos, *tokenizer.encode(prompt)] or tokenizer.encode("\n")
     if not ids:
         raise TokenizerError(f"tokenizer {tokenizer.name!r} makes no token of the prompt {prompt!r}: give another prompt")
-    if max(ids) >= vocab_size:
-        raise TokenizerError(
-            f"tokenizer {tokenizer.name!r} gives the id {max(ids)} for the prompt {prompt!r}, and the model has "
-            f"{vocab_size}. Name the tokenizer that it was trained with."
-        )
+    check_vocabulary(tokenizer, ids, vocab_size)
     return ids
 
 
-def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample) -> list[str]:
+def check_vocabulary(tokenizer: Any, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise TokenizerError for an id that the model does not have."""
+    if max(ids) >= vocab_size:
+        raise TokenizerError(
+            f"tokenizer {tokenizer.name!r} gives the id {max(ids)} for the prompt {tokenizer.decode(ids)!r}, and the model has "
+            f"{vocab_size}. Name the tokenizer that it was trained with."
+        )
+
+
+def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: config.Sample, stops: Sequence[int]) -> list[str]:
     """Return the prompt and its continuation for each of the prompts in `ask.prompt`."""
     asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
     vocab_size = sampler.run.model.vocab_size
     room = max(len(prompt_ids(tokenizer, one.prompt, vocab_size)) for one in asks) + ask.max_tokens
-    return [continue_text(sampler, params, tokenizer, one, room) for one in asks]
+    return [continue_text(sampler, params, tokenizer, one, room, stops=stops) for one in asks]
 
 
-def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, Sampler, Params, int]:
-    """Return config, sampler, weights and step of a run, one checkpoint, or a Hugging Face folder, as `open_origin` opens it.
+class Loaded(NamedTuple):
+    """A model that generates text: config, sampler, weights, step, and how its texts end."""
+
+    run: RunConfig
+    sampler: Sampler
+    params: Params
+    step: int
+    text: TextFormat
+
+
+def load(path: str, devices: Sequence[Any], base: str = "") -> Loaded:
+    """Load a run, one checkpoint, or a Hugging Face folder, as `open_origin` opens it.
 
     For a run with adapters, the weights are those of the base model and the adapters. base: the base model's folder, if it was
     moved. Raises CheckpointError or HuggingFaceError if weights or config cannot be read, or the config is of another version.
@@ -178,4 +213,44 @@ def load(path: str, devices: Sequence[Any], base: str = "") -> tuple[RunConfig, 
     run = source.run()
     spread = alone(run, devices)
     sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))
-    return run, sampler, read_params(source, run, sampler.definition, sampler.placement, base), source.step
+    return Loaded(
+        run, sampler, read_params(source, run, sampler.definition, sampler.placement, base), source.step, source.text()
+    )
+
+
+class Chat:
+    """The tokenizer and the chat template by which a model answers conversations."""
+
+    def __init__(self, text: TextFormat, spec: str, template: str = ""):
+        """Read tokenizer and template, without the model's weights.
+
+        Args:
+          text: the model's text format.
+          spec: its tokenizer.
+          template: a name in template.NAMED, or a file; "": the model's own.
+
+        Raises:
+          TokenizerError: the tokenizer cannot be read, or there is no chat template.
+        """
+        if spec == "byte" and not text.tokenizer_sha256:
+            raise TokenizerError("the model has no tokenizer. Fix: name its folder, --tokenizer=DIR")
+        self.tokenizer, text = text_format.load(text, spec)
+        date = datetime.date.today().isoformat()
+        own = None if template else text.chat_template(self.tokenizer.control_tokens(), date)
+        self.template: ChatTemplate = own or load_template(spec, self.tokenizer, template, date)
+        # A template that was not that of the training may end turns by a token that no file of the model names.
+        self.stops = tuple({*text.stops, *self.template.turn_ends()})
+
+    def prompt(self, talk: Conversation) -> list[int]:
+        """Return the ids of a conversation with the beginning of an answer. Raises RowError if the template cannot write it."""
+        ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(talk)))])
+        return ids.tolist()
+
+    def answer(self, model: Loaded, talk: Conversation, ask: config.Sample) -> str:
+        """Return a model's answer to a conversation, up to the end of the turn or max_tokens.
+
+        Raises RowError as `prompt`, and TokenizerError for an id that the model does not have.
+        """
+        ids = self.prompt(talk)
+        check_vocabulary(self.tokenizer, ids, model.run.model.vocab_size)
+        return self.tokenizer.decode(continue_ids(model.sampler, model.params, ids, ask, self.stops))

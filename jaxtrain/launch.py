@@ -224,11 +224,12 @@ def resolved_with_epochs(
 def fit_schedule(
     run: RunConfig, authors: Mapping[str, str], values: Mapping[str, Mapping[str, Any]]
 ) -> tuple[RunConfig, list[str]]:
-    """Shorten warm-up and decay to fit train.steps, and lower optimizer.lr_min to fit optimizer.lr.
+    """Shorten warm-up and decay to fit train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
 
     With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run.
     Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps. lr_min
-    changes only if its origin ranks below that of optimizer.lr. Otherwise `validate` reports the contradiction.
+    changes only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
+    its origin ranks below that of sample.max_tokens. Otherwise `validate` reports the contradiction.
 
     Args:
         run: the resolved config.
@@ -264,7 +265,13 @@ def fit_schedule(
         changes["lr_min"] = min(o.lr, float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}"))
         was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
         notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
-    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes)), notes
+    sample = run.sample
+    if sample.every_steps and not sample.max_tokens and below("sample.every_steps", "sample.max_tokens"):
+        notes.append(
+            f"sample.every_steps: {sample.every_steps} ({authors['sample.every_steps']}) -> 0 of sample.max_tokens = 0"
+        )
+        sample = dataclasses.replace(sample, every_steps=0)
+    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes), sample=sample), notes
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:

@@ -52,7 +52,7 @@ def harness_model() -> type:
             import jax
 
             from jaxtrain import generation
-            from jaxtrain.data.tokenizer import load_tokenizer
+            from jaxtrain.data import text_format
             from jaxtrain.scoring import Scorer
 
             super().__init__()
@@ -60,22 +60,25 @@ def harness_model() -> type:
                 raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
-            run, sampler, params, self.step = generation.load(workdir, jax.local_devices())
+            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices())
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
-            self.ids: Any = load_tokenizer(tokenizer or run.data.tokenizer)
-            self._vocab = run.model.vocab_size
-            self._known([*self.ids.bos, self.ids.eot])
+            ids, text = text_format.load(text, tokenizer or run.data.tokenizer)
+            self.ids: Any = ids
+            self._vocab, self._stops = run.model.vocab_size, text.stops
+            if not text.stops:
+                raise TaskError(f"tokenizer {ids.name!r}: no token is known to end a text")
+            self._known([*ids.bos, self.eot_token_id])
             self.scorer = Scorer(run, sampler, params, rows=int(batch_size), max_length=int(max_length))
 
         @property
         def eot_token_id(self) -> int:
-            return self.ids.eot
+            return self._stops[0]
 
         @property
         def prefix_token_id(self) -> int:
             """Return the token that comes before a text without a context. The harness allows only one such token."""
-            return self.ids.bos[-1] if self.ids.bos else self.ids.eot
+            return self.ids.bos[-1] if self.ids.bos else self.eot_token_id
 
         @property
         def max_length(self) -> int:
@@ -113,11 +116,11 @@ def harness_model() -> type:
             prompts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
 
             def done(i: int, made: list[int]) -> bool:
-                return made[-1] == self.ids.eot or any(stop in self.ids.decode(made) for stop in asks[i][0])
+                return made[-1] in self._stops or any(stop in self.ids.decode(made) for stop in asks[i][0])
 
             made = self.scorer.likeliest(prompts, [most for _, most in asks], done)
             texts = [
-                before(self.ids.decode([t for t in m if t != self.ids.eot]), a[0]) for m, a in zip(made, asks, strict=True)
+                before(self.ids.decode([t for t in m if t not in self._stops]), a[0]) for m, a in zip(made, asks, strict=True)
             ]
             for request, text in zip(requests, texts, strict=True):
                 self.cache_hook.add_partial("generate_until", request.args, text)

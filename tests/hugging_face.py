@@ -5,15 +5,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import packages
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 from jaxtrain.hf import exporting
-from jaxtrain.hf.folder import model_of, open_folder
+from jaxtrain.hf.folder import model_of, open_folder, write_byte_tokenizer
 from jaxtrain.hf.importing import import_folder
 from jaxtrain.hf.names import entries
 
@@ -51,6 +53,21 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described))
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_base(folder: Path, special: Sequence[str] = (), eos: str = "<|endoftext|>", **changes: Any) -> Path:
+    """Write a Llama with a tokenizer of bytes (ids 0 to 255), <|endoftext|> (256), `special` (257 on), and no chat template.
+
+    eos: eos_token of tokenizer_config.json. changes: keys of config.json, by default with eos_token_id 256.
+    """
+    write(folder, "llama", **{"vocab": 320, "eos_token_id": 256, **changes})
+    write_byte_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
 
 

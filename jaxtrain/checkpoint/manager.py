@@ -102,14 +102,13 @@ class Checkpoints(Steps):
         """Return the step that is being saved; None if no save is running."""
         return self._pending_step if self._pending is not None and not self._pending.done() else None
 
-    @property
-    def best(self) -> float:
+    def best(self, sets: str) -> float:
         """Return the lowest held-out loss of all complete steps and of the step that is being saved; inf if there is none.
 
-        Raises CheckpointError as `lowest` does.
+        sets: `HELD_OUT_SETS` of the losses. Raises CheckpointError as `lowest` does.
         """
-        pending = self._pending_loss if self.pending is not None else math.inf
-        lowest = self.lowest()
+        pending = self._pending_loss if self.pending is not None else math.inf  # of this attempt, so of the same sets
+        lowest = self.lowest(sets)
         return min(pending, lowest[1] if lowest else math.inf)
 
     def prepare(self) -> None:

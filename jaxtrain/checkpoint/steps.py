@@ -14,8 +14,9 @@ from jaxtrain.distributed import Peers
 if TYPE_CHECKING:
     import jax
 
-HELD_OUT = "held_out_loss"  # in meta.json of a step that was evaluated: the mean loss over the held-out sets
-FORMAT = 3  # of meta.json, with the facts about the data that a resumed run reads
+# In meta.json of a step that was evaluated: the mean loss over the held-out sets, and a text that tells other sets apart
+HELD_OUT, HELD_OUT_SETS = "held_out_loss", "held_out_sets"
+FORMAT = 4  # of meta.json, with how the model's texts end
 
 
 class Steps:
@@ -76,25 +77,31 @@ class Steps:
             "Restore one from a copy, or move the folder away to start at step 0."
         )
 
-    def lowest(self) -> tuple[int, float] | None:
+    def lowest(self, sets: str | None = None) -> tuple[int, float] | None:
         """Return (step, held-out loss) of the complete step with the lowest finite `HELD_OUT` in its meta.json.
 
-        Of equal losses, the oldest step is returned. None: no step has one. A damaged meta.json does not count. Raises
-        CheckpointError if a meta.json cannot be read now.
+        Only losses of the same held-out sets are compared. Of equal losses, the oldest step is returned. None: no step has one.
+        A damaged meta.json does not count. Raises CheckpointError if a meta.json cannot be read now.
+
+        sets: `HELD_OUT_SETS` of the losses; None: of the newest step that was evaluated.
         """
-        found = []
+        found: list[tuple[float, int, str]] = []
         for step in self.steps():
             try:
-                loss = self.meta(step).get(HELD_OUT)
+                meta = self.meta(step)
             except Damaged:
                 continue
             except CheckpointError:
                 if self.storage.state(step) in ("missing", "unfinished"):  # the run has deleted it since
                     continue
                 raise
-            if isinstance(loss, int | float) and math.isfinite(loss):
-                found.append((float(loss), step))
-        return min(found)[::-1] if found else None
+            if isinstance(loss := meta.get(HELD_OUT), int | float) and math.isfinite(loss):
+                found.append((float(loss), step, meta.get(HELD_OUT_SETS, "")))
+        if not found:
+            return None
+        sets = max(found, key=lambda each: each[1])[2] if sets is None else sets
+        alike = [(loss, step) for loss, step, of in found if of == sets]
+        return (min(alike)[1], min(alike)[0]) if alike else None
 
     def meta(self, step: int) -> dict[str, Any]:
         """Return meta.json of a step: `meta` of the save, and `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds).

@@ -14,7 +14,7 @@ from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.prepare import SHARD_MB, WorkerDied, prepare, validation_path
 from jaxtrain.data.readers import FORMATS, PrepareError
-from jaxtrain.data.template import LOSSES
+from jaxtrain.data.template import LOSSES, NAMED
 from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -78,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--chat-template",
-        metavar="FILE",
-        help="the Jinja template that writes conversations (default: the tokenizer's own)",
+        metavar="NAME|FILE",
+        help=f"writes conversations: {', '.join(NAMED)}, or a Jinja template (default: the tokenizer's own)",
     )
     p.add_argument(
         "--loss",
@@ -220,7 +220,7 @@ def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None
     """Return (tokenizer that made the file, ""), or (None, the reason) if the tokenizer cannot be loaded or has changed."""
     recorded = file.header["tokenizer"]
     try:
-        tokenizer = tokenizers.load_tokenizer(recorded["name"])
+        tokenizer = tokenizers.load_tokenizer(recorded["name"], recorded["eot"])
     except tokenizers.TokenizerError as e:
         return None, f"{e}; ids are shown"
     if tokenizer.sha256 != recorded["sha256"]:
@@ -256,6 +256,9 @@ def run_show(args: argparse.Namespace) -> int:
     tokenizer, note = tokenizer_of(file)
     if note:
         print(note)
+    if chat := file.header["made"].get("chat"):
+        ends = [tokenizer.decode([i]) or str(i) if tokenizer else str(i) for i in file.header["turn_ends"]]
+        print(f"chat template: {chat['name']}; the turns that count end with {', '.join(ends) or 'no token'}")
     for i in range(min(args.documents, file.header["documents"])):
         show_document(file, i, tokenizer)
     return 0

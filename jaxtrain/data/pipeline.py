@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import config, installed
-from jaxtrain.data import stdlib, synthetic
+from jaxtrain.data import stdlib, synthetic, text_format
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.mixture import Mixture, Named, identity, parse_files, parse_schedule, shares
+from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
 from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
@@ -51,6 +52,8 @@ class Batches:
     Attributes:
       vocab_size: one more than the tokenizer's largest id.
       tokenizer: name, sha256, vocab_size, eot.
+      text: how the texts end, and the chat template that wrote them; a user's own source may lack this attribute.
+      templates: names of further chat templates, if the files were written with several.
       bytes_per_token: UTF-8 bytes of text per token that counts in the loss; None if unknown.
       synthetic: whether the data is synthetic.
       tokens_per_epoch: tokens in all rows of all sources, with padding.
@@ -78,6 +81,8 @@ class Batches:
         packing: str,
         max_segments: int,
         tokenizer: dict[str, Any],
+        text: TextFormat,
+        templates: Sequence[str] = (),
         fingerprint: dict[str, Any],
         densities: Sequence[tuple[float, float]] = (),
         masked_fraction: float = 0.0,
@@ -94,6 +99,7 @@ class Batches:
         self.packing = packing
         self.max_segments = max_segments
         self.tokenizer = tokenizer
+        self.text, self.templates = text, templates
         self.vocab_size: int = tokenizer["vocab_size"]
         self.fingerprint = fingerprint
         self._densities = densities
@@ -312,7 +318,7 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> con
     held_out = path.endswith(".val.tok")
     output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
     if held_out and (options := _made_with(output)):
-        command = f"{options}--tokenizer={shlex.quote(tokenizer)} --force --output={shlex.quote(output)}"
+        command = f"{options} --force --output={shlex.quote(output)}"
         without = ", or set data.eval_source='' and eval.every_steps=0" if key == "data.eval_source" else ""
         remedy = f"This command makes both again{without}:\n    python -m jaxtrain.data prepare {command}"
         return config.Problem(key, path, f"no such file, although {output} is there", remedy)
@@ -335,19 +341,20 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> con
 
 
 def _made_with(path: str) -> str:
-    """Return the options of `prepare` for the form and the texts of a token file, with --validation; "" for no token file."""
+    """Return the options of `prepare` that made a token file, with --validation; "" if they are not known."""
     try:
-        file = TokenFile.open(path)
+        header = TokenFile.open(path).header
     except (TokenFileError, OSError):  # where the config names this file, its own problem is told
         return ""
-    made, texts, documents = file.header["made"], file.header["sources"], file.header["documents"]
-    form = "text" if file.loss_bits is None else "chat"
-    if file.pairs:
-        form = "pairs" if "chat" in made else "plain pairs"
-    loss = made.get("chat", {}).get("loss", "assistant")
-    options = FORMS[form] + ("" if loss == "assistant" else f"--loss={loss} ")
-    options += "".join(f"--input={shlex.quote(text)} " for text in (texts if 0 < len(texts) <= MOST else ["YOUR_FILES"]))
-    return f"{options}--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)} "
+    texts, documents = header["sources"], header["documents"]
+    if not texts or "options" not in header["made"]:
+        return ""
+    words = [f"--tokenizer={shlex.quote(header['tokenizer']['name'])}"]
+    for name, value in header["made"]["options"].items():
+        text = str(value).replace("\n", "\\n").replace("\t", "\\t")
+        words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f"={shlex.quote(text)}"))
+    words += [f"--input={shlex.quote(text)}" for text in texts]
+    return " ".join([*words, f"--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)}"])
 
 
 def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
@@ -667,7 +674,8 @@ def open_source(
         common["max_segments"] = asked or rows.documents
         vocab, eot = synthetic.VOCAB, synthetic.EOT
         info = {"name": "synthetic", "sha256": "", "vocab_size": vocab, "eot": eot}
-        return Batches([rows], [(0, [1.0])], tokenizer=info, fingerprint=fingerprint, synthetic=True, **common)
+        how = {"tokenizer": info, "text": TextFormat(eot=eot), "fingerprint": fingerprint, "synthetic": True}
+        return Batches([rows], [(0, [1.0])], **how, **common)
     if source == "stdlib":
         source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
     schedule = data.source_schedule if split == "train" else ""
@@ -711,6 +719,8 @@ def open_source(
         sources,
         phases,
         tokenizer=files[0].header["tokenizer"],
+        text=text_format.of_token_files([file.header for file in files]),
+        templates=text_format.other_templates([file.header for file in files]),
         fingerprint=fingerprint,
         densities=densities,
         masked_fraction=max(float(np.dot(weights, masked_by_source)) for _, weights in phases),

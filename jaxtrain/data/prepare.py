@@ -61,7 +61,7 @@ class Job:
       text_key: a column, or several with commas between. `separator` joins their texts.
       validation: fraction of the documents that are written to NAME.val.tok instead of NAME.tok.
       chat: rows are conversations, or pairs of conversations with `preference`. A template writes them as text.
-      chat_template: the template's file; "": the tokenizer's own template.
+      chat_template: a name in template.NAMED, or a file; "": the tokenizer's own template.
       loss: the tokens of conversations that count in the loss (template.LOSSES).
       preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
       date: today's date, for templates that use it.
@@ -86,13 +86,22 @@ class Job:
     def load(self) -> tuple[tokenizers.Tokenizer, Rows]:
         """Return the tokenizer, and the object that converts rows to documents. Raises TokenizerError."""
         tok = tokenizers.load_tokenizer(self.tokenizer, self.eot)
+        if tok.eot is None:
+            looked = f"looked for {', '.join(tokenizers.EOT_NAMES)}, and for an eos in the files beside it"
+            rule = f"no token is known to end a document ({looked}). Name one with --eot=TOKEN."
+            raise tokenizers.TokenizerError(f"tokenizer {self.tokenizer!r}: {rule}")
         if not self.flags:
             return tok, TextRows(self.text_key.split(","), self.separator)
         template = None
         if self.chat:
-            file = Path(self.chat_template) if self.chat_template else None
-            template = load_template(self.tokenizer, tok, file, self.date)
+            template = load_template(self.tokenizer, tok, self.chat_template, self.date)
         return tok, PairRows(template, tok.bos) if self.preference or not template else ChatRows(template, self.loss)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the command that are not its defaults, without --tokenizer and --validation."""
+        defaults = Job(date=self.date)
+        keys = ("eot", "text_key", "separator", "chat", "preference", "chat_template", "loss")
+        return {key: value for key in keys if (value := getattr(self, key)) != getattr(defaults, key)}
 
     def check(self) -> None:
         """Raise PrepareError for an option that is wrong for any input."""
@@ -155,6 +164,9 @@ def prepare(
     template: ChatTemplate | None = getattr(rows, "template", None)
     if template:
         say(template.describe(job.loss))
+        for name in template.unnamed:
+            text = template.tokens.get(name, "")
+            say(f"chat template {template.name}: {name} is {text!r}, which is no control token of the tokenizer")
     part_bytes = max(1, int(shard_mb * 1e6))
     cuts, state = cut_inputs(inputs, format, part_bytes, job, rows)
     parts = group(cuts, part_bytes)
@@ -162,7 +174,10 @@ def prepare(
     dated = template is not None and template.dated
     described = asdict(job) | {"chat_template": sha256, "date": dated and job.date, "tokenizer": tokenizers.info(tok)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Any] = {"chat": {"loss": job.loss, "template_sha256": sha256}} if job.chat else {}
+    made: dict[str, Any] = {"options": job.options() | ({} if format == "auto" else {"format": format})}
+    if template:
+        written = {"name": template.name, "template": template.source, "tokens": template.tokens}
+        made["chat"] = {"loss": job.loss, "template_sha256": sha256, **written}
     made |= {PAIRS: True} if job.preference else {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(parts_folder(output, [described, state, part_bytes, format], say))
@@ -195,6 +210,11 @@ def prepare(
             if why:
                 shutil.rmtree(folder)
                 raise PrepareError(f"{writer.path}: {why}")
+        if job.flags and not writers[0].ends():
+            say(
+                "no token that ends an answer counts in the loss, so the model does not learn to end. "
+                "Fix: put the end of a turn into the template's {% generation %} block"
+            )
         headers = [writer.seal() for writer in writers]
         for writer in writers:
             writer.publish()
@@ -351,6 +371,14 @@ def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.n
         yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), counted
 
 
+def turns_of(piece: Piece, where: str) -> set[int]:
+    """Return the control tokens that count in the loss, and are the end of an assistant's turn or inside of one.
+
+    where: end | inside.
+    """
+    return {part.control for part in piece.parts or () if part.turn == where and part.loss}
+
+
 def end_counts(piece: Piece, loss: str) -> bool:
     """Return whether the end-of-text token of a document with loss flags counts in the loss.
 
@@ -387,6 +415,8 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
                         if not job.flags:  # otherwise the parts of the document include these ids
                             writer.write(list(tok.bos), 0)
                     writer.write(ids, piece.num_bytes, flags, counted)
+                    writer.turn_ends |= turns_of(piece, "end")
+                    writer.in_turns |= turns_of(piece, "inside")
                     if piece.end:
                         # The template of a conversation may have written end-of-text already.
                         writer.end_document(loss=job.flags and end_counts(piece, job.loss), once=job.flags)

@@ -9,14 +9,14 @@ import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from jaxtrain import installed
-from jaxtrain.data.rows import Piece, Rows, kind_of
-from jaxtrain.data.template import RowError
+from jaxtrain.data.rows import CHAT_COLUMNS, NOT_READ, PAIR_COLUMNS, Piece, Rows, TextRows, kind_of, question
+from jaxtrain.data.template import Conversation, RowError
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -106,6 +106,37 @@ def read(source: Input) -> Iterator[Piece]:
                     yield piece
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
+
+
+def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
+    """Yield (line, conversation, reference answer or "") of each row of a file: JSON lines or Parquet.
+
+    Raises PrepareError for a row that is no conversation, or if the file cannot be read.
+    """
+    if not path.is_file():
+        raise PrepareError(f"--input = {path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    kind = detect_format(path)
+    if kind == "text":
+        rule = "conversations are rows of JSON lines (.jsonl) or Parquet, and this is a text file"
+        raise PrepareError(f"--input = {path}: {rule}. Fix: give --prompt=TEXT for a single question")
+    source = Input(Cut(str(path), kind, path.stat().st_size), _Questions(), print)
+    for number, row in ROWS[kind](source):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            yield number, *question(row)
+        except RowError as e:
+            raise PrepareError(f"{path}:{number}: {e}") from e
+
+
+class _Questions(TextRows):
+    """The rows of a table of conversations, with or without answers."""
+
+    def __init__(self):
+        super().__init__([], "")
+
+    def columns(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name in (*CHAT_COLUMNS, *PAIR_COLUMNS, *NOT_READ)]
 
 
 # ---- Files

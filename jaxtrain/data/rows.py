@@ -253,6 +253,28 @@ def conversation(row: dict[str, Any]) -> Conversation:
     return Conversation(messages, *_template_columns(row), prompt)
 
 
+def question(row: dict[str, Any]) -> tuple[Conversation, str]:
+    """Return (a row's conversation up to its last answer, that answer). The answer is "" if the row ends with a question.
+
+    A row may also have a `prompt` alone, as text or messages, or be a pair: then the chosen answer is the reference. Raises
+    RowError.
+    """
+    if {"chosen", "rejected"} <= row.keys():
+        prompt, chosen, _ = _pair_of_messages(row)
+        row = {key: x for key, x in row.items() if key in (*TEMPLATE_COLUMNS, *NOT_READ)} | {"messages": prompt + chosen}
+    if form(row) is None and row.get("prompt"):
+        given = row["prompt"]
+        row = {**row, "messages": given if isinstance(given, list) else [_message("user", _text(given, "'prompt'"))]}
+    talk = conversation(row)
+    last = talk.messages[-1]
+    if last["role"] != "assistant":
+        return talk, ""
+    if len(talk.messages) == 1:
+        raise RowError("the row has only an answer, and asks nothing")
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in last.get("tool_calls", ())]
+    return talk.first(len(talk.messages) - 1), "\n".join(filter(None, [last["content"], *calls]))
+
+
 def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
     """Return (`tools`, `chat_template_kwargs`) of a row. Each may be JSON text in the row. Raises RowError."""
     tools, variables = (

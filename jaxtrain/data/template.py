@@ -20,15 +20,30 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
-from jaxtrain.data.tokenizer import ControlToken, Tokenizer, TokenizerError, read_beside
+from jaxtrain.data.tokenizer import (
+    ControlToken,
+    Tokenizer,
+    TokenizerError,
+    cached_hub_path,
+    read_beside,
+    read_json,
+    special_tokens,
+)
 
 MARK, OPEN, CLOSE, ANSWER = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharacters: never part of a text
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message; templates read one of them
 TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
 LOSSES = ("assistant", "all", "last")
+# The templates of data/templates, for tokenizers without one -> the control tokens that each needs.
+NAMED = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "alpaca": (),
+}
 # The byte tokenizer's template: a line with the role, the text, end-of-text after each assistant turn, a blank line between.
 BYTE_TEMPLATE = """{%- for message in messages -%}
 {%- if not loop.first %}{{ '\\n\\n' }}{% endif -%}
@@ -76,6 +91,7 @@ class Part:
     control: int = -1  # the id of a control token
     loss: bool = False
     place: str = "start"  # the place of text: start (of the document) | after (a control token) | inner (after other text)
+    turn: str = ""  # of a control token in an assistant's turn: end (nothing but white space follows in the turn) | inside
 
 
 class _Generation(jinja2.ext.Extension):
@@ -104,7 +120,10 @@ class ChatTemplate:
     """A template together with the tokenizer whose control tokens it writes.
 
     Attributes:
+      source: the template as text.
+      tokens: its variables such as `bos_token`.
       marks_turns: whether the template has `{% generation %}` blocks.
+      unnamed: variables such as `eos_token` that the template writes, and whose text is no control token of the tokenizer.
     """
 
     def __init__(self, name: str, source: str, tokens: dict[str, str], control: Sequence[ControlToken], date: str):
@@ -121,6 +140,7 @@ class ChatTemplate:
           TokenizerError: the source is not Jinja2.
         """
         self.name = name
+        self.source = source
         self.tokens = tokens
         self.control = control
         self.dated = "strftime_now" in source
@@ -134,8 +154,11 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": day.strftime}
         try:
             self._template = environment.from_string(source)
+            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerError(f"chat template {name}: line {e.lineno}: {e.message}") from e
+        known = {token.text for token in control}
+        self.unnamed = [name for name in ("bos_token", "eos_token") if name in used and tokens.get(name) not in {"", *known}]
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
         self._control = _pattern(control)
         texts = [token.text for token in control]
@@ -191,8 +214,8 @@ class ChatTemplate:
             }
         return [self._guard_all(item, joins) for item in value] if isinstance(value, list | tuple) else value
 
-    def _guarded(self, talk: Conversation) -> tuple[Conversation, str]:
-        """Return (the conversation with marks, its text by the template, with marks). Raises RowError."""
+    def _guarded(self, talk: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
+        """Return (the conversation with marks, its text by the template, with marks). prompt: as for `render`."""
         for joins in (True, False):
             found = replace(
                 talk,
@@ -200,9 +223,9 @@ class ChatTemplate:
                 tools=self._guard_all(talk.tools, joins),
                 variables=self._guard_all(talk.variables, joins),
             )
-            whole = self.render(found)
+            whole = self.render(found, prompt)
             same = (found.messages, found.tools, found.variables) == (talk.messages, talk.tools, talk.variables)
-            if same or _unmarked(whole) == _unmarked(self.render(talk)):
+            if same or _unmarked(whole) == _unmarked(self.render(talk, prompt)):
                 return found, whole
         raise RowError("a message holds the text of a control token, and the chat template does not write it as it stands")
 
@@ -242,6 +265,21 @@ class ChatTemplate:
                 fix = "Fix: give --chat-template=FILE with one that does, or leave them out of the rows"
                 raise RowError(f"the chat template does not write {what}. {fix}")
 
+    def turn_ends(self) -> set[int]:
+        """Return the control tokens that end an answer to a single question; empty if the template cannot write one."""
+        asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        try:
+            _, parts = self.parts(Conversation(asked), "assistant")
+        except RowError:
+            return set()
+        return {part.control for part in parts if part.turn == "end"}
+
+    def prompt(self, talk: Conversation) -> list[Part]:
+        """Return the parts of a conversation with the beginning of the assistant's answer. Raises RowError."""
+        _, whole = self._guarded(talk, prompt=True)
+        self._check_written(talk, _unmarked(self.render(talk)))
+        return self._cut(whole.replace(OPEN, "").replace(CLOSE, ""), [])
+
     def parts(self, talk: Conversation, loss: str) -> tuple[str, list[Part]]:
         """Return the conversation as text, and its parts: cut at control tokens and where the loss begins and ends.
 
@@ -269,8 +307,12 @@ class ChatTemplate:
         spans: list[tuple[int, int]] = []
         before = 0  # turns of the prompt
         if loss == "all" and not any(skipped):
+            try:  # only to find the tokens that end turns
+                spans = _marked_spans(whole)[1] if self.marks_turns else self._added_spans(guarded, whole)
+            except RowError:
+                spans = []
             whole = whole.replace(OPEN, "").replace(CLOSE, "")
-            return plain, self._cut(whole, [(0, len(whole))])
+            return plain, self._cut(whole, [(0, len(whole))], spans)
         if self.marks_turns:
             whole, spans = _marked_spans(whole)
             before = len(_marked_spans(self.render(guarded.first(talk.prompt)))[1]) if talk.prompt else 0
@@ -288,14 +330,14 @@ class ChatTemplate:
             without = [span for span, skip in zip(spans, skipped, strict=True) if skip]
         if loss == "all":
             borders = [0, *(border for span in without for border in span), len(whole)]
-            return plain, self._cut(whole, list(zip(borders[::2], borders[1::2], strict=True)))
+            return plain, self._cut(whole, list(zip(borders[::2], borders[1::2], strict=True)), spans)
         spans = spans[before:] if spans else []
         if not spans:
             raise RowError("no assistant's turn, so nothing counts in the loss (--loss=all counts all of it)")
         spans = [span for span in (spans[-1:] if loss == "last" else spans) if span not in without]
         if not spans:
             raise RowError("no turn counts in the loss: `train` is false, or `weight` 0. Fix: leave the row out")
-        return plain, self._cut(whole, spans)
+        return plain, self._cut(whole, spans, spans)
 
     def _added_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
         """Return (begin, end) of each assistant turn in the text: the text that its message adds to the earlier messages.
@@ -363,7 +405,8 @@ class ChatTemplate:
             spans[-1] = begin, max([end, *(found.end() for found in self._control.finditer(whole, end))])
         return spans
 
-    def _cut(self, whole: str, spans: list[tuple[int, int]]) -> list[Part]:
+    def _cut(self, whole: str, spans: list[tuple[int, int]], turns: Sequence[tuple[int, int]] = ()) -> list[Part]:
+        """Return the parts of a text. spans: (begin, end) of what counts in the loss. turns: those of the assistant's turns."""
         parts: list[Part] = []
 
         def counts(at: int) -> bool:
@@ -385,7 +428,10 @@ class ChatTemplate:
             at = token.start(token.lastindex or 1)
             if any(at < border < at + len(control.text) for border in borders):
                 raise RowError(f"an assistant's turn begins or ends within the control token {control.text!r}")
-            parts.append(Part(control.text, control.id, counts(at)))
+            after = at + len(control.text)
+            rest = next((whole[after:end] for begin, end in turns if begin <= at < end), None)
+            turn = "" if rest is None else "inside" if rest.replace(MARK, "").strip() else "end"
+            parts.append(Part(control.text, control.id, counts(at), turn=turn))
             done = token.end()
         text(done, len(whole))
         return parts
@@ -418,43 +464,71 @@ def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(out), spans
 
 
-def load_template(spec: str, tokenizer: Tokenizer, file: Path | None, date: str) -> ChatTemplate:
-    """Return the template in `file`; if `file` is None, the tokenizer's own template.
+def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> ChatTemplate:
+    """Return a chat template for a tokenizer: one of NAMED, the template in a file, or for "" the tokenizer's own.
 
-    This is chat_template.jinja, or else the template in tokenizer_config.json, beside the tokenizer.json. For the byte
-    tokenizer it is BYTE_TEMPLATE. Raises TokenizerError if there is no template, or if it cannot be read.
+    The tokenizer's own template is chat_template.jinja, or else the template in tokenizer_config.json, beside the
+    tokenizer.json. For the byte tokenizer it is BYTE_TEMPLATE.
+
+    Args:
+      spec: the tokenizer's name.
+      choice: a name in NAMED, the path of a file, or "".
+      date: as for `ChatTemplate`.
+
+    Raises:
+      TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
     control = tokenizer.control_tokens()
-    if spec == "byte":
-        tokens = {"eos_token": control[0].text, "bos_token": ""}
-        name, source = "of the byte tokenizer", BYTE_TEMPLATE
-    else:
-        settings = _settings(spec)
-        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
-        tokens = {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
-        name, source = f"{spec}: tokenizer_config.json", settings.get("chat_template") or ""
-        if isinstance(source, list):
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), "")
-        if (beside := read_beside(spec, "chat_template.jinja")) is not None:
-            name, source = f"{spec}: chat_template.jinja", beside.decode()
-    if file is not None:
+    tokens = {"eos_token": control[0].text, "bos_token": ""} if spec == "byte" else special_tokens(spec)
+    if choice in NAMED:
+        if missing := [text for text in NAMED[choice] if text not in {token.text for token in control}]:
+            rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fitting(control)[0]}")
+        texts = {token.id: token.text for token in control}
+        bos, eot = tokenizer.bos[-1] if tokenizer.bos else -1, -1 if tokenizer.eot is None else tokenizer.eot
+        own = {"bos_token": texts.get(bos, ""), "eos_token": texts.get(eot, "") or tokenizer.text_of(eot)}
+        tokens = own | {key: text for key, text in tokens.items() if text in texts.values()}
+        source = (Path(__file__).parent / "templates" / f"{choice}.jinja").read_text(encoding="utf-8")
+        return ChatTemplate(choice, source, tokens, control, date)
+    name, source = own_template(spec)
+    if choice:
         try:
-            name, source = str(file), file.expanduser().read_text()
+            name, source = choice, Path(choice).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise TokenizerError(f"--chat-template={file}: cannot be read ({e})") from e
+            names = ", ".join(fitting(control))
+            rule = f"is none of {', '.join(NAMED)}, and cannot be read as a file ({e})"
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: give one of {names}, or the path of a file") from e
     if not source:
+        first, *others = fitting(control)
+        more = f" (or {', '.join(others)}, or a file of your own)" if others else " (or a file of your own)"
         raise TokenizerError(
             f"tokenizer {spec!r}: has no chat template (neither chat_template.jinja nor a `chat_template` in "
-            "tokenizer_config.json beside its tokenizer.json). Give one with --chat-template=FILE."
+            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={first}{more}"
         )
     return ChatTemplate(name, source, tokens, control, date)
 
 
-def _settings(spec: str) -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json beside the tokenizer.json; {} if there is no such file."""
-    data = read_beside(spec, "tokenizer_config.json")
-    try:
-        settings = json.loads(data or b"{}")
-    except ValueError as e:
-        raise TokenizerError(f"tokenizer {spec!r}: its tokenizer_config.json is not JSON ({e})") from e
-    return settings if isinstance(settings, dict) else {}
+def fitting(control: Sequence[ControlToken]) -> list[str]:
+    """Return the names in NAMED whose control tokens a tokenizer has; alpaca needs none, and comes last."""
+    texts = {token.text for token in control}
+    return [name for name, needed in NAMED.items() if texts.issuperset(needed)]
+
+
+def own_template(spec: str, offline: bool = False) -> tuple[str, str]:
+    """Return (name, source) of a tokenizer's own chat template; the source is "" if there is none. Raises TokenizerError.
+
+    offline: read only files on this machine.
+    """
+    if spec == "byte":
+        return "of the byte tokenizer", BYTE_TEMPLATE
+    name, source = (
+        f"{spec}: tokenizer_config.json",
+        read_json(spec, "tokenizer_config.json", offline).get("chat_template") or "",
+    )
+    if isinstance(source, list):
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), "")
+    file = "chat_template.jinja"
+    here = not (offline and spec.startswith("hf:")) or cached_hub_path(spec.removeprefix("hf:"), file)
+    if here and (beside := read_beside(spec, file)) is not None:
+        name, source = f"{spec}: {file}", beside.decode()
+    return name, source

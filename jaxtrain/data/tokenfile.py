@@ -35,7 +35,7 @@ import numpy as np
 from jaxtrain.data.checked import Blocks, Column, OpenFile, TokenFileError, remedy
 
 MAGIC = b"jaxtrtok"
-VERSION = 6
+VERSION = 7
 BLOCK = 16 << 10  # bytes under one checksum: a row of a batch needs two or three blocks, and their checksums are 0.02%
 PAIRS = "pairs"  # key in `made` of the header: documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
@@ -81,6 +81,10 @@ class TokenWriter:
       sources: names of the inputs, for the header.
       loss: whether the file has loss bits. If True, every `write` needs loss flags.
       made: options that made the file, for the header.
+
+    Attributes:
+      turn_ends: ids that end an assistant's turn, or a document, and count in the loss; of files with loss bits.
+      in_turns: ids of control tokens inside of such turns. A model that stopped there would not finish its answer.
     """
 
     def __init__(
@@ -101,9 +105,12 @@ class TokenWriter:
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
+        self.turn_ends: set[int] = set()
+        self.in_turns: set[int] = set()
         self._sums = array.array("I")  # the crc32 of each finished block
         self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum and number of bytes so far
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
+        self._end_counts = False  # whether its last token counts in the loss
         self._loss_rest = np.empty(0, bool)  # flags that do not fill a byte yet
         self._files = contextlib.ExitStack()
         self._file: BinaryIO = self._files.enter_context(open_locked(self.partial))
@@ -174,6 +181,7 @@ class TokenWriter:
                 )
             self.largest_id = max(self.largest_id, largest)
             self._ended = int(found[-1]) == self.tokenizer["eot"]
+            self._end_counts = loss is not None and bool(loss[-1])
         if loss is not None:
             first = bool(found.size) and self.tokens == self._begin and bool(loss[0])
             self._put_loss(loss, int(first), loss_bytes)
@@ -186,7 +194,10 @@ class TokenWriter:
 
         loss: whether the added end-of-text token counts as a target, in a file with loss bits.
         """
-        if not (once and self._ended):
+        if once and self._ended:
+            self.turn_ends |= {self.tokenizer["eot"]} if self._end_counts else set()
+        else:
+            self.turn_ends |= {self.tokenizer["eot"]} if loss else set()
             self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
             self._put(np.asarray([self.tokenizer["eot"]], self.dtype).data)
             self.tokens += 1
@@ -194,6 +205,10 @@ class TokenWriter:
         self.documents += 1
         self._begin, self._ended = self.tokens, False
         self._offsets.write(struct.pack("<q", self.tokens))
+
+    def ends(self) -> list[int]:
+        """Return `turn_ends` without `in_turns`, unless nothing would be left: the ids at which a text of the model is over."""
+        return sorted(self.turn_ends - self.in_turns or self.turn_ends)
 
     def append(self, file: "TokenFile") -> None:
         """Append all documents of another token file with the same tokenizer. Raises TokenFileError if `file` is damaged."""
@@ -211,6 +226,8 @@ class TokenWriter:
             self._offsets.write((file.doc_offsets[first : first + COPIED] + self.tokens).astype("<i8").tobytes())
         for key in ("tokens", "documents", "source_bytes"):
             setattr(self, key, getattr(self, key) + file.header[key])
+        self.turn_ends |= set(file.header["all_turn_ends"])
+        self.in_turns |= set(file.header["in_turns"])
         self.largest_id = max(self.largest_id, file.header["largest_id"])
         self._begin, self._ended = self.tokens, False
 
@@ -239,6 +256,9 @@ class TokenWriter:
             "source_bytes": self.source_bytes,
             "largest_id": self.largest_id,
             "loss": self.loss,
+            "turn_ends": self.ends(),
+            "all_turn_ends": sorted(self.turn_ends),
+            "in_turns": sorted(self.in_turns),
             "tokenizer": self.tokenizer,
             "content_sha256": hashlib.sha256(json.dumps(content).encode() + sums).hexdigest(),
             "sources": self.sources,

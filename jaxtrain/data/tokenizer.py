@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,14 @@ class ByteTokenizer:
       name: the spec from which the tokenizer was loaded.
       vocab_size: one more than the largest id.
       bos: ids before every document of plain text, mostly one or none. Chat templates write the first tokens themselves.
-      eot: the id that ends every document.
+      eot: the id that ends every document; None if no token is known to.
       sha256: hash of the tokenizer's definition. Equal hashes give equal ids.
     """
 
     name = "byte"
     vocab_size = 257
     bos: tuple[int, ...] = ()
-    eot = 256
+    eot: int | None = 256
     sha256 = hashlib.sha256(b"jaxtrain byte tokenizer: ids 0-255 are bytes, 256 ends a document").hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -62,7 +62,15 @@ class ByteTokenizer:
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
         """Return the only control token, end-of-text, with the text that templates write for it."""
-        return (ControlToken("<|endoftext|>", self.eot),)
+        return (ControlToken("<|endoftext|>", 256),)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a control token by its text; None if there is none of this text."""
+        return 256 if token == "<|endoftext|>" else None
+
+    def text_of(self, i: int) -> str:
+        """Return the text of a control token by its id; "" for any other id."""
+        return "<|endoftext|>" if i == 256 else ""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids. Bytes that are not UTF-8 become U+FFFD; end-of-text ids are left out."""
@@ -75,7 +83,7 @@ class HuggingFaceTokenizer:
     Control tokens are never read from text: `</s>` in a corpus is encoded as ordinary characters.
     """
 
-    def __init__(self, name: str, definition: bytes, eot: str = ""):
+    def __init__(self, name: str, definition: bytes, eot: str | int = ""):
         import tokenizers
 
         self.name = name
@@ -97,7 +105,7 @@ class HuggingFaceTokenizer:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         control = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
-        self.eot = find_eot(name, vocab, eot, control)
+        self.eot: int | None = eot if isinstance(eot, int) else find_eot(name, vocab, eot, control)
         self.bos = self._find_bos(vocab)
 
     def _find_bos(self, vocab: dict[str, int]) -> tuple[int, ...]:
@@ -152,6 +160,14 @@ class HuggingFaceTokenizer:
             found.append(ControlToken(token["content"], token["id"], token["lstrip"], token["rstrip"]))
         return tuple(sorted(found, key=lambda token: -len(token.text)))
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text; None if there is none of this text."""
+        return self._tokenizer.token_to_id(token)
+
+    def text_of(self, i: int) -> str:
+        """Return the text of a token by its id; "" if there is no such id."""
+        return "" if i < 0 else self._tokenizer.id_to_token(i) or ""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
@@ -182,22 +198,21 @@ def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = Fals
     return out
 
 
-def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str] = ()) -> int:
-    """Return the id of the token that ends a document: the token `eot`, or else the first of EOT_NAMES in the vocabulary.
+def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str] = ()) -> int | None:
+    """Return the id of the token that ends a document: the token `eot`; or the first of EOT_NAMES among the control tokens; or
+    the eos of the model's files (`model_eos`); or the first of EOT_NAMES in the vocabulary; else None.
 
-    Names of control tokens are tried first: in the vocabulary of Gemma, `</s>` is an ordinary token for HTML.
+    A control token comes first: in the vocabulary of Gemma, `</s>` is an ordinary token for HTML.
     """
     if eot:
         if eot not in vocab:
             raise TokenizerError(f"tokenizer {name!r}: --eot={eot!r} is not in its vocabulary of {len(vocab)} tokens")
         return vocab[eot]
-    for known in (*(name for name in EOT_NAMES if name in control), *EOT_NAMES):
-        if known in vocab:
-            return vocab[known]
-    raise TokenizerError(
-        f"tokenizer {name!r}: no token is known to end a document (looked for {', '.join(EOT_NAMES)}). "
-        "Name one with --eot=TOKEN."
-    )
+    if known := [vocab[each] for each in EOT_NAMES if each in control and each in vocab]:
+        return known[0]
+    if own := [each for each in model_eos(name, vocab.get) if each in vocab.values()]:
+        return own[0]
+    return next((vocab[each] for each in EOT_NAMES if each in vocab), None)
 
 
 def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
@@ -242,6 +257,65 @@ def read_beside(spec: str, file: str = "") -> bytes | None:
     return path.read_bytes()
 
 
+def read_json(spec: str, file: str, offline: bool = False) -> dict[str, Any]:
+    """Return the contents of a JSON file beside the tokenizer.json of `spec`; {} if there is none. Raises TokenizerError."""
+    if offline and spec.startswith("hf:") and cached_hub_path(spec.removeprefix("hf:"), file) is None:
+        return {}
+    try:
+        found = json.loads(read_beside(spec, file) or b"{}")
+    except ValueError as e:
+        raise TokenizerError(f"tokenizer {spec!r}: its {file} is not JSON ({e})") from e
+    return found if isinstance(found, dict) else {}
+
+
+# Special tokens that transformers' tokenizer classes have without being told.
+CLASSES = {
+    "Qwen2Tokenizer": {"eos_token": "<|endoftext|>"},
+    "GPT2Tokenizer": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    "GPTNeoXTokenizer": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    "GemmaTokenizer": {"bos_token": "<bos>", "eos_token": "<eos>"},
+}
+
+
+def special_tokens(spec: str, offline: bool = False) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token and the like, as transformers 5 reads them.
+
+    special_tokens_map.json goes before tokenizer_config.json, and is not read if that file has `added_tokens_decoder`.
+
+    Args:
+      spec: a tokenizer of Hugging Face.
+      offline: read only files on this machine.
+    """
+    settings = read_json(spec, "tokenizer_config.json", offline)
+    out: dict[str, Any] = dict(CLASSES.get(str(settings.get("tokenizer_class")).removesuffix("Fast"), {})) | settings
+    if "added_tokens_decoder" not in settings:
+        out |= read_json(spec, "special_tokens_map.json", offline)
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in out.items()}
+    return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
+
+
+def ids_in(value: Any) -> list[int]:
+    """Return the ids of a value such as `eos_token_id`: a number, a list of numbers, or null."""
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+
+
+def model_eos(spec: str, id_of: Callable[[str], int | None], offline: bool = False) -> list[int]:
+    """Return all ids that end a text by the files beside a tokenizer.json, those of the tokenizer first.
+
+    The files are those of `special_tokens`, generation_config.json and config.json. id_of: the id of a token's text.
+    """
+    if spec == "byte":
+        return []
+    names = [
+        special_tokens(spec, offline).get("eos_token"),
+        read_json(spec, "special_tokens_map.json", offline).get("eos_token"),
+    ]
+    texts = [name.get("content") if isinstance(name, dict) else name for name in names]
+    found: list[Any] = [id_of(text) for text in texts if isinstance(text, str)]
+    found += [read_json(spec, file, offline).get("eos_token_id") for file in ("generation_config.json", "config.json")]
+    return list(dict.fromkeys(each for value in found for each in ids_in(value)))
+
+
 def read_definition(spec: str) -> bytes:
     """Return the bytes of the tokenizer.json of `spec`. Raises TokenizerError if it cannot be read."""
     found = read_beside(spec)
@@ -253,13 +327,13 @@ def read_definition(spec: str) -> bytes:
 
 
 @functools.lru_cache(maxsize=4)
-def load_tokenizer(spec: str, eot: str = "") -> Tokenizer:
+def load_tokenizer(spec: str, eot: str | int = "") -> Tokenizer:
     """Load `byte`, the path of a tokenizer.json (or its folder), or `hf:NAME`. Raises TokenizerError.
 
-    `eot` names the token that ends a document; "": the first of EOT_NAMES in the vocabulary.
+    `eot` names the token that ends a document, or is its id; "": `find_eot` decides.
     """
     if spec == "byte":
-        if eot:
+        if eot and eot != ByteTokenizer.eot:
             raise TokenizerError("tokenizer 'byte': --eot does not apply, id 256 ends a document")
         return ByteTokenizer()
     return HuggingFaceTokenizer(spec, read_definition(spec), eot)

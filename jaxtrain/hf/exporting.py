@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from jaxtrain import config, lora, windows
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import progress_bar
 from jaxtrain.config import RunConfig
-from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
+from jaxtrain.data import text_format
+from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, is_folder, model_of, write_json
 from jaxtrain.hf.importing import Origin, check_space, counted, open_origin, rate
@@ -45,13 +46,13 @@ Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 # ---- config.json
 
 
-def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
+def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a model as a dict. Raises HuggingFaceError if the family's format cannot represent the model.
 
     Args:
         run: the config of the model's run.
         dtype: dtype of the tensors, f32 | bf16.
-        eos: id of the token that ends a document.
+        special: bos_token_id, eos_token_id and pad_token_id.
     """
     layout = family(run.model.family).FORMAT
     stored = DTYPES[dtype].name
@@ -62,9 +63,7 @@ def config_json(run: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
         "max_position_embeddings": longest(run),
         "torch_dtype": stored,
         "dtype": stored,
-        "bos_token_id": None,
-        "eos_token_id": eos,
-        "pad_token_id": None,
+        **special,
         "use_cache": True,
     }
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
@@ -176,10 +175,13 @@ def export(
     spec = tokenizer or run.data.tokenizer
     bare = spec == "byte" and not tokenizer and "hugging_face" in source.meta  # imported from a folder without a tokenizer
     try:
-        eot = None if bare else load_tokenizer(spec).eot
+        known, text = (None, source.text()) if bare else text_format.load(source.text(), spec)
     except TokenizerError as error:
         raise HuggingFaceError(f"{error} Name its folder: --tokenizer=DIR.") from error
-    described = config_json(run, chosen, eot)
+    if known and (lost := source.text().lost(known)):
+        say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
+    special = text.ids_to_write(known.bos if known else ())
+    described = config_json(run, chosen, special)
     size = sum(math.prod(e.shape) * (1 + len(e.copies)) for e in wanted.values()) * DTYPES[chosen].itemsize
     check_space(out, size)
 
@@ -197,13 +199,12 @@ def export(
     with progress_bar(size) as progress:
         files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
     seconds = time.perf_counter() - started
-    if eot is None:
+    if known is None:
         say(f"{path} was imported without a tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
     else:
-        folders.write_tokenizer(spec, eot, partial)
+        folders.write_tokenizer(spec, text, partial)
     write_json(partial / CONFIG, described)
-    if not (partial / GENERATION).exists():  # otherwise the file came with the tokenizer
-        write_json(partial / GENERATION, {"_from_model_config": True, "eos_token_id": eot})
+    write_json(partial / GENERATION, text.generation_to_write(special))
     # The old folder is deleted only when the complete new folder has its name, even if the process is killed.
     if place.exists():
         if replaced.exists():
@@ -215,6 +216,8 @@ def export(
     rounded = f", rounded from {' and '.join(wider)}" if chosen == "bf16" and wider else ""
     tensors = counted(len({name for e in wanted.values() for name in e.theirs}), "tensor")
     architecture = described["architectures"][0]
+    if known and text.template:
+        say(f"chat template: {text.template_name}")
     say(f"{out}: {architecture}, {tensors} as {chosen}{rounded}, {counted(files, 'file')}, {rate(size, seconds)}")
 
 

@@ -16,15 +16,15 @@ import numpy as np
 
 from jaxtrain import checkpoint, config, installed
 from jaxtrain.config import Model, RunConfig
-from jaxtrain.data.template import BYTE_TEMPLATE
-from jaxtrain.data.tokenizer import ByteTokenizer, cached_hub_path
+from jaxtrain.data.template import BYTE_TEMPLATE, own_template
+from jaxtrain.data.text_format import GENERATION, TextFormat
+from jaxtrain.data.tokenizer import cached_hub_path, read_json, special_tokens
 from jaxtrain.hf import mxfp4
 from jaxtrain.models import FAMILIES, family
 from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two arrays of a tensor in MXFP4
-GENERATION = "generation_config.json"
 # Files of tokenizers of any family.
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -375,25 +375,35 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def write_tokenizer(spec: str, eot: int, target: Path) -> None:
+def write_tokenizer(spec: str, text: TextFormat, target: Path) -> None:
     """Write the files of the tokenizer that `load_tokenizer(spec)` loads, so that transformers gives the same ids.
 
-    Without tokenizer_config.json, transformers would choose a tokenizer by model_type and add the tokens of that tokenizer.
+    The chat template of `text` replaces the tokenizer's own. Without tokenizer_config.json, transformers would choose a
+    tokenizer by model_type and add the tokens of that tokenizer.
     """
     if spec == "byte":
-        return write_byte_tokenizer(target)
-    file = cached_hub_path(spec.removeprefix("hf:")) if spec.startswith("hf:") else Path(spec).expanduser()
-    assert file is not None, spec
-    file = file / "tokenizer.json" if file.is_dir() else file
-    copy_tokenizer(file.parent, target)
-    shutil.copyfile(file, target / "tokenizer.json")
-    if not (target / "tokenizer_config.json").is_file():
+        write_byte_tokenizer(target)
+    else:
+        file = cached_hub_path(spec.removeprefix("hf:")) if spec.startswith("hf:") else Path(spec).expanduser()
+        assert file is not None, spec
+        file = file / "tokenizer.json" if file.is_dir() else file
+        copy_tokenizer(file.parent, target)
+        shutil.copyfile(file, target / "tokenizer.json")
+    _, own = own_template(str(target))
+    settings = read_json(str(target), "tokenizer_config.json")
+    if not settings and text.eot is not None:
         import tokenizers
 
-        made: Any = tokenizers.Tokenizer.from_file(str(file))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.id_to_token(eot)}
+        made: Any = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.id_to_token(text.eot)}
+    if text.template:
+        lacking = {k: v for k, v in text.tokens.items() if v and k not in special_tokens(str(target))}
+        settings = settings | lacking
+    if text.template and text.template != own:
+        settings.pop("chat_template", None)
+        (target / "chat_template.jinja").write_text(text.template, encoding="utf-8")
+    if settings != read_json(str(target), "tokenizer_config.json"):
         write_json(target / "tokenizer_config.json", settings)
-    return None
 
 
 def write_byte_tokenizer(target: Path) -> None:
@@ -406,7 +416,7 @@ def write_byte_tokenizer(target: Path) -> None:
     others = [byte for byte in range(256) if chr(byte) not in letters]
     vocab = {c: ord(c) if ord(c) < 256 else others[ord(c) - 256] for c in letters}
     end = "<|endoftext|>"
-    made: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab | {end: ByteTokenizer.eot}, merges=[]))
+    made: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab | {end: 256}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([end])

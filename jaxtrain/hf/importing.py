@@ -28,6 +28,9 @@ from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
 from jaxtrain.command_line import progress_bar
 from jaxtrain.config import RunConfig
+from jaxtrain.data import text_format
+from jaxtrain.data.text_format import TextFormat
+from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import TIED, Entry, entries, match
 from jaxtrain.kernels.numerics import DTYPES
@@ -53,6 +56,7 @@ class Origin:
         meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
+        folder: the opened Hugging Face folder; None for a step of a run.
         best: whether the step was chosen for its held-out loss, which `name` then tells.
     """
 
@@ -63,6 +67,7 @@ class Origin:
     meta: Mapping[str, Any]
     stored: Mapping[str, jax.ShapeDtypeStruct]
     read: Callable[[Tensors], Tensors]
+    folder: Folder | None = None
     best: bool = False
 
     def announce(self, say: Callable[[str], None] | None = None) -> None:
@@ -81,6 +86,10 @@ class Origin:
         """Return the config of the weights' run. Raises HuggingFaceError if this version does not support that config."""
         return stored_run(self.meta, self.path)
 
+    def text(self) -> TextFormat:
+        """Return how the model's texts end, and its chat template. Raises TokenizerError if a file cannot be read."""
+        return TextFormat.of(self.meta["text"]) if self.folder is None else folder_text(self.folder)
+
 
 def open_origin(path: str) -> Origin:
     """Open the weights of a run (at the step of `checkpoint.find`), a checkpoint, a Hugging Face folder, or a hub name hf:NAME.
@@ -94,7 +103,7 @@ def open_origin(path: str) -> Origin:
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
         name += "" if loss is None else f" (held-out loss {loss:.4f}, the lowest)"
-        return Origin(name, place, False, step, meta, stored_in(meta), read, loss is not None)
+        return Origin(name, place, False, step, meta, stored_in(meta), read, best=loss is not None)
     folder = open_folder(path)
     found, _ = matched(folder)
     stored = {
@@ -102,7 +111,16 @@ def open_origin(path: str) -> Origin:
         for ours, entry in found.items()
     }
     meta = {"config": config.to_dict(folder.run()), **came_from(folder)}
-    return Origin(str(folder.path), str(folder.path.absolute()), True, 0, meta, stored, functools.partial(load, folder, found))
+    read = functools.partial(load, folder, found)
+    return Origin(str(folder.path), str(folder.path.absolute()), True, 0, meta, stored, read, folder=folder)
+
+
+def folder_text(folder: Folder) -> TextFormat:
+    """Return the text format of a Hugging Face folder (data/text_format.py). Raises TokenizerError."""
+    path = str(folder.path)
+    made = text_format.of_files(path) if (folder.path / "tokenizer.json").is_file() else text_format.of_files("", path)
+    special = {key: folder.settings.get(key) for key in text_format.SPECIAL}
+    return dataclasses.replace(made, special=special, eos=tuple(dict.fromkeys([*made.eos, *ids_in(special["eos_token_id"])])))
 
 
 def came_from(folder: Folder) -> dict[str, Any]:
@@ -241,14 +259,14 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     # The tokenizer comes before the checkpoint, with which the run counts as complete.
     if any((folder.path / name).is_file() for name in TOKENIZER):
         copy_tokenizer(folder.path, out / "tokenizer")
-    save(out, run, tensors, came_from(folder))
+    save(out, run, tensors, {**came_from(folder), "text": folder_text(folder).record()})
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
     if run.data.tokenizer == "byte":
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
 def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
-    """Write a run's folder, with config.json and a checkpoint of step 0. more: further keys of the checkpoint's meta.json."""
+    """Write a run's folder, with config.json and a checkpoint of step 0. more: further keys of meta.json, `text` among them."""
     plain = config.to_dict(run)
     meta = {
         "config": plain,

@@ -20,6 +20,9 @@ from jaxtrain import config, lora
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands import spelled
 from jaxtrain.config import Model, RunConfig
+from jaxtrain.data.template import own_template
+from jaxtrain.data.text_format import TextFormat
+from jaxtrain.data.tokenizer import load_tokenizer, model_eos
 from jaxtrain.hf.folder import is_folder
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, base_digest, placed
@@ -30,6 +33,7 @@ from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
 from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer.json"
 MODEL, A_NAME, B_NAME = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # Keys of adapter_config.json without effect on the adapters' output.
 WITHOUT_EFFECT = (
@@ -154,7 +158,7 @@ def weight_of(adapter: str) -> str:
 
 
 def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
-    """Write the adapters of a checkpoint for PEFT. Return (step, the tensors' names).
+    """Write the adapters of a checkpoint for PEFT, and the chat template of their training. Return (step, the tensors' names).
 
     Args:
         path: a checkpoint, or a run's folder.
@@ -174,7 +178,10 @@ def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[s
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {name: a.update(sharding=here) for name, a in source.stored.items() if name.startswith(PREFIX)}
     adapters = {name: np.asarray(x) for name, x in source.read(wanted).items()}
-    return source.step, write(folder, adapters, run.model, run.lora, base)
+    written = write(folder, adapters, run.model, run.lora, base)
+    if template := source.text().template:
+        write_atomic(folder / TEMPLATE, template)
+    return source.step, written
 
 
 def base_name(path: str) -> str:
@@ -206,6 +213,15 @@ def base_name(path: str) -> str:
     )
 
 
+def text_of(folder: Path, base: TextFormat) -> TextFormat:
+    """Return the text format of imported adapters: that of their base, and of the tokenizer's files in the adapters' folder."""
+    if (folder / TOKENIZER).is_file():
+        eos = model_eos(str(folder), load_tokenizer(str(folder)).id_of)
+        base = dataclasses.replace(base, eos=tuple(dict.fromkeys([*base.eos, *eos])))
+    name, template = own_template(str(folder))
+    return dataclasses.replace(base, template=template, template_name=name) if template else base
+
+
 def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
     """Write a checkpoint of adapters for `base`, like a LoRA run's checkpoint. Return the run's config and the notes of `read`.
 
@@ -223,6 +239,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     settings, found, notes = read(folder, run.model)
     if not settings.targets:
         raise HuggingFaceError(f"{folder}: adapts none of {', '.join(EQUATIONS)}, which are all that jaxtrain can.")
+    text = text_of(folder, source.text())
     path = source.path
     run = dataclasses.replace(run, lora=settings, init=config.Init(path), train=dataclasses.replace(run.train, freeze=""))
     abstract = abstract_of(*placed(run))
@@ -231,5 +248,10 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     tensors = {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
     kept = {name: jnp.copy(x) for name, x in tensors.items()}
     params = from_tensors(abstract, tensors | beside, TrainState(jnp.zeros((), jnp.int32), {}, ())).params
-    save(out, run, kept, {"base": {"path": path, "digest": base_digest(params)}, "peft": {"folder": str(folder)}})
+    more = {
+        "base": {"path": path, "digest": base_digest(params)},
+        "peft": {"folder": str(folder)},
+        "text": text.record(),
+    }
+    save(out, run, kept, more)
     return run, notes

@@ -1,6 +1,9 @@
 """Compute the held-out loss, and generate samples, between the steps of a run."""
 
 import bisect
+import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +21,9 @@ from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.loss import CROSS_ENTROPY, Batch
 from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
+from jaxtrain.train.setup import Setup
+
+LOOKED_AT = 1000  # documents of a file in which conversations to answer are searched
 
 
 def evaluate(
@@ -54,7 +60,9 @@ def evaluate(
             if host is None:
                 return None
             numbers = i * size + np.asarray(range(size) if feed.rows is None else feed.rows)
-            unused = numbers >= end if repeats is None else (numbers >= end) | repeats(numbers)
+            unused = numbers >= end
+            if repeats is not None:
+                unused |= repeats(numbers)
             made.append(eval_step(params, feed.place(mask_rows(host, unused))))
     finally:
         feed.close()
@@ -100,6 +108,10 @@ class HeldOut:
     def __init__(self, run: RunConfig, program: Program, sets: Mapping[str, Any], services: Services):
         self._run, self._program, self._sets, self._services = run, program, sets, services
         self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
+        contents = {name: {**getattr(batches, "fingerprint", {}), "global_batch": 0} for name, batches in sets.items()}
+        described = [contents, run.eval.sequences, dataclasses.asdict(run.loss)]
+        # Tells losses apart that cannot be compared: those of other sets, or of another loss.
+        self.sets = hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:16]
 
     def due(self, done: int) -> bool:
         """Return whether the sets are evaluated after step `done`, or before the first step if it is 0."""
@@ -157,12 +169,18 @@ class HeldOut:
 
 
 class SampleWriter:
-    """Samples continuations of the prompts in `sample.prompt`. The sampler's steps are compiled once, at the first use."""
+    """Samples continuations of the prompts in `sample.prompt`, and answers to the first held-out conversations.
 
-    def __init__(self, run: RunConfig, program: Program, tokenizer: Any, services: Services):
-        self._run, self._program, self._tokenizer, self._services = run, program, tokenizer, services
+    The sampler's steps are compiled once, at the first use.
+    """
+
+    def __init__(self, setup: Setup, services: Services):
+        self._run, self._program, self._tokenizer, self._services = setup.run, setup.program, setup.tokenizer, services
+        self._stops = setup.text.stops
         self._writers: Writers = services.writers
         self._sampler: generation.Sampler | None = None
+        count = self._run.sample.conversations if self._tokenizer is not None else 0
+        self._questions = first_questions(setup.held_out, count, self._run.data.seq_len)
 
     def due(self, done: int) -> bool:
         """Return whether samples are due after step `done`. The last step's samples are written after its save instead."""
@@ -176,7 +194,7 @@ class SampleWriter:
         with self._services.phase("step", "eval"):
             if self._sampler is None:
                 self._sampler = generation.Sampler(self._run, self._program.placement)
-            texts = generation.continue_all(self._sampler, params, self._tokenizer, self._run.sample)
+            texts = self._texts(self._sampler, params)
             made = [Sample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
             self._writers.samples(made)
             console = self._services.console
@@ -186,10 +204,51 @@ class SampleWriter:
                 at = f"step {done}, " if done < self._run.train.steps else ""
                 console.say(f"sample ({where}{at}{self._writers.samples_path}):\n{sample.text}")
 
+    def _texts(self, sampler: generation.Sampler, params: Params) -> list[str]:
+        """Return the continuation of each prompt, then the answer to each conversation with the reference answer below."""
+        ask, tokenizer = self._run.sample, self._tokenizer
+        texts = []
+        if ask.prompt or not self._questions:
+            texts = generation.continue_all(sampler, params, tokenizer, ask, self._stops)
+        room = max((len(prompt) for prompt, _ in self._questions), default=0) + ask.max_tokens
+        for prompt, reference in self._questions:
+            answer = generation.continue_ids(sampler, params, prompt, ask, self._stops, room)
+            while reference and reference[-1] in self._stops:
+                reference = reference[:-1]
+            texts.append(f"{tokenizer.decode([*prompt, *answer])}\n[reference] {tokenizer.decode(reference)}")
+        return texts
+
     def written(self, done: int) -> bool:
         """Return whether samples.txt has the samples of step `done`."""
         path = self._writers.samples_path
         return path.exists() and any(sample.step == done for sample in samples.read(path.read_bytes().decode()))
+
+
+def first_questions(held_out: Mapping[str, Any], count: int, seq_len: int) -> list[tuple[list[int], list[int]]]:
+    """Return (ids up to the last answer, ids of that answer) of the first conversations, or pairs, in held-out token files.
+
+    Args:
+      held_out: held-out data by name.
+      count: most conversations.
+      seq_len: a conversation with more tokens than this before its last answer is passed over. Of each file, the first
+        LOOKED_AT documents are read.
+    """
+    files = [source.file for data in held_out.values() for source in getattr(data, "sources", ()) if hasattr(source, "file")]
+    out: list[tuple[list[int], list[int]]] = []
+    for file in (each for each in files if each.loss_bits is not None):
+        for i in range(0, min(LOOKED_AT, file.header["documents"]), 2 if file.pairs else 1):
+            if len(out) >= count:
+                return out
+            first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
+            counts = np.flatnonzero(file.loss_flags(first, last))
+            if not counts.size:
+                continue
+            before = np.flatnonzero(~file.loss_flags(first, first + int(counts[-1])))
+            begin = int(before[-1]) + 1 if before.size else 0
+            if 0 < begin <= seq_len:
+                tokens = [int(token) for token in file.tokens[first : first + int(counts[-1]) + 1]]
+                out.append((tokens[:begin], tokens[begin:]))
+    return out
 
 
 def finite(value: Any) -> Any:

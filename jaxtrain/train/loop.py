@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxtrain import position, replay
-from jaxtrain.checkpoint import HELD_OUT, CheckpointError
+from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError
 from jaxtrain.corruption import Verifier
 from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch
 from jaxtrain.position import Positioned
@@ -56,7 +56,7 @@ class Loop:
         self.done = self.start.step
         self.loss: float | None = None  # of the newest step that was applied and whose metrics were read
         self.held_out = HeldOut(self.run, self.program, setup.held_out, services)
-        self.samples = SampleWriter(self.run, self.program, setup.tokenizer, services)
+        self.samples = SampleWriter(setup, services)
         self.metrics = PendingMetrics()
         self._restore = restore
         self._start_times: StartTimes | None = start_times  # None once the first step is done
@@ -239,7 +239,7 @@ class Loop:
         best = True
         if self.services.peers.process_index == 0:  # other processes may list the steps of a network file system late
             try:
-                best = loss < self.saver.checkpoints.best
+                best = loss < self.saver.checkpoints.best(self.held_out.sets)
             except CheckpointError as error:
                 self.services.console.warn(f"step {self.done} is saved, because the best one is not known: {error}")
         return json.loads(self.services.peers.gather("best", json.dumps(best), AGREE_S)[0])
@@ -255,7 +255,7 @@ class Loop:
             data["mixture"] = mixture.state(read * self.run.train.global_batch)
         meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
         if (held_out := self.held_out.loss_of(self.done)) is not None:
-            meta[HELD_OUT] = held_out
+            meta |= {HELD_OUT: held_out, HELD_OUT_SETS: self.held_out.sets}
         self.saver.save(self.current, self.done, meta)
 
     # ---- The metrics of the step before

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import ml_collections
 
-from jaxtrain import environment, goodput, hardware, installed, metrics
+from jaxtrain import environment, goodput, hardware, installed, metrics, samples
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
+from jaxtrain.data import text_format
 from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.distributed import PeerLost, Peers
 from jaxtrain.distributed.words import first_line
@@ -401,6 +402,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
     """
     peers, stop = services.peers, services.stop
     saver = Saver(setup.asked, setup.program, setup.checkpoints, services)
+    saver.remember(text=setup.text.record())
 
     def ask_to_stop(why: str) -> None:
         stop.asked_elsewhere(why)  # before the first step this ends the process
@@ -421,6 +423,12 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
     print_summary(run, setup.program, setup.start, setup.data, setup.held_out, setup.checkpoints.directory, console)
     if not setup.asked.data.max_segments and run.data.masks_documents:
         console.say(f"data: up to {run.data.max_segments} documents in a sequence")
+    for prompt in samples.prompts(run.sample.prompt) if setup.tokenizer else ():
+        if note := text_format.control_in(prompt, setup.tokenizer, "sample.prompt"):
+            console.warn(note)
+    if others := getattr(setup.data, "templates", ()):
+        named = " and ".join([setup.text.template_name, *others])
+        console.warn(f"data: written with several chat templates, {named}. Samples and exports have the first")
 
     def first_state(asked: RunConfig, setup: Setup) -> Restored:
         restored = restore(setup.run, asked, setup.program, setup.start, setup.checkpoints, services)
@@ -515,9 +523,9 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
     steps = setup.run.train.steps
     services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps continues from here.")
     rewind_metrics(setup, restored, services)
-    samples = SampleWriter(setup.run, setup.program, setup.tokenizer, services)
-    if not samples.written(steps):
-        samples.write(state.weights(restored.state), steps)
+    writer = SampleWriter(setup, services)
+    if not writer.written(steps):
+        writer.write(state.weights(restored.state), steps)
     return f"{steps} steps were done already"
 
 

@@ -13,9 +13,12 @@ import jax
 from jaxtrain import generation, hardware, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.data import text_format
 from jaxtrain.data.pipeline import with_documents
+from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.distributed import Peers
+from jaxtrain.hf.importing import open_origin
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -52,6 +55,7 @@ class Setup:
     data: Any  # training batches
     held_out: Mapping[str, Any]  # held-out batches by name
     tokenizer: Any  # for samples; None without
+    text: TextFormat  # how texts of the model end, and its chat template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +93,36 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
+        text = text_of_run(run, data, checkpoints, start)
         # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
-        tokenizer = load_tokenizer(run.data.tokenizer) if run.sample.max_tokens and not data.synthetic else None
+        tokenizer = None
+        if run.sample.max_tokens and not data.synthetic:
+            tokenizer, text = text_format.load(text, run.data.tokenizer)
         if tokenizer:
             generation.check_decodes(run, program.definition)
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
-    return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer)
+    return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text)
+
+
+def text_of_run(run: RunConfig, data: Any, checkpoints: Checkpoints, start: Start) -> TextFormat:
+    """Return the text format of a run's checkpoints: of its data, its checkpoint or init.from, and its tokenizer's files.
+
+    Raises CheckpointError, HuggingFaceError or TokenizerError if one of them cannot be read.
+    """
+    spec = run.data.tokenizer
+    tokenizer = load_tokenizer(spec) if not data.synthetic and text_format.is_here(spec) else None
+    own = text_format.of_files(spec) if tokenizer else TextFormat()
+    known = getattr(data, "text", own)  # a user's own source may leave it out
+    if start.resumed:
+        before = TextFormat.of(checkpoints.meta(start.step)["text"])
+    else:
+        before = open_origin(run.init.from_).text() if run.init.from_ else TextFormat()
+    if data.synthetic:  # it teaches no end of a text
+        return before if before.tokenizer_sha256 else known
+    return text_format.merge(known, tokenizer, before, own)
 
 
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:

@@ -15,7 +15,7 @@ import pytest
 from saved import abstract, assert_same, mesh, placed, save_steps, values
 
 from jaxtrain import checkpoint
-from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, Damaged, files
+from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError, Checkpoints, Damaged, files
 from jaxtrain.checkpoint.storage import Storage
 
 
@@ -29,7 +29,7 @@ def test_restore_is_bit_identical_and_reported(tmp_path: Path):
     assert found.poll() == [], "each save is reported once"
     assert_same(Checkpoints(found.directory, 2).restore(5, abstract(tensors)), values(1))
     meta = found.meta(5)
-    assert meta["format"] == 3 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
+    assert meta["format"] == 4 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
     written = json.loads((tmp_path / "checkpoints/5/meta.json").read_text())
     assert {k: v for k, v in written.items() if k != "seal"} == meta, "plain JSON beside the arrays"
     stored = found.stored(5)
@@ -53,11 +53,14 @@ def test_retention_keeps_the_newest_and_every_mth(tmp_path: Path):
     found = Checkpoints(tmp_path / "best", keep=1, keep_best=True)
     for step, loss in enumerate([3.0, 1.0, None, 1.0, 2.0], start=1):
         found.save(step, placed(values(step), mesh(8, 1)), {} if loss is None else {HELD_OUT: loss})
-        assert step < 2 or found.best == 1.0, "also while it is being saved"
+        assert step < 2 or found.best("") == 1.0, "also while it is being saved"
     assert [saved.step for saved in found.close()] == [1, 2, 3, 4, 5]
     assert found.steps() == [2, 5] and found.lowest() == (2, 1.0)
     (tmp_path / "best/2/meta.json").write_text("{}")
     assert found.lowest() == (5, 2.0)
+    later = Checkpoints(tmp_path / "best", keep=1, keep_best=True)
+    later.save_now(6, placed(values(6), mesh(8, 1)), {HELD_OUT: 9.0, HELD_OUT_SETS: "others"})
+    assert found.lowest() == (6, 9.0) and found.lowest("") is None, "losses of other sets are not compared, nor kept"
 
 
 def test_differences_are_named_before_anything_is_read(tmp_path: Path):

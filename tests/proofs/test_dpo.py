@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import generation, hardware, launch, validate
+from jaxtrain import generation, hardware, launch, samples, validate
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import to_dict
-from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.data import pipeline, text_format, tokenizer
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenWriter
 from jaxtrain.scoring import Scored, Scorer
 from jaxtrain.shapes import REWARD_METRICS
@@ -193,7 +193,7 @@ def folder(tmp_path_factory):
     pairs_file(folder / "held_out.tok", 20, seed=1)
     base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
     saver = Checkpoints(folder / "base" / "checkpoints")
-    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}}
+    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}, "text": text_format.of_files("byte").record()}
     saver.save(2, to_tensors(helpers.fresh_state(base)), meta)
     saver.close()
     return folder
@@ -228,7 +228,8 @@ def stored(folder, name, of="train.tok"):
 @pytest.fixture(scope="module")
 def whole(folder):
     """Train all weights without interruption, as a reference for other tests."""
-    assert dpo_run(folder, "whole") == 0
+    answers = {"sample__max_tokens": 3, "sample__conversations": 3, "sample__every_steps": 5}
+    assert dpo_run(folder, "whole", **answers) == 0
     return folder
 
 
@@ -246,9 +247,20 @@ def test_training_begins_at_the_reference(whole):
     assert all(np.isfinite(held_out[6][name]) for name in ("loss", *REWARD_METRICS))
 
 
+def test_samples_answer_the_first_held_out_pairs(whole):
+    """Each below its prompt, and beside the chosen answer."""
+    file = TokenFile.open(whole / "held_out.tok")
+    found = list(samples.read((whole / "whole" / "samples.txt").read_text()))
+    assert [(sample.step, sample.prompt) for sample in found] == [(step, n) for step in (5, 6) for n in (1, 2, 3)]
+    for sample, (first, last) in zip(found[:3], itertools.batched(file.doc_offsets[:12].tolist(), 2), strict=False):
+        counts = file.loss_flags(first, last)
+        prompt, answer = (BYTE.decode(file.tokens[first:last][flags]) for flags in (~counts, counts))
+        assert sample.text.startswith(prompt) and sample.text.endswith(f"\n[reference] {answer}")
+
+
 def test_the_references_are_those_of_the_base(whole):
     """The stored log-probabilities of all documents equal those of `Scorer` with the base's weights."""
-    run, sampler, params, _ = generation.load(str(whole / "base"), jax.devices()[:1])
+    run, sampler, params, _, _ = generation.load(str(whole / "base"), jax.devices()[:1])
     scorer = Scorer(run, sampler, params)
     for name in ("train.tok", "held_out.tok"):
         file = TokenFile.open(whole / name)

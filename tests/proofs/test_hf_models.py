@@ -1,6 +1,7 @@
 """Import and export of Hugging Face models: all families give transformers' logits, and a round trip changes nothing."""
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -15,8 +16,11 @@ import pytest
 import saved
 from hugging_face import DOCUMENTS, FAMILIES, GOLDEN, SAME, TOKENS, YARN, exported, imported, off, tensors_of
 
-from jaxtrain import main, sample
+import jaxtrain
+from jaxtrain import generation, main, sample
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.data.template import Conversation
+from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf import __main__ as command
 from jaxtrain.hf import exporting, peft
 from jaxtrain.hf.folder import describe, is_folder, model_of, open_folder, write_byte_tokenizer
@@ -61,7 +65,7 @@ def test_yarn_turns_as_in_transformers():
         # A power in float32 may be off by some ten roundings.
         np.testing.assert_allclose(rotary_frequencies(model), frequencies, rtol=2e-6)
         run = helpers.tiny({f"model.{key}": value for key, value in dataclasses.asdict(model).items()})
-        written = exporting.config_json(run, "f32", 0)
+        written = exporting.config_json(run, "f32", {})
         assert settings.items() <= written["rope_parameters"].items()
         assert written["rope_scaling"] == {k: v for k, v in written["rope_parameters"].items() if k != "rope_theta"}
 
@@ -177,6 +181,46 @@ def test_an_imported_run_can_be_moved(tmp_path, monkeypatch):
     now = ["--base=again", "--tokenizer=again/tokenizer"]
     assert command.main(["export", "tuned", "--out=merged", *now]) == 0
     assert sample.main(["--workdir=tuned", "--prompt=def", "--max-tokens=2", *now]) == 0
+    ids = [json.loads((folder / "config.json").read_text())["eos_token_id"] for folder in (theirs, tmp_path / "merged")]
+    assert ids[0] == ids[1]
+
+
+def test_a_text_ends_at_every_eos_of_the_model(tmp_path, monkeypatch, capsys):
+    """Each file of a folder may name it. Without one, the text has all tokens; a prompt of control tokens is remarked on."""
+    monkeypatch.chdir(tmp_path)
+    hugging_face.write_base(tmp_path / "base", ["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    model = generation.load("base", jax.devices()[:1])
+    ask = dataclasses.replace(model.run.sample, temperature=0.0, max_tokens=6, prompt="def")
+    talk = [{"role": "user", "content": "def"}]
+    prompts = {"prompt": list(b"def"), "chat": generation.Chat(model.text, "base", "chatml").prompt(Conversation(talk))}
+    assert prompts["chat"] == [257, *b"user\ndef", 258, *b"\n", 257, *b"assistant\n"]
+    made = {kind: generation.continue_ids(model.sampler, model.params, each, ask, ()) for kind, each in prompts.items()}
+    decode = load_tokenizer("base").decode
+    for kind in prompts:
+        count = next((i for i in range(1, 6) if made[kind][i] not in made[kind][:i]), 0)  # the text ends before this token
+        stop, want = made[kind][count], decode(made[kind][:count])
+        for file in ("config.json", "generation_config.json"):
+            before = (tmp_path / "base" / file).read_bytes() if (tmp_path / "base" / file).exists() else b"{}"
+            (tmp_path / "base" / file).write_text(json.dumps(json.loads(before) | {"eos_token_id": [256, stop]}))
+            asked = {"messages": talk, "chat_template": "chatml"} if kind == "chat" else {"prompt": "def"}
+            told = jaxtrain.generate("base", **asked, max_tokens=6, temperature=0.0)
+            assert told == want if kind == "chat" else told == "def" + want, (kind, file)
+            (tmp_path / "base" / file).write_bytes(before)
+    with pytest.warns(UserWarning, match="<|im_end|>"):
+        jaxtrain.generate("base", "def<|im_end|>", max_tokens=1)
+    rows = [{"messages": [*talk, {"role": "assistant", "content": "yes"}]}, {"prompt": "def"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chatted = ["--workdir=base", "--chat", "--chat-template=chatml", "--temperature=0", "--max-tokens=6"]
+    capsys.readouterr()
+    assert sample.main([*chatted, "--input=rows.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(decode(made["chat"])) == 2 and shown.count("[reference] yes") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("def\n\n"))
+    assert sample.main(chatted) == 0 and capsys.readouterr().out == decode(made["chat"]) + "\n"
+    for wrong in ("--system=s", "--chat --input=no.jsonl", "--chat --prompt=x", "--chat --input=rows.jsonl --prompt=x"):
+        assert sample.main(["--workdir=base", *wrong.split()]) == 2, wrong
+    with pytest.raises(ValueError, match="prompt"):
+        jaxtrain.generate("base", "def", messages=talk)
 
 
 def test_an_import_that_cannot_be_saved_is_an_error(tmp_path, monkeypatch):
@@ -203,7 +247,7 @@ def test_peft_finds_the_base_by_its_name(tmp_path):
 def test_export_refuses_what_no_family_holds_and_what_is_there(llama, tmp_path):
     run = helpers.tiny({"model.qk_norm": True})
     with pytest.raises(HuggingFaceError, match=r"model.qk_norm"):
-        exporting.config_json(run, "f32", None)
+        exporting.config_json(run, "f32", {})
     _, ours = llama
     exported(ours, tmp_path / "back")
     with pytest.raises(HuggingFaceError, match=str(tmp_path / "back")):

@@ -15,6 +15,7 @@ import pytest
 
 from jaxtrain import config, lm_eval, scoring
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.scoring import Scored
 from jaxtrain.train.state import to_tensors
@@ -32,7 +33,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("run") / "a, run=1"
     saver = Checkpoints(place / "checkpoints")
     data = {"tokens": 0, "fingerprint": {}}
-    saver.save(1, to_tensors(helpers.fresh_state(run)), {"config": config.to_dict(run), "data": data})
+    meta = {"config": config.to_dict(run), "data": data, "text": text_format.of_files("byte").record()}
+    saver.save(1, to_tensors(helpers.fresh_state(run)), meta)
     saver.close()
     return place
 

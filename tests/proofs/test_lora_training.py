@@ -16,7 +16,7 @@ from test_dpo import begun, step
 from jaxtrain import flops, generation, launch, lora
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import to_dict
-from jaxtrain.data import tokenizer
+from jaxtrain.data import text_format, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.train.state import to_tensors
@@ -183,7 +183,7 @@ def trained(tmp_path_factory):
                 writer.write(byte.encode(text := f"Say {word}. {word}"), len(text))
                 writer.end_document()
     base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
-    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}}
+    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}, "text": text_format.of_files("byte").record()}
     save_base(folder / "base", to_tensors(helpers.fresh_state(base)), meta)
     assert run_adapters(folder, "adapters") == 0
     return folder
@@ -239,7 +239,7 @@ def test_what_was_saved_can_be_used(trained):
     """`generation.load` restores base and adapters. Greedy sampling gives the tokens of the merged weights, which differ from
     the base's.
     """
-    run, sampler, params, at = generation.load(str(trained / "adapters"), jax.devices()[:1])
+    run, sampler, params, at, _ = generation.load(str(trained / "adapters"), jax.devices()[:1])
     assert (at, run.lora.rank) == (STEPS, 4)
     prompt = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     base = {k: v for k, v in runs.tensors(trained / "base").items() if k.startswith(PREFIX)}

@@ -165,6 +165,13 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
     assert keys(settings) == []
 
 
+def test_samples_that_a_file_wants_are_left_out_without_tokens(tmp_path):
+    loaded = launch.load([config_file(tmp_path, "config.sample.every_steps = 9"), "--config.sample.max_tokens=0"])
+    assert loaded.run.sample.every_steps == 0 and [note.partition(":")[0] for note in loaded.launch.notes] == [
+        "sample.every_steps"
+    ]
+
+
 def test_epochs_set_the_steps(tmp_path):
     """ceil(epochs x rows / rows of a step), of windows and of packed rows, and the schedule of the file is fitted to them."""
     text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)  # 1600 tokens: 99 windows of 16

@@ -69,7 +69,7 @@ def folders(tmp_path_factory):
 
 def load(folder, source: str | None = None) -> tuple[text_tokenizers.Tokenizer, template.ChatTemplate]:
     tok = text_tokenizers.load_tokenizer(str(folder))
-    made = template.load_template(str(folder), tok, None, "2026-11-22")
+    made = template.load_template(str(folder), tok, "", "2026-11-22")
     if source is not None:
         made = template.ChatTemplate("test", source, made.tokens, made.control, "2026-11-22")
     return tok, made
@@ -180,8 +180,8 @@ def test_conversations_that_cannot_be_written_are_refused(folders, source, pairs
 def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_path, folders, monkeypatch):
     tok = text_tokenizers.load_tokenizer(str(folders["bytes"]))
 
-    def found(file=None, name=str(tmp_path), date="2026-11-22") -> template.ChatTemplate:
-        return template.load_template(name, tok, file and tmp_path / file, date)
+    def found(file="", name=str(tmp_path), date="2026-11-22") -> template.ChatTemplate:
+        return template.load_template(name, tok, file and str(tmp_path / file), date)
 
     with pytest.raises(text_tokenizers.TokenizerError, match="--chat-template"):
         found()
@@ -199,6 +199,7 @@ def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_pat
         found("broken.jinja")
     assert found().sha256 != found(date="2026-11-23").sha256  # the template writes the date
     # a template of the hub, from its local cache
+    (tmp_path / "special_tokens_map.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
     assert found(name="hf:org/name").sha256 == found().sha256
 
@@ -355,7 +356,7 @@ def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
         assert "".join("$" if t == 256 else chr(t) for t in flagged) == want
     # with a template that ends no turn, end-of-text is added and counts
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
-    prepare.prepare([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, chat_template=tmp_path / "t.jinja", force=True)
+    prepare.prepare([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, chat_template=f"{tmp_path}/t.jinja", force=True)
     assert TokenFile.open(tmp_path / "c.tok").loss_flags(0, 21).tolist() == [False] * 18 + [True] * 3
 
 

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxtrain import config, flops, models
 from jaxtrain.config import Model
+from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.hf import __main__ as command
 from jaxtrain.hf import exporting, importing
@@ -254,7 +255,7 @@ def test_a_lone_tokenizer_is_completed(tmp_path):
     described["model"]["vocab"]["</s>"] = 257  # a piece of HTML, as in Gemma's vocabulary
     (tmp_path / "mine.json").write_text(json.dumps(described))
     (tmp_path / "out").mkdir()
-    folders.write_tokenizer(str(tmp_path / "mine.json"), 256, tmp_path / "out")
+    folders.write_tokenizer(str(tmp_path / "mine.json"), TextFormat(eot=256), tmp_path / "out")
     assert load_tokenizer(str(tmp_path / "out")).sha256 == load_tokenizer(str(tmp_path / "mine.json")).sha256
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert settings == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -342,7 +343,7 @@ def test_presets_are_exported_and_read_back(name):
         tree = config.default_config()
         tree.model.update(keys | {"family": name})
         run, problems = config.resolve(tree)
-        back = model_of(exporting.config_json(run, "bf16", 0))
+        back = model_of(exporting.config_json(run, "bf16", {}))
         assert not problems and back == dataclasses.replace(run.model, init_std=back.init_std)
         params = make_definition(run, placement, Kernel("reference", ())).abstract
         placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(placement)), params)

@@ -46,9 +46,8 @@ LAYERS = {
         parity.known_issues parity.report parity.__main__ preflight.* bench.* report.*
     """,
     "the whole": """
-        explain train.timing train.services train.evaluate train.initial_state train.references
-        train.summary train.saver
-        train.setup train.step_log train.loop train.run main __main__ api
+        explain train.timing train.services train.initial_state train.setup train.evaluate train.references
+        train.summary train.saver train.step_log train.loop train.run main __main__ api
     """,
 }
 ORDERED_FROM = 5  # from this layer on, the order within a layer counts too

@@ -42,13 +42,17 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
         text_tokenizers.load_tokenizer(str(bpe), "<nope>")
     unknown = tmp_path / "u.json"
     unknown.write_text(bpe.read_text().replace("<|endoftext|>", "<fin>"))
-    with pytest.raises(text_tokenizers.TokenizerError, match="--eot"):
-        text_tokenizers.load_tokenizer(str(unknown))
     (tmp_path / "a.txt").write_text(text)
+    assert text_tokenizers.load_tokenizer(str(unknown)).eot is None
+    code, said = command(tmp_path, "prepare", "--input=a.txt", "--output=a.tok", "--tokenizer=u.json")
+    assert code == 2 and "--eot" in said
     assert command(tmp_path, "prepare", "--input=a.txt", "--output=a.tok", f"--tokenizer={bpe}", "--eot=<stop>")[0] == 0
     file = TokenFile.open(tmp_path / "a.tok")
     assert file.tokens[:].tolist() == [*ids, stop.eot]
     assert "def naïve" in command(tmp_path, "show", "a.tok")[1]
+    unknown.rename(bpe.with_name("fin.json"))  # --eot is remembered
+    made = command(tmp_path, "prepare", "--input=a.txt", "--output=b.tok", f"--tokenizer={bpe.parent}/fin.json", "--eot=<fin>")
+    assert made[0] == 0 and "def naïve" in command(tmp_path, "show", "b.tok")[1]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, bpe, monkeypatch):
