@@ -69,7 +69,7 @@ def written(tok: Tokenizer, made: ChatTemplate, row: dict[str, Any]) -> tuple[li
 
 def load(folder: Path, template: str) -> tuple[Tokenizer, ChatTemplate]:
     tok = load_tokenizer(str(folder), end_of_text(folder))
-    return tok, load_template(str(folder), tok, folder / template, "2026-01-01")
+    return tok, load_template(str(folder), tok, str(folder / template), "2026-01-01")
 
 
 def beyond_the_answer(tok: Tokenizer, header: str, ids: list[int], flags: list[bool], other: list[bool]) -> tuple[bool, str]:

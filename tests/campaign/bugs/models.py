@@ -207,6 +207,13 @@ BUGS = (
         "proofs/test_model.py -k temperature_0",
     ),
     Bug(
+        "sampling: only the first eos ends a text",
+        "jaxtrain/generation.py",
+        "        if token in stops:",
+        "        if token in stops[:1]:",
+        "proofs/test_hf_models.py -k every_eos",
+    ),
+    Bug(
         "scores: parts of a long text see one token less",
         "jaxtrain/scoring.py",
         "after[max(0, end - self.max_length) : end + 1]",

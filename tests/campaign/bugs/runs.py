@@ -62,15 +62,22 @@ BUGS = (
     Bug(
         "evaluation: one row more than asked for",
         "jaxtrain/train/evaluate.py",
-        ">= sequences)",
-        "> sequences)",
+        "unused = numbers >= end",
+        "unused = numbers > end",
+        "unit/test_evaluate.py",
+    ),
+    Bug(
+        "evaluation: sequences that repeat count again",
+        "jaxtrain/train/evaluate.py",
+        "unused |= repeats(numbers)",
+        "unused |= repeats(numbers - 1)",
         "unit/test_evaluate.py",
     ),
     Bug(
         "evaluation: the last batch is left out",
         "jaxtrain/train/evaluate.py",
-        "range(-(-sequences // size))",
-        "range(sequences // size)",
+        "in range(-(-end // size))",
+        "in range(end // size)",
         "unit/test_evaluate.py",
     ),
     Bug(
